@@ -1,0 +1,35 @@
+"""syncbn_torch: batch normalization for PyTorch over all replicas and processes, on CPU too."""
+
+from syncbn_torch.batchnorm import (
+    SyncBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    set_sbn_eps_mode,
+)
+from syncbn_torch.communicator import DistributedCommunicator
+from syncbn_torch.convert import convert_model, patch_sync_batchnorm, revert_model
+from syncbn_torch.reference import BatchNorm2dReimpl
+from syncbn_torch.replicate import (
+    CallbackContext,
+    DataParallelWithCallback,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
+
+__all__ = [
+    "BatchNorm2dReimpl",
+    "CallbackContext",
+    "DataParallelWithCallback",
+    "DistributedCommunicator",
+    "SyncBatchNorm",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "convert_model",
+    "execute_replication_callbacks",
+    "patch_replication_callback",
+    "patch_sync_batchnorm",
+    "revert_model",
+    "set_sbn_eps_mode",
+]

@@ -1,0 +1,357 @@
+"""The layers: `torch.nn.BatchNorm*d` whose batch is that of all replicas and processes.
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias
+
+with mean and (biased) variance per channel over the whole batch. Inside
+`DataParallelWithCallback` the batch is that of all replicas; with an initialized
+`torch.distributed` it is that of all processes too. Alone, a layer is its torch namesake.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncbn_core.comm import SlavePipe, SyncMaster
+from syncbn_core.errors import (
+    CheckpointError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+)
+from syncbn_core.moments import (
+    EpsMode,
+    Moments,
+    averaging_factor,
+    blend,
+    check_eps,
+    check_eps_mode,
+    check_momentum,
+)
+from syncbn_torch import functional
+from syncbn_torch.communicator import communicator_for
+from syncbn_torch.interop import has_kernels
+from syncbn_torch.replicate import CallbackContext
+
+__all__ = [
+    "SyncBatchNorm",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "set_sbn_eps_mode",
+]
+
+_default_eps_mode: EpsMode = "plus"
+
+
+def set_sbn_eps_mode(mode: str) -> None:
+    """Set the mode of every layer that was built without an `eps_mode` of its own.
+
+    "plus": `1 / sqrt(var + eps)`, as `nn.BatchNorm2d`. "clamp": `1 / sqrt(max(var, eps))`, for
+    checkpoints of Synchronized-BatchNorm-PyTorch; here it holds in training and in eval.
+    """
+    global _default_eps_mode
+    _default_eps_mode = check_eps_mode(mode)
+
+
+class _Link:
+    """A replica's way to the other replicas, for one forward of the replicated model."""
+
+    def __init__(self, context: CallbackContext, pipe: SlavePipe | None) -> None:
+        self.context = context
+        self.pipe = pipe
+        self.history: list[tuple[Tensor, Tensor, functional.Call, bool]] = []
+
+    @property
+    def is_master(self) -> bool:
+        return self.pipe is None
+
+    def exchange(
+        self, x: Tensor, stats: Tensor, member: functional.Member, call: functional.Call
+    ) -> tuple[Tensor, bool]:
+        """`(merged statistics, whether this is their first use)`.
+
+        When the forward is over, the others can't be reached any more; what runs then is
+        activation checkpointing, and gets the statistics of the first time.
+        """
+        if self.context.closed:
+            return self._again(stats, member), False
+        master: SyncMaster = self.context.sync_master
+        message = (member, stats, call, tuple(x.shape))
+        reply = master.run_master(message) if self.pipe is None else self.pipe.run_slave(message)
+        merged: Tensor = reply
+        graph = torch.is_grad_enabled()
+        self.history.append((stats.detach(), merged.detach(), member.call, graph))
+        return merged, True
+
+    def _again(self, stats: Tensor, member: functional.Member) -> Tensor:
+        bits = stats.detach().view(torch.int64)
+        for seen, merged, call, graph in self.history:
+            if seen.shape == stats.shape and torch.equal(seen.view(torch.int64), bits):
+                if not graph and torch.is_grad_enabled():
+                    raise CheckpointError(
+                        f"{self.context.name} was recomputed by a reentrant checkpoint, one "
+                        "replica at a time, which can't be synchronized; use "
+                        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    )
+                member.call = call
+                return merged
+        raise CheckpointError(
+            f"{self.context.name} of a replica was called after the forward of its "
+            "DataParallelWithCallback, with an input that it had not seen; call the wrapped "
+            "model instead, or under checkpointing keep preserve_rng_state=True"
+        )
+
+
+class _SynchronizedBatchNorm(_BatchNorm):
+    """What all the layers share."""
+
+    # The ranks that an input may have, also in words; None: any from 2.
+    _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
+    # Defaults for modules that were not built by __init__: converted ones, old pickles.
+    process_group: Any = None
+    eps_mode: EpsMode | None = None
+    _link: _Link | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        device: Any = None,
+        dtype: Any = None,
+        process_group: Any = None,
+        eps_mode: EpsMode | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            check_eps(eps),
+            check_momentum(momentum),
+            affine,
+            track_running_stats,
+            device=device,
+            dtype=dtype,
+        )
+        self.process_group = process_group
+        self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_link": None}  # a copy of a replica stands alone
+
+    def extra_repr(self) -> str:
+        mode = "" if self.eps_mode is None else f", eps_mode={self.eps_mode!r}"
+        return super().extra_repr() + mode
+
+    def __data_parallel_replicate__(self, context: CallbackContext, copy_id: int) -> None:
+        """Connect this replica with the others; called by `execute_replication_callbacks`."""
+        if context.size == 1:
+            self._link = None
+        elif copy_id == 0:
+            context.sync_master = SyncMaster(functional.merge_members, name=context.name)
+            self._link = _Link(context, None)
+        else:
+            self._link = _Link(context, context.sync_master.register_slave(copy_id))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if self._ranks is None:
+            if input.dim() < 2:
+                raise ShapeError(
+                    f"expected at least 2D input (N, C, *spatial), got shape {tuple(input.shape)}"
+                )
+        elif input.dim() not in self._ranks[0]:
+            raise ShapeError(
+                f"expected {self._ranks[1]}, got {input.dim()}D input of shape "
+                f"{tuple(input.shape)}"
+            )
+
+    def _check(self, input: Tensor) -> None:
+        """Raise, before anything happens, what is wrong with `input`."""
+        self._check_input_dim(input)
+        if input.shape[1] != self.num_features:
+            raise ShapeError(
+                f"expected {self.num_features} channels on axis 1 (num_features="
+                f"{self.num_features}), got shape {tuple(input.shape)}; check the layer before"
+            )
+        if not input.is_floating_point():
+            raise DTypeError(
+                f"expected a floating dtype, got {input.dtype}; convert it first with input.float()"
+            )
+        own = self.weight if self.weight is not None else self.running_mean
+        if own is None:
+            return
+        if own.device != input.device:
+            raise DeviceError(
+                f"expected input on {own.device}, where the layer is, got {input.device}; "
+                "move one of them with .to(device)"
+            )
+        half = input.dtype in (torch.float16, torch.bfloat16)
+        if own.dtype != input.dtype and not (half and own.dtype == torch.float32):
+            raise DTypeError(
+                f"expected input of dtype {own.dtype}, as the layer's, got {input.dtype}; "
+                f"convert one of them with .to({own.dtype}) or layer.to({input.dtype})"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalized `input` (N, C, *spatial), same shape, dtype and memory layout.
+
+        Raises `ShapeError`, `DTypeError`, `DeviceError`; in training torch's ValueError for one
+        value per channel in all; the errors of `syncbn_core.comm` when members are missing.
+        Running statistics are then as before.
+        """
+        self._check(input)
+        eps_mode = self.eps_mode or _default_eps_mode
+        mean, var = self.running_mean, self.running_var
+        if not self.training and mean is not None and var is not None:
+            return functional.batch_norm_eval(
+                input, mean, var, self.weight, self.bias, eps=self.eps, eps_mode=eps_mode
+            )
+        # In eval ranks need not run the same batches; replicas of one forward do.
+        communicator = communicator_for(self.process_group) if self.training else None
+        link = self._link
+        if link is None and communicator is None and _torch_is_faster(input, eps_mode):
+            return self._by_torch(input)
+        x, weight, bias = input, self.weight, self.bias
+        if x.device.type == "cpu" and not has_kernels(x):  # float16, bfloat16
+            x = x.float()
+            weight, bias = (None if p is None else p.float() for p in (weight, bias))
+        settings: dict[str, Any] = {"eps": self.eps, "eps_mode": eps_mode}
+        if link is None:
+            y, total = functional.batch_norm(
+                x, weight, bias, communicator=communicator, **settings
+            )
+            update = True
+        else:
+            member = functional.Member()
+            call = functional.Call(self.eps, eps_mode, communicator)
+            stats = functional.Local.apply(x, member, False)
+            merged, first = link.exchange(x, stats, member, call)
+            y = functional.normalize_member(x, merged, weight, bias, member)
+            total, update = member.call.total, first and link.is_master
+        if update and self.training:
+            self._update_running(total)
+        return y.to(input.dtype)
+
+    def _by_torch(self, input: Tensor) -> Tensor:
+        mean, var, counter = self._tracked()
+        factor = 0.0
+        if counter is not None:
+            tracked = 0 if self.momentum is not None else int(counter) + 1
+            factor = averaging_factor(self.momentum, tracked)
+        y = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
+        if counter is not None:
+            counter.add_(1)
+        return y
+
+    def _tracked(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Running mean, variance and counter where this forward has to update them."""
+        if not (self.training and self.track_running_stats):
+            return None, None, None
+        return self.running_mean, self.running_var, self.num_batches_tracked
+
+    @torch.no_grad()
+    def _update_running(self, total: Moments) -> None:
+        mean, var, counter = self._tracked()
+        if mean is None or var is None or counter is None:
+            return
+        if total.count > 0:
+            tracked = 0 if self.momentum is not None else int(counter) + 1
+            factor = averaging_factor(self.momentum, tracked)
+            wide = total.mean.dtype
+            new_mean = blend(mean.to(wide), total.mean.to(mean.device), factor)
+            new_var = blend(var.to(wide), total.unbiased_var.to(mean.device), factor)
+            mean.copy_(new_mean)
+            var.copy_(new_var)
+        counter.add_(1)
+
+
+def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
+    """Whether torch's own kernel does the same on one device in less time."""
+    if eps_mode != "plus":
+        return False
+    return not has_kernels(x) or x.dim() == 2 or x.numel() < 65536
+
+
+class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` over the whole batch: input (N, C) or (N, C, L).
+
+    Args:
+        num_features: C.
+        eps: added to the variance; > 0.
+        momentum: share of the new batch in the running statistics; None averages over all.
+        affine: have weight and bias.
+        track_running_stats: keep running statistics; without them eval uses the batch's.
+        device, dtype: of parameters and buffers.
+        process_group: `torch.distributed` group to synchronize over besides the replicas;
+            None is the default group if there is one.
+        eps_mode: "plus", "clamp", or None for what `set_sbn_eps_mode` says ("plus" unless set).
+    """
+
+    _ranks = ((2, 3), "2D or 3D input (N, C) or (N, C, L)")
+
+
+class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` over the whole batch: input (N, C, H, W).
+
+    Arguments are those of `SynchronizedBatchNorm1d`.
+    """
+
+    _ranks = ((4,), "4D input (N, C, H, W)")
+
+
+class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` over the whole batch: input (N, C, D, H, W).
+
+    Arguments are those of `SynchronizedBatchNorm1d`.
+    """
+
+    _ranks = ((5,), "5D input (N, C, D, H, W)")
+
+
+class SyncBatchNorm(_SynchronizedBatchNorm):
+    """`nn.SyncBatchNorm`, also on CPU and among replicas: input (N, C, *spatial) of any rank.
+
+    Arguments are those of `nn.SyncBatchNorm`, and `eps_mode`.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        eps_mode: EpsMode | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device=device,
+            dtype=dtype,
+            process_group=process_group,
+            eps_mode=eps_mode,
+        )
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """`module` with every `nn.BatchNorm*d` in it replaced by this class.
+
+        As `convert_model`, which says what is kept, but any rank fits; `revert_model` gives the
+        original classes back.
+        """
+        from syncbn_torch.convert import convert_to
+
+        return convert_to(cls, module, process_group)

@@ -1,0 +1,57 @@
+"""The `Communicator` protocol over torch.distributed: one member per process.
+
+Forward is one all_gather of 2C + 1 numbers, merged in rank order, backward one all_reduce
+of 2C.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn_core.errors import CommError
+from syncbn_core.moments import Moments, merge_all
+
+__all__ = ["DistributedCommunicator", "communicator_for"]
+
+
+class DistributedCommunicator:
+    """A process group as a communicator; statistics are float64 tensors on the group's device."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise CommError(
+                f"expected a process_group that this process belongs to, got one without rank "
+                f"{dist.get_rank()} of the world; give each process its own group"
+            )
+
+    def merge_moments(self, moments: Moments) -> Moments:
+        """Moments over all ranks, bitwise the same on each; an empty part takes part."""
+        count = moments.mean.new_tensor([float(moments.count)])
+        packed = torch.cat([count, moments.mean, moments.m2])
+        gathered = [torch.empty_like(packed) for _ in range(self.size)]
+        dist.all_gather(gathered, packed, group=self._group)
+        channels = moments.mean.numel()
+        return merge_all(
+            [Moments(int(p[0]), p[1 : 1 + channels], p[1 + channels :]) for p in gathered]
+        )
+
+    def all_reduce_sums(self, sums: Tensor) -> Tensor:
+        """Elementwise sum over all ranks; a new tensor."""
+        total = sums.contiguous().clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+
+def communicator_for(process_group: Any) -> DistributedCommunicator | None:
+    """The group given, or the default one of an initialized world; None for a single process."""
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return None
+    communicator = DistributedCommunicator(process_group)
+    return communicator if communicator.size > 1 else None

@@ -1,0 +1,159 @@
+"""Models converted to synchronized layers and back; nothing but the class changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncbn_torch.batchnorm import (
+    SyncBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    _SynchronizedBatchNorm,
+)
+from syncbn_torch.reference import BatchNorm2dReimpl
+from syncbn_torch.replicate import DataParallelWithCallback
+
+__all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
+
+_TO_OURS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SyncBatchNorm,
+    nn.DataParallel: DataParallelWithCallback,
+}
+_TO_TORCH = {ours: theirs for theirs, ours in _TO_OURS.items() if theirs is not nn.DataParallel}
+
+
+def convert_model(module: nn.Module) -> nn.Module:
+    """`module` with every `nn.BatchNorm1d/2d/3d` and `nn.SyncBatchNorm` synchronized.
+
+    Containers are changed in place; returned is `module` itself, or its replacement if it is
+    such a layer. An `nn.DataParallel` becomes a `DataParallelWithCallback`. Kept are parameters
+    and buffers as the same objects (optimizers go on working), so dtype, device and
+    `requires_grad`; training flag, eps, momentum, counters; all hooks, with their handles; a
+    layer under several names stays one layer.
+
+    Other subclasses of BatchNorm (fused, lazy, parametrized) do more than we know: they stay,
+    and a `UserWarning` lists them. Raises `TypeError` unless given an `nn.Module`.
+    """
+    return _convert(module, _to_ours, "convert_model")
+
+
+def revert_model(module: nn.Module) -> nn.Module:
+    """`module` with every synchronized layer as the torch class it stands for.
+
+    The counterpart of `convert_model`, which says what is kept: `SynchronizedBatchNorm2d`
+    becomes `nn.BatchNorm2d`, `SyncBatchNorm` the class that it was converted from, else
+    `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with eps_mode="clamp" stay too,
+    and a `UserWarning` lists them: torch has no such mode.
+    """
+    return _convert(module, _to_torch, "revert_model")
+
+
+def convert_to(target: type[SyncBatchNorm], module: nn.Module, process_group: Any) -> nn.Module:
+    """Every `nn.BatchNorm*d` in `module` as `target`, synchronized over `process_group`."""
+
+    def choose(layer: nn.Module) -> nn.Module | str | None:
+        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+            new = _as(target, layer)
+            new.process_group = process_group
+            new._converted_from = type(layer)
+            return new
+        return _unknown(layer)
+
+    return _convert(module, choose, f"{target.__name__}.convert_sync_batchnorm")
+
+
+def _as(target: type[nn.Module], module: nn.Module) -> Any:
+    """A `target` with the state of `module`: same parameters, buffers, hooks, attributes."""
+    new = target.__new__(target)
+    new.__dict__ = module.__dict__.copy()
+    for registry in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[registry] = module.__dict__[registry].copy()
+    return new
+
+
+def _to_ours(module: nn.Module) -> nn.Module | str | None:
+    target = _TO_OURS.get(type(module))
+    return _unknown(module) if target is None else _as(target, module)
+
+
+def _unknown(module: nn.Module) -> str | None:
+    ours = isinstance(module, (_SynchronizedBatchNorm, BatchNorm2dReimpl))
+    if isinstance(module, _BatchNorm) and not ours:
+        return "a subclass of BatchNorm that is not known"
+    return None
+
+
+def _to_torch(module: nn.Module) -> nn.Module | str | None:
+    target = _TO_TORCH.get(type(module))
+    if target is None:
+        return "a subclass that is not known" if isinstance(module, _SynchronizedBatchNorm) else None
+    if module.eps_mode == "clamp":
+        return 'eps_mode="clamp", which torch does not have'
+    origin = module.__dict__.get("_converted_from", target)
+    new = _as(origin, module)
+    for name in ("_link", "eps_mode", "_converted_from"):
+        new.__dict__.pop(name, None)
+    if origin is not nn.SyncBatchNorm:
+        new.__dict__.pop("process_group", None)
+    else:
+        new.__dict__.setdefault("process_group", None)
+    return new
+
+
+def _convert(
+    module: nn.Module, choose: Callable[[nn.Module], nn.Module | str | None], caller: str
+) -> nn.Module:
+    """Replace what `choose` gives a module for; a string from it says why a layer stays."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
+    done: dict[nn.Module, nn.Module] = {}
+    kept: list[str] = []
+
+    def visit(old: nn.Module, name: str) -> nn.Module:
+        if old in done:
+            return done[old]
+        chosen = choose(old)
+        if isinstance(chosen, str):
+            kept.append(f"{name or 'the module'} ({type(old).__qualname__}: {chosen})")
+        new = chosen if isinstance(chosen, nn.Module) else old
+        done[old] = done[new] = new
+        for key, child in list(new._modules.items()):
+            if child is not None:
+                replacement = visit(child, f"{name}.{key}" if name else key)
+                if replacement is not child:
+                    new._modules[key] = replacement
+        return new
+
+    result = visit(module, "")
+    if kept:
+        warnings.warn(f"{caller} left as they are: {'; '.join(kept)}", UserWarning, stacklevel=3)
+    return result
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """Within the block `nn.BatchNorm1d/2d/3d` are the synchronized layers.
+
+    For code that builds its layers as `nn.BatchNorm2d(...)`. The names are restored at the
+    end, also after an error; blocks may nest. Not for use in several threads at once.
+    """
+    names = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+    places = (nn, nn.modules)
+    before = [(place, name, getattr(place, name)) for place in places for name in names]
+    try:
+        for place, name, _ in before:
+            setattr(place, name, globals()[f"Synchronized{name}"])
+        yield
+    finally:
+        for place, name, original in before:
+            setattr(place, name, original)

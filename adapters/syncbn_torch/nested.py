@@ -1,0 +1,106 @@
+"""Nested arguments split into parts, nested results joined: as `nn.DataParallel` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn_core.errors import ShapeError
+
+__all__ = ["join", "split"]
+
+
+def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
+    """At most `parts` trees like `tree`, with each tensor in it split by axis `dim`.
+
+    Tensors are cut like `torch.chunk`; scalars (0 axes) and objects that are no tensors go to
+    every part. Tuples, named tuples, lists and dictionaries nest. Raises `ShapeError` when two
+    tensors give different numbers of parts: a part would miss some of its arguments.
+    """
+    leaves: list[Tensor] = []
+    _collect(tree, leaves)
+    sizes = {}
+    for leaf in leaves:
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ShapeError(f"expected tensors with an axis {dim}, got shape {tuple(leaf.shape)}")
+        sizes[leaf.shape[dim]] = len(leaf.chunk(parts, dim))
+    if len(set(sizes.values())) > 1:
+        raise ShapeError(
+            f"expected tensors that split alike over {parts} replicas, got sizes "
+            f"{sorted(sizes)} on axis {dim}; give what every replica needs whole as a non-tensor"
+        )
+    count = next(iter(sizes.values()), parts if _has_anything(tree) else 1)
+    return [_part(tree, index, parts, dim, device) for index in range(count)]
+
+
+def _has_anything(tree: Any) -> bool:
+    args, kwargs = tree
+    return bool(args) or bool(kwargs)
+
+
+def _collect(tree: Any, leaves: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        if tree.dim() > 0:
+            leaves.append(tree)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _collect(value, leaves)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _collect(value, leaves)
+
+
+def _part(tree: Any, index: int, parts: int, dim: int, device: torch.device) -> Any:
+    if isinstance(tree, Tensor):
+        piece = tree.chunk(parts, dim)[index] if tree.dim() > 0 else tree
+        return piece.to(device)
+    if isinstance(tree, Mapping):
+        return _like(tree, {k: _part(v, index, parts, dim, device) for k, v in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        return _like(tree, [_part(v, index, parts, dim, device) for v in tree])
+    return tree
+
+
+def _like(tree: Any, values: Any) -> Any:
+    """`values` in a container of the type of `tree`."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*values)
+    if type(values) is type(tree):
+        return values
+    return type(tree)(values)
+
+
+def join(outputs: Sequence[Any], dim: int, device: torch.device) -> Any:
+    """One tree from the outputs of all parts: tensors concatenated by axis `dim`.
+
+    Scalars become a vector with one entry per part; None stays None; other objects stay when
+    they are equal in all parts. Raises `ShapeError` for outputs that differ in structure.
+    """
+    first = outputs[0]
+    if any(type(output) is not type(first) for output in outputs):
+        kinds = [type(output).__name__ for output in outputs]
+        raise ShapeError(f"expected outputs of one type from all replicas, got {kinds}")
+    if isinstance(first, Tensor):
+        moved = [output.to(device) for output in outputs]
+        if first.dim() == 0:
+            return torch.stack(moved)
+        return moved[0] if len(moved) == 1 else torch.cat(moved, dim)
+    if isinstance(first, Mapping):
+        if any(output.keys() != first.keys() for output in outputs):
+            keys = [sorted(map(str, output)) for output in outputs]
+            raise ShapeError(f"expected dictionaries with the same keys, got {keys}")
+        return _like(first, {k: join([o[k] for o in outputs], dim, device) for k in first})
+    if isinstance(first, (list, tuple)):
+        lengths = [len(output) for output in outputs]
+        if len(set(lengths)) > 1:
+            raise ShapeError(f"expected sequences of one length from all replicas, got {lengths}")
+        return _like(first, [join(list(o), dim, device) for o in zip(*outputs, strict=True)])
+    if any(output is not first and output != first for output in outputs):
+        raise ShapeError(
+            f"expected tensors, or the same {type(first).__name__} from all replicas, got "
+            f"{outputs!r:.200}"
+        )
+    return first

@@ -1,0 +1,46 @@
+"""The layer in plain tensor operations, for numerical study: autograd does the backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from syncbn_core.moments import averaging_factor, blend, require_more_than_one_value
+from syncbn_torch import plain
+
+__all__ = ["BatchNorm2dReimpl"]
+
+
+class BatchNorm2dReimpl(nn.BatchNorm2d):
+    """`nn.BatchNorm2d(num_features, eps, momentum)` in operations that can be read and changed.
+
+        mean = sum(x) / n        var = sum((x - mean)**2) / n
+        y = (x - mean) / sqrt(var + eps) * weight + bias
+
+    Input (N, C, H, W). In training the running variance takes `sum((x - mean)**2) / (n - 1)`.
+    Computed in the dtype of the input: what rounding does can be seen.
+    """
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1
+    ) -> None:
+        super().__init__(num_features, eps, momentum)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training:
+            mean, var = self.running_mean, self.running_var
+        else:
+            count = input.numel() // input.shape[1]
+            require_more_than_one_value(count, input.shape)
+            axes = [0, 2, 3]
+            mean = input.sum(axes) / count
+            m2 = (input - plain.column(mean, input)).square().sum(axes)
+            var = m2 / count
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                factor = averaging_factor(self.momentum, int(self.num_batches_tracked))
+                self.running_mean.copy_(blend(self.running_mean, mean, factor))
+                self.running_var.copy_(blend(self.running_var, m2 / (count - 1), factor))
+        invstd = (var + self.eps).rsqrt()
+        return plain.normalize(input, mean, invstd, self.weight, self.bias)

@@ -1,0 +1,291 @@
+"""Replicas of a model in threads, and callbacks that let their submodules find each other.
+
+`DataParallelWithCallback` on several GPUs is `nn.DataParallel`; on one device (CPU, or one
+GPU) it runs N replicas in N threads, sharing the parameters. In both cases each submodule that
+has `__data_parallel_replicate__(context, copy_id)` is called before the replicas run, and no
+replica is left waiting when another one fails.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from syncbn_core.comm import SyncMaster, run_in_threads
+from syncbn_core.errors import ArgumentError, CommError
+from syncbn_torch.nested import join, split
+
+__all__ = [
+    "CallbackContext",
+    "DataParallelWithCallback",
+    "execute_replication_callbacks",
+    "patch_replication_callback",
+]
+
+
+class CallbackContext:
+    """What the copies of one submodule share during one forward; set any attribute on it.
+
+    Attributes:
+        name: the submodule's name in the model, for error messages.
+        size: the number of copies.
+        sync_master: a `SyncMaster` put here by copy 0 is aborted when a replica fails.
+        closed: True once the forward is over and the other copies can't be reached.
+    """
+
+    sync_master: SyncMaster
+
+    def __init__(self, name: str = "", size: int = 0) -> None:
+        self.name = name
+        self.size = size
+        self.closed = False
+
+    def abort(self, error: BaseException) -> None:
+        """Release every copy that waits: one of them failed with `error`."""
+        if hasattr(self, "sync_master"):
+            self.sync_master.abort(error)
+
+    def leave(self, copy_id: int) -> None:
+        """A copy's forward is over; release who waits for it."""
+        if hasattr(self, "sync_master"):
+            self.sync_master.leave(copy_id)
+
+
+def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[CallbackContext]:
+    """Call `__data_parallel_replicate__(context, copy_id)` on every submodule that has it.
+
+    `modules`: copies of one model, the master copy first. The copies of a submodule, found by
+    position in `modules()`, get the same context; the master copy's callbacks come first.
+    Returns the contexts, in the order of positions.
+    """
+    names = [name or type(modules[0]).__name__ for name, _ in modules[0].named_modules()]
+    contexts = [CallbackContext(name, len(modules)) for name in names]
+    for copy_id, module in enumerate(modules):
+        submodules = list(module.modules())
+        if len(submodules) != len(contexts):
+            raise CommError(
+                f"expected copies of one model with {len(contexts)} modules each, got "
+                f"{len(submodules)} in copy {copy_id}"
+            )
+        for context, submodule in zip(contexts, submodules, strict=True):
+            callback = getattr(submodule, "__data_parallel_replicate__", None)
+            if callback is not None:
+                callback(context, copy_id)
+    return contexts
+
+
+def _share(module: nn.Module, copies: int) -> list[nn.Module]:
+    """`copies` replicas of `module` on its own device: the same parameters, own structure.
+
+    Replica 0 has the buffers themselves, so what it writes in place stays; the others have
+    copies of them, as under `nn.DataParallel`.
+    """
+    originals = list(module.modules())
+    index = {original: i for i, original in enumerate(originals)}
+    replicas: list[list[nn.Module]] = []
+    for copy_id in range(copies):
+        buffers: dict[Tensor, Tensor] = {}
+        made = []
+        for original in originals:
+            if isinstance(original, torch.jit.ScriptModule):
+                made.append(cast(nn.Module, original))
+                continue
+            replica = cast(nn.Module, original._replicate_for_data_parallel())
+            replica._parameters = dict(original._parameters)
+            if copy_id > 0:
+                for key, buffer in original._buffers.items():
+                    if buffer is not None:
+                        replica._buffers[key] = buffers.setdefault(buffer, buffer.clone())
+            made.append(replica)
+        for original, replica in zip(originals, made, strict=True):
+            if replica is not original:
+                for key, child in original._modules.items():
+                    replica._modules[key] = None if child is None else made[index[child]]
+        replicas.append(made)
+    return [made[0] for made in replicas]
+
+
+@contextmanager
+def _modes_of(caller: dict[str, Any]) -> Iterator[None]:
+    """The caller's grad, inference and autocast modes, which threads do not inherit."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(caller["inference"]))
+        stack.enter_context(torch.set_grad_enabled(caller["grad"]))
+        for device_type, enabled, dtype in caller["autocast"]:
+            stack.enter_context(
+                torch.autocast(
+                    device_type, enabled=enabled, dtype=dtype, cache_enabled=caller["cache"]
+                )
+            )
+        yield
+
+
+def _caller_modes() -> dict[str, Any]:
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return {
+        "inference": torch.is_inference_mode_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "cache": torch.is_autocast_cache_enabled(),
+        "autocast": [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ],
+    }
+
+
+class DataParallelWithCallback(nn.DataParallel[nn.Module]):
+    """`nn.DataParallel` with replication callbacks, which runs on CPU too.
+
+    Args:
+        module: the model.
+        device_ids: where the replicas run. Different GPUs: as `nn.DataParallel`. The same
+            device several times, for example `["cpu"] * 4`: as many threads, which share the
+            parameters. None: all GPUs, or the plain model where there are none.
+        output_device: where outputs are joined; default the first of `device_ids`.
+        dim: the axis by which tensors are split and joined.
+        replicas: short for `device_ids=[device of the module] * replicas`.
+
+    Positional and keyword arguments may nest tuples, lists and dictionaries; tensors in them
+    are split like `torch.chunk`, other objects are shared. A batch smaller than the number of
+    replicas uses fewer of them.
+
+    When a replica raises, the others are released and the error is raised again, with a note
+    that says which replica it was; the next forward works.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        *,
+        replicas: int | None = None,
+    ) -> None:
+        if replicas is not None:
+            if device_ids is not None:
+                raise ArgumentError("expected device_ids or replicas, got both; leave one out")
+            if replicas < 1:
+                raise ArgumentError(f"expected 1 or more replicas, got {replicas}")
+            home = next((t.device for t in _tensors(module)), torch.device("cpu"))
+            device_ids = [home] * replicas
+        if device_ids is None or not _one_device(device_ids):
+            if device_ids is not None and any(torch.device(d).type == "cpu" for d in device_ids):
+                raise ArgumentError(
+                    f"expected replicas on CPU or on GPUs, got both in device_ids={device_ids!r}"
+                )
+            super().__init__(module, cast(Any, device_ids), cast(Any, output_device), dim)
+            return
+        nn.Module.__init__(self)
+        self.module = module
+        self.dim = dim
+        self.device_ids = [torch.device(d) for d in device_ids]  # type: ignore[assignment]
+        self.src_device_obj = torch.device(device_ids[0])
+        self.output_device = cast(
+            Any, self.src_device_obj if output_device is None else torch.device(output_device)
+        )
+        module.to(self.src_device_obj)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
+        """Copies of `module`, one per device, with their callbacks done."""
+        if _one_device(device_ids):
+            replicas = _share(module, len(device_ids))
+        else:
+            replicas = super().replicate(module, device_ids)
+        replicas[0]._replication_contexts = execute_replication_callbacks(replicas)  # type: ignore[assignment]
+        return replicas
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        """Arguments of each replica."""
+        if not _one_device(device_ids):
+            return super().scatter(inputs, kwargs, device_ids)
+        device = torch.device(device_ids[0])
+        parts = split((inputs, kwargs or {}), len(device_ids), self.dim, device)
+        return [part[0] for part in parts], [part[1] for part in parts]
+
+    def parallel_apply(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        """Run every replica in a thread of its own; results in their order."""
+        contexts: list[CallbackContext] = getattr(replicas[0], "_replication_contexts", [])
+        caller = _caller_modes()
+        devices = [torch.device(d) for d in self.device_ids[: len(replicas)]]
+
+        def member(index: int) -> Callable[[], Any]:
+            # A context can be entered by one thread at a time: each gets a copy.
+            variables = contextvars.copy_context()
+
+            def call() -> Any:
+                with _modes_of(caller), _on(devices[index]):
+                    return replicas[index](*inputs[index], **kwargs[index])
+
+            return lambda: variables.run(call)
+
+        def leave(index: int) -> None:
+            for context in contexts:
+                context.leave(index)
+
+        def abort(error: BaseException) -> None:
+            for context in contexts:
+                context.abort(error)
+
+        try:
+            return run_in_threads(
+                [member(index) for index in range(len(replicas))],
+                abort=abort,
+                leave=leave,
+                describe="replica",
+            )
+        finally:
+            for context in contexts:
+                context.closed = True
+
+    def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """Outputs of all replicas, joined."""
+        if not _one_device(self.device_ids):
+            return super().gather(outputs, output_device)
+        return join(outputs, self.dim, torch.device(output_device))
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _one_device(device_ids: Sequence[Any]) -> bool:
+    """Whether all replicas live on the same device, so that they share the parameters."""
+    devices = {torch.device(d) for d in device_ids}
+    return len(devices) == 1 and (len(device_ids) > 1 or devices.pop().type == "cpu")
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Make `device` the current one of this thread, if it is a GPU."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield
+
+
+def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> None:
+    """Give an existing `nn.DataParallel` the callbacks: it becomes a `DataParallelWithCallback`.
+
+    The object stays the same one. Raises `TypeError` for anything but an `nn.DataParallel`, and
+    for a subclass of it, whose own methods would be lost.
+    """
+    if isinstance(data_parallel, DataParallelWithCallback):
+        return
+    if type(data_parallel) is not nn.DataParallel:
+        raise TypeError(
+            f"expected an nn.DataParallel, got {type(data_parallel).__name__}; let the class "
+            "derive from DataParallelWithCallback instead"
+        )
+    data_parallel.__class__ = DataParallelWithCallback

@@ -1,0 +1,124 @@
+"""`Communicator`: the one protocol by which layers reach the other members of their group.
+
+Forward sends one message, a part's moments; backward one, the two sums per channel. Results
+are bitwise the same on every member: parts are combined in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
+from syncbn_core.errors import ArgumentError, ProtocolError, ShapeError
+from syncbn_core.moments import Moments, merge_all
+
+__all__ = ["Communicator", "SingleCommunicator", "ThreadCommunicator", "thread_group"]
+
+Array = Any
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """What a layer needs of its group. Every member makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This member's number, 0 to `size - 1`."""
+
+    @property
+    def size(self) -> int:
+        """Members in the group."""
+
+    def merge_moments(self, moments: Moments) -> Moments:
+        """Moments of all members' parts together; an empty part takes part like any other."""
+
+    def all_reduce_sums(self, sums: Array) -> Array:
+        """Elementwise sum over the members of a float64 array of one shape; a new array."""
+
+
+class SingleCommunicator:
+    """A group of one: nothing to exchange."""
+
+    rank = 0
+    size = 1
+
+    def merge_moments(self, moments: Moments) -> Moments:
+        return moments
+
+    def all_reduce_sums(self, sums: Array) -> Array:
+        return sums
+
+
+class ThreadCommunicator:
+    """A member of a group of threads; made by `thread_group`, one per thread.
+
+    Rank 0 is the master of a `SyncMaster`, so waits end as described there.
+    """
+
+    def __init__(self, rank: int, size: int, master: SyncMaster, pipe: SlavePipe | None) -> None:
+        self.rank = rank
+        self.size = size
+        self._master = master
+        self._pipe = pipe
+
+    def merge_moments(self, moments: Moments) -> Moments:
+        merged: Moments = self._exchange("merge_moments", moments)
+        return merged
+
+    def all_reduce_sums(self, sums: Array) -> Array:
+        return self._exchange("all_reduce_sums", sums).copy()
+
+    def abort(self, error: BaseException) -> None:
+        """Release every member: this one can't go on because of `error`."""
+        self._master.abort(error)
+
+    def leave(self) -> None:
+        """Say that this member makes no more calls; who waits for one is released."""
+        self._master.leave(self.rank)
+
+    def _exchange(self, operation: str, value: Any) -> Any:
+        message = (operation, value)
+        if self._pipe is None:
+            return self._master.run_master(message)
+        return self._pipe.run_slave(message)
+
+
+def thread_group(
+    size: int, *, name: str = "thread group", timeout: float | None = None
+) -> list[ThreadCommunicator]:
+    """One communicator for each of `size` threads of this process, in the order of ranks.
+
+    `timeout`: seconds that a member waits for the others at most; None: the process's default.
+    """
+    if size < 1:
+        raise ArgumentError(f"expected a group of 1 or more members, got size={size}")
+    master = SyncMaster(_combine, name=name, timeout=timeout)
+    pipes = [master.register_slave(rank) for rank in range(1, size)]
+    return [ThreadCommunicator(rank, size, master, pipe) for rank, pipe in enumerate([None, *pipes])]
+
+
+def _combine(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
+    operations = {operation for _, (operation, _) in messages}
+    if len(operations) > 1:
+        per_rank = {rank: operation for rank, (operation, _) in messages}
+        raise ProtocolError(
+            f"expected every member in the same operation, got {per_rank}; all members have to "
+            "run the same layers forward and backward in the same order"
+        )
+    values = [value for _, (_, value) in messages]
+    sizes = {np.shape(v.mean if isinstance(v, Moments) else v) for v in values}
+    if len(sizes) > 1:
+        raise ShapeError(
+            f"expected the same number of channels from every member, got shapes {sorted(sizes)}"
+        )
+    total: Any
+    if operations == {"merge_moments"}:
+        total = merge_all(values)
+    else:
+        total = values[0].copy()
+        for value in values[1:]:
+            total += value
+    return [(rank, total) for rank, _ in messages]

@@ -1,0 +1,359 @@
+"""The public array API: forward, backward and eval of synchronized batch normalization.
+
+    mean, var = moments of x over all members of the communicator, per channel
+    invstd    = 1 / sqrt(var + eps)                 (eps_mode "clamp": 1 / sqrt(max(var, eps)))
+    xhat      = (x - mean) * invstd
+    y         = xhat * weight + bias
+
+Ioffe and Szegedy 2015, "Batch Normalization". Shapes and dtypes, the same everywhere:
+
+    x, dy, y, dx                  (N, C, *spatial), float32 or float64; float16 is computed in
+                                  float32. Any memory layout; results have the layout of x.
+    weight, bias, running_*       (C,), floating
+    mean, invstd, sums            (C,), float64
+
+This is the one place that knows both arithmetic (a backend) and communication (a
+communicator). NaN or infinity in a channel makes the statistics of that channel NaN, in the
+output and in the running statistics, and leaves other channels alone.
+
+Raised before anything is written: `ShapeError`, `DTypeError`, `DeviceError`, `ReadOnlyError`,
+`ArgumentError`, `BatchSizeError` (one value per channel in all), and the communicator's errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from syncbn_core.backends import backend_of
+from syncbn_core.comm import Communicator, SingleCommunicator
+from syncbn_core.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    ReadOnlyError,
+    ShapeError,
+)
+from syncbn_core.moments import (
+    EpsMode,
+    Moments,
+    averaging_factor,
+    blend,
+    check_eps,
+    check_eps_mode,
+    check_momentum,
+    invstd_from_var,
+    require_more_than_one_value,
+)
+
+__all__ = [
+    "Gradients",
+    "Saved",
+    "backward_input",
+    "backward_sums",
+    "batch_norm_backward",
+    "batch_norm_eval",
+    "batch_norm_forward",
+    "local_moments",
+    "normalize",
+]
+
+Array = Any
+_ALONE = SingleCommunicator()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """What `batch_norm_backward` needs of a forward: x itself and O(C) numbers.
+
+    `count`: values per channel over all members; None when the statistics were constants
+    (running statistics in eval), through which no gradient flows. `clamped`: (C,) bool, where
+    eps_mode "clamp" made invstd a constant; None when nowhere.
+    """
+
+    x: Array
+    mean: Array
+    invstd: Array
+    weight: Array | None
+    count: int | None
+    clamped: Array | None = None
+
+
+class Gradients(NamedTuple):
+    """Gradients of one member: `x` like x; `weight`, `bias` (C,), this member's own share."""
+
+    x: Array
+    weight: Array
+    bias: Array
+
+
+def batch_norm_forward(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    running_mean: Array | None = None,
+    running_var: Array | None = None,
+    num_batches_tracked: Array | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    eps_mode: EpsMode = "plus",
+    communicator: Communicator | None = None,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> tuple[Array, Saved]:
+    """Normalize x by the statistics of the whole batch; returns `(y, saved)`.
+
+    `running_mean`, `running_var` (C,) and the integer counter `num_batches_tracked` () are
+    updated in place: `(1 - momentum) * old + momentum * new`, with the unbiased variance;
+    `momentum=None` averages over all batches, by the counter. An empty x takes part in the
+    exchange; when the whole batch is empty only the counter moves.
+
+    `out`: where to write y; x itself only if no backward follows. `parallel`: False keeps to the calling thread.
+    """
+    check_input(x)
+    check_per_channel(x, weight=weight, bias=bias)
+    check_running(x, running_mean, running_var, num_batches_tracked, momentum)
+    check_out(x, out)
+    eps, eps_mode = check_eps(eps), check_eps_mode(eps_mode)
+    moments = local_moments(x, parallel=parallel)
+    total = (communicator or _ALONE).merge_moments(moments)
+    require_more_than_one_value(total.count, x.shape)
+    invstd = total.invstd(eps, eps_mode)
+    y = normalize(x, total.mean, invstd, weight, bias, out=out, parallel=parallel)
+    _update_running(running_mean, running_var, num_batches_tracked, total, momentum)
+    clamped = total.var < eps if eps_mode == "clamp" else None
+    return y, Saved(x, total.mean, invstd, weight, total.count, clamped)
+
+
+def batch_norm_eval(
+    x: Array,
+    running_mean: Array,
+    running_var: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    eps_mode: EpsMode = "plus",
+    out: Array | None = None,
+    parallel: bool = True,
+) -> tuple[Array, Saved]:
+    """Normalize x by running statistics, which stay as they are; returns `(y, saved)`."""
+    check_input(x)
+    check_per_channel(
+        x, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
+    )
+    check_out(x, out)
+    variance = np.asarray(running_var, dtype=np.float64)
+    invstd = invstd_from_var(variance, check_eps(eps), check_eps_mode(eps_mode))
+    mean = np.array(running_mean, dtype=np.float64)
+    y = normalize(x, mean, invstd, weight, bias, out=out, parallel=parallel)
+    return y, Saved(x, mean, invstd, weight, None)
+
+
+def batch_norm_backward(
+    dy: Array,
+    saved: Saved,
+    *,
+    communicator: Communicator | None = None,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> Gradients:
+    """Gradients by x, weight and bias, given `dy`, the gradient by y.
+
+    With `sum_dy = sum(dy)` and `sum_dy_xhat = sum(dy * xhat)` over all members and n values:
+    `dx = weight * invstd * (dy - sum_dy / n - xhat * sum_dy_xhat / n)`, without the last term
+    where eps_mode "clamp" made the deviation a constant. The gradients of weight and bias are the local sums: add them up over members as those of any other parameter.
+
+    `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
+    """
+    x = saved.x
+    if tuple(dy.shape) != tuple(x.shape):
+        raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")
+    if dy.dtype.kind != "f":
+        raise DTypeError(f"expected dy of a floating dtype, got {dy.dtype}")
+    check_out(x, out)
+    sum_dy, sum_dy_xhat = backward_sums(x, dy, saved.mean, saved.invstd, parallel=parallel)
+    if saved.count is None:
+        mean_dy = mean_dy_xhat = np.zeros_like(sum_dy)
+    else:
+        sums = np.stack([sum_dy, sum_dy_xhat])
+        total = (communicator or _ALONE).all_reduce_sums(sums)
+        if saved.weight is not None:
+            total = total * np.asarray(saved.weight, dtype=np.float64)
+        mean_dy, mean_dy_xhat = total / max(saved.count, 1)
+        if saved.clamped is not None:
+            mean_dy_xhat = np.where(saved.clamped, 0.0, mean_dy_xhat)
+    dx = backward_input(
+        x,
+        dy,
+        saved.mean,
+        saved.invstd,
+        saved.weight,
+        mean_dy,
+        mean_dy_xhat,
+        out=out,
+        parallel=parallel,
+    )
+    dtype = (x if saved.weight is None else saved.weight).dtype
+    return Gradients(dx, sum_dy_xhat.astype(dtype), sum_dy.astype(dtype))
+
+
+# The steps, for adapters that bring their own graph and communication. They check nothing.
+
+
+def local_moments(x: Array, *, parallel: bool = True) -> Moments:
+    """Moments of this member's part; an empty x gives the empty part."""
+    return backend_of(x).moments(x, parallel=parallel)
+
+
+def normalize(
+    x: Array,
+    mean: Array,
+    invstd: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> Array:
+    """`y = (x - mean) * invstd * weight + bias`."""
+    return backend_of(x).normalize(x, mean, invstd, weight, bias, out=out, parallel=parallel)
+
+
+def backward_sums(
+    x: Array, dy: Array, mean: Array, invstd: Array, *, parallel: bool = True
+) -> tuple[Array, Array]:
+    """`(sum(dy), sum(dy * xhat))` of this member."""
+    return backend_of(x).backward_reduce(x, dy, mean, invstd, parallel=parallel)
+
+
+def backward_input(
+    x: Array,
+    dy: Array,
+    mean: Array,
+    invstd: Array,
+    weight: Array | None,
+    mean_dy: Array,
+    mean_dy_xhat: Array,
+    *,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> Array:
+    """`dx = invstd * (weight * dy - mean_dy - xhat * mean_dy_xhat)`.
+
+    `mean_dy`, `mean_dy_xhat`: the sums over all members, times weight, over the total count.
+    """
+    return backend_of(x).backward_input(
+        x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, out=out, parallel=parallel
+    )
+
+
+# Checks, before anything is computed or written.
+
+
+def check_input(x: Array, num_features: int | None = None) -> None:
+    """Raise unless x is a floating `(N, C, *spatial)` array with `num_features` channels."""
+    backend_of(x)
+    shape = tuple(x.shape)
+    if len(shape) < 2:
+        raise ShapeError(
+            f"expected an array (N, C, *spatial) of rank 2 or more, got shape {shape}; "
+            "a batch of scalars is x[:, None]"
+        )
+    if x.dtype.kind != "f" or x.dtype.itemsize > 8:
+        raise DTypeError(
+            f"expected float16, float32 or float64, got {x.dtype}; convert it first, for "
+            "example with x.astype(numpy.float32)"
+        )
+    if num_features is not None and shape[1] != num_features:
+        raise ShapeError(
+            f"expected {num_features} channels on axis 1 (num_features={num_features}), got "
+            f"shape {shape}; check the layer before"
+        )
+
+
+def check_per_channel(x: Array, **arrays: Array | None) -> None:
+    """Raise unless each of `arrays` is None or a floating `(C,)` array of x's kind."""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if backend_of(array) is not backend_of(x):
+            raise DeviceError(
+                f"expected {name} to be of the kind of x ({type(x).__name__}), got "
+                f"{type(array).__name__}; move both to one device"
+            )
+        if tuple(array.shape) != (x.shape[1],):
+            raise ShapeError(
+                f"expected {name} of shape ({x.shape[1]},), one value per channel of x "
+                f"{tuple(x.shape)}, got {tuple(array.shape)}"
+            )
+        if array.dtype.kind != "f":
+            raise DTypeError(f"expected {name} of a floating dtype, got {array.dtype}")
+
+
+def check_running(
+    x: Array,
+    running_mean: Array | None,
+    running_var: Array | None,
+    num_batches_tracked: Array | None,
+    momentum: float | None,
+) -> None:
+    """Raise unless the running statistics fit x and can be updated in place."""
+    check_momentum(momentum)
+    if (running_mean is None) != (running_var is None):
+        raise ArgumentError(
+            "expected running_mean and running_var together or neither, got only "
+            + ("running_var" if running_mean is None else "running_mean")
+        )
+    check_per_channel(x, running_mean=running_mean, running_var=running_var)
+    if momentum is None and running_mean is not None and num_batches_tracked is None:
+        raise ArgumentError(
+            "expected num_batches_tracked with momentum=None, the average over all batches; "
+            "give an integer array of shape (), or a momentum"
+        )
+    named = {
+        "running_mean": running_mean,
+        "running_var": running_var,
+        "num_batches_tracked": num_batches_tracked,
+    }
+    for name, array in named.items():
+        if array is not None and not array.flags.writeable:
+            raise ReadOnlyError(
+                f"expected a writable {name}, which training updates in place, got a read-only "
+                "array; copy it first"
+            )
+
+
+def check_out(x: Array, out: Array | None) -> None:
+    """Raise unless `out` is None or can take a result like x."""
+    if out is None:
+        return
+    if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
+        raise ShapeError(
+            f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, as x, got "
+            f"{tuple(out.shape)} and {out.dtype}"
+        )
+    if not out.flags.writeable:
+        raise ReadOnlyError("expected a writable out, got a read-only array")
+
+
+def _update_running(
+    running_mean: Array | None,
+    running_var: Array | None,
+    num_batches_tracked: Array | None,
+    total: Moments,
+    momentum: float | None,
+) -> None:
+    if num_batches_tracked is not None:
+        num_batches_tracked += 1
+    if running_mean is None or running_var is None or total.count == 0:
+        return
+    tracked = 0 if num_batches_tracked is None else int(num_batches_tracked)
+    factor = averaging_factor(momentum, tracked)
+    new_mean = blend(running_mean, total.mean, factor)
+    new_var = blend(running_var, total.unbiased_var, factor)
+    running_mean[...] = new_mean
+    running_var[...] = new_var

@@ -1,0 +1,182 @@
+"""Batch normalization for array pipelines: a layer with no framework around it.
+
+    layer = BatchNorm(64, communicator=communicator)
+    y = layer(x)                  # x (N, 64, *spatial)
+    dx = layer.backward(dy)       # adds to layer.weight_grad and layer.bias_grad
+
+The formulas and dtypes are those of `syncbn_core.functional`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from syncbn_core import functional
+from syncbn_core.comm import Communicator
+from syncbn_core.errors import ArgumentError, DTypeError, StateError
+from syncbn_core.moments import EpsMode, check_eps, check_eps_mode, check_momentum
+
+__all__ = ["BatchNorm"]
+
+Array = Any
+
+
+class BatchNorm:
+    """`y = (x - mean) / sqrt(var + eps) * weight + bias` over the batch of a whole group.
+
+    Args:
+        num_features: C, channels on axis 1.
+        eps: added to the variance; > 0.
+        momentum: share of the new batch in the running statistics, 0 to 1; None averages over
+            all batches.
+        affine: have `weight` (ones) and `bias` (zeros).
+        track_running_stats: keep `running_mean`, `running_var`, `num_batches_tracked`; without
+            them eval uses the statistics of the batch.
+        dtype: of parameters and running statistics.
+        communicator: the group; None is a group of one. Every member has a layer of its own.
+        eps_mode: "plus" as in the formula, "clamp" for `1 / sqrt(max(var, eps))`.
+
+    Attributes:
+        weight, bias, weight_grad, bias_grad: `(C,)`, or None without `affine`. Gradients are
+            this member's own share; add them up over the group (`communicator.all_reduce_sums`).
+        running_mean, running_var: `(C,)`; num_batches_tracked: `()` int64.
+        training: True after `train()`, False after `eval()`.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        dtype: Any = np.float32,
+        communicator: Communicator | None = None,
+        eps_mode: EpsMode = "plus",
+    ) -> None:
+        if num_features < 1:
+            raise ArgumentError(f"expected num_features of 1 or more, got {num_features!r}")
+        dtype = np.dtype(dtype)
+        if dtype.kind != "f":
+            raise DTypeError(f"expected a floating dtype, got {dtype}")
+        self.num_features = num_features
+        self.eps = check_eps(eps)
+        self.momentum = check_momentum(momentum)
+        self.eps_mode = check_eps_mode(eps_mode)
+        self.communicator = communicator
+        self.training = True
+        self.weight = np.ones(num_features, dtype) if affine else None
+        self.bias = np.zeros(num_features, dtype) if affine else None
+        self.weight_grad = np.zeros(num_features, dtype) if affine else None
+        self.bias_grad = np.zeros(num_features, dtype) if affine else None
+        self.running_mean = np.zeros(num_features, dtype) if track_running_stats else None
+        self.running_var = np.ones(num_features, dtype) if track_running_stats else None
+        self.num_batches_tracked = np.zeros((), np.int64) if track_running_stats else None
+        self._saved: functional.Saved | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchNorm({self.num_features}, eps={self.eps}, momentum={self.momentum}, "
+            f"affine={self.weight is not None}, "
+            f"track_running_stats={self.running_mean is not None}, eps_mode={self.eps_mode!r})"
+        )
+
+    def train(self, mode: bool = True) -> BatchNorm:
+        """Use the statistics of the batch, and update the running ones; returns self."""
+        self.training = mode
+        return self
+
+    def eval(self) -> BatchNorm:
+        """Use the running statistics; returns self."""
+        return self.train(False)
+
+    def __call__(self, x: Array) -> Array:
+        return self.forward(x)
+
+    def forward(self, x: Array) -> Array:
+        """Normalized x, `(N, C, *spatial)`; remembers what `backward` needs until then.
+
+        Raises what `syncbn_core.functional.batch_norm_forward` does, with nothing changed.
+        """
+        functional.check_input(x, self.num_features)
+        settings: dict[str, Any] = {"eps": self.eps, "eps_mode": self.eps_mode}
+        if self.training or self.running_mean is None:
+            y, self._saved = functional.batch_norm_forward(
+                x,
+                self.weight,
+                self.bias,
+                running_mean=self.running_mean,
+                running_var=self.running_var,
+                num_batches_tracked=self.num_batches_tracked,
+                momentum=self.momentum,
+                communicator=self.communicator,
+                **settings,
+            )
+        else:
+            y, self._saved = functional.batch_norm_eval(
+                x, self.running_mean, self.running_var, self.weight, self.bias, **settings
+            )
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        """Gradient by x of the last forward; adds to `weight_grad` and `bias_grad`.
+
+        Every member has to call it, once per forward. `StateError` without a forward before.
+        """
+        if self._saved is None:
+            raise StateError(
+                "expected a forward before each backward, got a backward without one; for a "
+                "layer used several times in a forward take syncbn_core.functional"
+            )
+        gradients = functional.batch_norm_backward(dy, self._saved, communicator=self.communicator)
+        self._saved = None
+        if self.weight_grad is not None and self.bias_grad is not None:
+            self.weight_grad += gradients.weight
+            self.bias_grad += gradients.bias
+        return gradients.x
+
+    def parameters(self) -> list[Array]:
+        """`[weight, bias]`, or nothing without `affine`; update them in place."""
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+    def gradients(self) -> list[Array]:
+        """`[weight_grad, bias_grad]`, in the order of `parameters`."""
+        return [g for g in (self.weight_grad, self.bias_grad) if g is not None]
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero."""
+        for gradient in self.gradients():
+            gradient[...] = 0
+
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of parameters and running statistics, under the names that PyTorch uses."""
+        return {name: array.copy() for name, array in self._state().items()}
+
+    def load_state_dict(self, state: dict[str, Array]) -> None:
+        """Copy `state` into the layer; `StateError` unless names and shapes fit exactly."""
+        own = self._state()
+        if state.keys() != own.keys():
+            raise StateError(
+                f"expected a state with the keys {sorted(own)}, got {sorted(state)}; build the "
+                "layer with the same affine and track_running_stats"
+            )
+        for name, array in own.items():
+            if np.shape(state[name]) != array.shape:
+                raise StateError(
+                    f"expected {name} of shape {array.shape}, got {np.shape(state[name])}"
+                )
+        for name, array in own.items():
+            array[...] = state[name]
+
+    def _state(self) -> dict[str, Array]:
+        named = {
+            "weight": self.weight,
+            "bias": self.bias,
+            "running_mean": self.running_mean,
+            "running_var": self.running_var,
+            "num_batches_tracked": self.num_batches_tracked,
+        }
+        return {name: array for name, array in named.items() if array is not None}
