@@ -1,0 +1,381 @@
+"""The graph: no barrier in backward, any loss, no stale or lingering state, second derivatives."""
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from syncbn_core.errors import CheckpointError
+from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
+from syncbn_torch import functional as sync
+
+DOUBLE: Any = {"dtype": torch.float64}
+
+
+def whole(x: Tensor, layer: Any) -> Tensor:
+    """The layer's output over the undivided batch, in plain differentiable operations."""
+    var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    scale = var.clamp(min=layer.eps) if layer.eps_mode == "clamp" else var + layer.eps
+    y = (x - mean.view(shape)) / scale.sqrt().view(shape)
+    if layer.weight is not None:
+        y = y * layer.weight.view(shape) + layer.bias.view(shape)
+    return y
+
+
+def make_layer(channels: int = 3, **settings: Any) -> Any:
+    layer = SynchronizedBatchNorm2d(channels, **DOUBLE, **settings)
+    if layer.affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+def leaves(sizes: tuple[int, ...] = (2, 1, 3)) -> list[Tensor]:
+    return [torch.randn(n, 3, 2, 2, **DOUBLE, requires_grad=True) for n in sizes]
+
+
+def gradients(loss: Tensor, inputs: list[Tensor], **options: Any) -> list[Tensor | None]:
+    return list(torch.autograd.grad(loss, inputs, allow_unused=True, **options))
+
+
+def same(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.zeros(()) if a is None else a, e, check_dtype=False)
+
+
+@pytest.mark.parametrize("subset", [[0], [1], [2], [0, 2], [1, 2], [0, 1, 2]])
+def test_a_loss_on_any_subset_of_replicas(subset: list[int], run_parts: Any) -> None:
+    """Every replica's x shaped the statistics, so every x has a gradient."""
+    layer, parts = make_layer(), leaves()
+    cotangents = [torch.randn_like(p) for p in parts]
+    ys = run_parts(layer, parts)
+    loss = sum((ys[i] * cotangents[i]).sum() for i in subset)
+    expected_ys = whole(torch.cat(parts), layer).split([len(p) for p in parts])
+    expected = sum((expected_ys[i] * cotangents[i]).sum() for i in subset)
+    inputs = [*parts, layer.weight, layer.bias]
+    same(gradients(loss, inputs), gradients(expected, inputs))
+
+
+def test_one_loss_per_replica_one_after_the_other(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    ys = run_parts(layer, parts)
+    inputs = [*parts, layer.weight]
+    expected_ys = whole(torch.cat(parts), layer).split([len(p) for p in parts])
+    for i in (1, 0, 2):
+        got = gradients(ys[i].square().sum(), inputs, retain_graph=True)
+        same(got, gradients(expected_ys[i].square().sum(), inputs, retain_graph=True))
+
+
+def test_retain_graph_gives_the_same_gradient_again(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    loss = torch.cat(run_parts(layer, parts)).pow(3).sum()
+    first = gradients(loss, parts, retain_graph=True)
+    second = gradients(loss, parts, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_pass_for_the_weight_alone_leaves_nothing_behind(run_parts: Any) -> None:
+    """Its dy must not turn up in a later pass for another replica's loss."""
+    layer, parts = make_layer(), leaves()
+    ys = run_parts(layer, parts)
+    gradients(ys[1].pow(3).sum(), [layer.weight], retain_graph=True)
+    got = gradients(ys[0].square().sum(), parts)
+    expected = whole(torch.cat(parts), layer).split([len(p) for p in parts])
+    same(got, gradients(expected[0].square().sum(), parts))
+
+
+def test_second_backward_without_retain_graph_is_torchs_error(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    loss = torch.cat(run_parts(layer, parts)).square().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("needs", [[True, False, True], [False, False, True], [False] * 3])
+def test_some_inputs_without_gradient(needs: list[bool], run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    for part, need in zip(parts, needs, strict=True):
+        part.requires_grad_(need)
+    inputs = [*(p for p in parts if p.requires_grad), layer.weight, layer.bias]
+    loss = torch.cat(run_parts(layer, parts)).pow(3).sum()
+    same(gradients(loss, inputs), gradients(whole(torch.cat(parts), layer).pow(3).sum(), inputs))
+
+
+def test_frozen_parameters(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    layer.weight.requires_grad_(False)
+    loss = torch.cat(run_parts(layer, parts)).pow(3).sum()
+    expected = whole(torch.cat(parts), layer).pow(3).sum()
+    inputs = [*parts, layer.bias]
+    same(gradients(loss, inputs), gradients(expected, inputs))
+
+
+class Twice(nn.Module):
+    """One layer used three times in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = make_layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(x) * self.bn(x.sin()) + self.bn(self.bn(x).exp())
+
+
+def test_one_layer_used_several_times(run_parts: Any) -> None:
+    model, parts = Twice(), leaves()
+    loss = torch.cat(run_parts(model, parts)).pow(2).sum()
+    x, bn = torch.cat(parts), model.bn
+    y = whole(x, bn) * whole(x.sin(), bn) + whole(whole(x, bn).exp(), bn)
+    inputs = [*parts, bn.weight, bn.bias]
+    same(gradients(loss, inputs), gradients(y.pow(2).sum(), inputs))
+    assert bn.num_batches_tracked == 4
+
+
+def test_backward_needs_one_thread_only(run_parts: Any) -> None:
+    """With autograd's own threads off, a barrier in backward could not pass."""
+    layer, parts = make_layer(), leaves((1, 1, 1, 1))
+    loss = torch.cat(run_parts(layer, parts)).pow(3).sum()
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()
+    assert all(part.grad is not None for part in parts)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_no_grad_and_inference_mode_have_no_graph(replicas: int) -> None:
+    model = DataParallelWithCallback(make_layer(eps_mode="clamp"), replicas=replicas)
+    x = torch.randn(6, 3, 2, 2, **DOUBLE, requires_grad=True)
+    with torch.no_grad():
+        assert not model(x).requires_grad
+    with torch.inference_mode():
+        assert model(x).is_inference()
+    assert model(x).requires_grad
+    assert model.module.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_activations_are_freed_with_the_graph(replicas: int) -> None:
+    """Nothing of activation size lives on in layers, contexts or records; without gc's help."""
+    model = DataParallelWithCallback(make_layer(eps_mode="clamp"), replicas=replicas)
+    gc.collect()
+    gc.disable()
+    try:
+        leaf = torch.randn(6, 3, 2, 2, **DOUBLE, requires_grad=True)
+        x = leaf * 2
+        y = model(x)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        references = [weakref.ref(t) for t in (x, y, dy)]
+        del x, y, dy
+        assert [reference() for reference in references] == [None] * 3
+        assert leaf.grad is not None
+    finally:
+        gc.enable()
+
+
+def test_dy_of_a_finished_pass_is_not_kept_by_a_retained_graph(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    y = torch.cat(run_parts(layer, parts))
+    dy = torch.randn_like(y)
+    reference = weakref.ref(dy)
+    torch.autograd.backward(y, dy, retain_graph=True)
+    del dy
+    assert reference() is None
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_backward_keeps_x_and_nothing_else_of_its_size(replicas: int) -> None:
+    model = DataParallelWithCallback(make_layer(eps_mode="clamp"), replicas=replicas)
+    x = torch.randn(8, 3, 32, 32, **DOUBLE, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    class Watch(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            def pack(tensor: Tensor) -> Tensor:
+                storage = tensor.untyped_storage()
+                saved[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                return self.inner(x)
+
+    watched = DataParallelWithCallback(Watch(model.module), replicas=replicas)
+    watched(x).square().sum().backward()
+    assert sum(saved.values()) <= x.numel() * 8 + 8 * 3 * 8
+    assert x.untyped_storage().data_ptr() in saved
+
+
+def test_input_changed_in_place_is_noticed(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    xs = [part * 1 for part in parts]
+    loss = torch.cat(run_parts(layer, xs)).square().sum()
+    xs[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_weight_changed_in_place_is_noticed(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    loss = torch.cat(run_parts(layer, parts)).square().sum()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, 3), (3, 0, 1, 1)])
+@pytest.mark.parametrize("mode", ["plus", "clamp"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_first_and_second_derivatives(
+    sizes: tuple[int, ...], mode: str, affine: bool, run_parts: Any
+) -> None:
+    """gradcheck and gradgradcheck, one channel of "clamp" being clamped."""
+    layer = make_layer(2, eps=0.3, eps_mode=mode, affine=affine, track_running_stats=False)
+    x = torch.randn(sum(sizes), 2, 1, 2, **DOUBLE)
+    x[:, 1] *= 0.1
+    x.requires_grad_()
+
+    def forward(x: Tensor, *parameters: Tensor) -> Tensor:
+        own = copy.copy(layer)
+        own._parameters = dict(zip(["weight", "bias"], parameters or [None, None], strict=True))
+        if len(sizes) == 1:  # our graph, whatever is faster at this size
+            settings = {"eps": own.eps, "eps_mode": mode}
+            return sync.batch_norm(x, own.weight, own.bias, **settings)[0]
+        return torch.cat(run_parts(own, x.split(sizes)))
+
+    inputs = (x, layer.weight, layer.bias) if affine else (x,)
+    assert torch.autograd.gradcheck(forward, inputs)
+    assert torch.autograd.gradgradcheck(forward, inputs)
+
+
+def test_gradient_penalty_equals_the_one_of_the_whole_batch(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+
+    def penalty(y: Tensor) -> list[Tensor | None]:
+        grads = gradients(y.pow(3).sum(), parts, create_graph=True)
+        return gradients(sum(g.square().sum() for g in grads), [*parts, layer.weight])
+
+    same(penalty(torch.cat(run_parts(layer, parts))), penalty(whole(torch.cat(parts), layer)))
+
+
+def test_backward_inside_a_replicas_forward() -> None:
+    """Nothing in backward waits for the other replicas, so a replica may run one by itself."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = make_layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            (grad,) = torch.autograd.grad(self.bn(x).pow(3).sum(), x)
+            return grad
+
+    x = torch.randn(6, 3, 2, 2, **DOUBLE, requires_grad=True)
+    assert DataParallelWithCallback(Inner(), replicas=3)(x).isfinite().all()
+
+
+def test_two_backwards_at_the_same_time_on_different_graphs(run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    losses = [torch.cat(run_parts(layer, parts)).pow(p).sum() for p in (2, 3)]
+    expected = [whole(torch.cat(parts), layer).pow(p).sum() for p in (2, 3)]
+    results: dict[int, list[Tensor | None]] = {}
+
+    def backward(index: int) -> None:
+        results[index] = gradients(losses[index], parts)
+
+    threads = [threading.Thread(target=backward, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        same(results[index], gradients(expected[index], parts))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.conv = nn.Conv2d(3, 4, 1, **DOUBLE)
+        self.bn = SynchronizedBatchNorm2d(4, **DOUBLE)
+        self.again = SynchronizedBatchNorm2d(4, **DOUBLE)
+
+    def block(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x)).relu()
+        return self.again(self.bn(x).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            if self.reentrant is None:
+                y = self.block(x)
+            else:
+                y = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return y.pow(3)
+
+
+def run_checkpointed(reentrant: bool | None, replicas: int) -> list[Tensor]:
+    torch.manual_seed(1)
+    model = Checkpointed(reentrant)
+    x = torch.randn(7, 3, 3, 3, **DOUBLE, requires_grad=True)
+    DataParallelWithCallback(model, replicas=replicas)(x).sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_checkpointing_without_reentry_gives_the_same_gradients(replicas: int) -> None:
+    """Recomputation takes the statistics of the first time, and counts no batch twice."""
+    plain, recomputed = run_checkpointed(None, replicas), run_checkpointed(False, replicas)
+    for a, b in zip(plain, recomputed, strict=True):
+        if replicas > 1 or a.is_floating_point():
+            if replicas == 1 and a.dim() == 1 and not a.requires_grad and a.shape == (4,):
+                continue  # alone, recomputation updates running statistics, as torch's layer does
+            torch.testing.assert_close(a, b)
+
+
+def test_reentrant_checkpointing_works_alone() -> None:
+    for a, b in zip(run_checkpointed(None, 1)[:7], run_checkpointed(True, 1)[:7], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_reentrant_checkpointing_among_replicas_is_refused_clearly() -> None:
+    with pytest.raises(CheckpointError, match="use_reentrant=False"):
+        run_checkpointed(True, 3)
+
+
+def test_a_replica_called_after_its_forward_is_refused_clearly() -> None:
+    kept = []
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(self)
+            return self.bn(x)
+
+    DataParallelWithCallback(Keeps(), replicas=2)(torch.randn(4, 3))
+    with pytest.raises(CheckpointError, match="bn of a replica was called after the forward"):
+        kept[0](torch.randn(2, 3))
+
+
+def test_checkpoint_around_the_replicated_model() -> None:
+    model = DataParallelWithCallback(Twice(), replicas=3)
+    x = torch.randn(6, 3, 2, 2, **DOUBLE, requires_grad=True)
+    expected = gradients(model(x).pow(2).sum(), [x])
+    for reentrant in (False, True):
+        y = checkpoint(model, x, use_reentrant=reentrant)
+        y.pow(2).sum().backward()
+        same([x.grad], expected)
+        x.grad = None

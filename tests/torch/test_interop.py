@@ -1,0 +1,48 @@
+"""Tensors and arrays share memory both ways."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from syncbn_torch.interop import as_array, as_tensor, has_kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("grad", [False, True])
+def test_tensor_and_array_share_memory_both_ways(dtype: torch.dtype, grad: bool) -> None:
+    tensor = torch.randn(2, 3, dtype=dtype, requires_grad=grad)
+    array = as_array(tensor)
+    array[0, 0] = 5
+    assert tensor[0, 0] == 5
+    back = as_tensor(array)
+    back[0, 1] = 6
+    assert tensor[0, 1] == 6
+
+
+def test_strides_cross_unchanged() -> None:
+    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)[:, :, ::2]
+    array = as_array(tensor)
+    assert [s // 4 for s in array.strides] == list(tensor.stride())
+    np.testing.assert_array_equal(array, np.array(tensor.tolist(), np.float32))
+
+
+def test_lazily_negated_tensor_has_its_own_sign() -> None:
+    tensor = torch.randn(4, dtype=torch.complex64).conj().imag
+    assert tensor.is_neg()
+    assert torch.equal(as_tensor(as_array(tensor).copy()), tensor.resolve_neg())
+
+
+def test_what_has_kernels() -> None:
+    assert has_kernels(torch.ones(1))
+    assert has_kernels(torch.ones(1).double())
+    assert not has_kernels(torch.ones(1).half())
+    assert not has_kernels(torch.ones(1, device="meta"))
+    assert not has_kernels(torch.ones(2, 2).to_sparse())
+
+
+def test_import_compiles_nothing() -> None:
+    code = "import syncbn_torch, sys; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -1,0 +1,459 @@
+"""Replication: callbacks, splitting and joining, thread replicas, and what happens to errors."""
+
+import copy
+import threading
+from collections import OrderedDict
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from syncbn_core.comm import SyncMaster, set_default_timeout
+from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout, ShapeError
+from syncbn_torch import (
+    CallbackContext,
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
+
+
+class Recorder(nn.Module):
+    """Notes the callbacks of its copies in a list that they share."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+        self.calls.append((id(context), context.name, copy_id))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Tree(nn.Module):
+    def __init__(self, calls: list[Any]) -> None:
+        super().__init__()
+        self.a = Recorder(calls)
+        self.block = nn.Sequential(nn.Linear(3, 3), Recorder(calls))
+        self.again = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.block(self.a(x)))
+
+
+def test_callbacks_come_once_per_copy_master_first_with_one_context_per_position() -> None:
+    calls: list[Any] = []
+    model = DataParallelWithCallback(Tree(calls), device_ids=["cpu"] * 3)
+    model(torch.randn(6, 3))
+    assert [(name, copy_id) for _, name, copy_id in calls] == [
+        ("a", 0), ("block.1", 0), ("a", 1), ("block.1", 1), ("a", 2), ("block.1", 2)
+    ]  # fmt: skip
+    contexts = {name: {c for c, n, _ in calls if n == name} for name in ("a", "block.1")}
+    assert [len(ids) for ids in contexts.values()] == [1, 1]
+    assert contexts["a"] != contexts["block.1"]
+
+
+def test_callbacks_can_be_executed_on_any_list_of_copies() -> None:
+    calls: list[Any] = []
+    contexts = execute_replication_callbacks([Tree(calls), Tree(calls)])
+    assert [copy_id for *_, copy_id in calls] == [0, 0, 1, 1]
+    assert all(isinstance(context, CallbackContext) for context in contexts)
+    assert {context.size for context in contexts} == {2}
+    with pytest.raises(CommError, match="copies of one model"):
+        execute_replication_callbacks([Tree(calls), nn.Linear(1, 1)])
+
+
+def test_any_attribute_can_be_left_on_a_context() -> None:
+    class Meets(nn.Module):
+        def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+            if copy_id == 0:
+                context.friends = []
+            context.friends.append(copy_id)
+            self.friends = context.friends
+
+        def forward(self, x: Tensor) -> list[int]:
+            return list(self.friends)
+
+    assert DataParallelWithCallback(Meets(), replicas=3)(torch.randn(3, 1)) == [0, 1, 2]
+
+
+def test_own_modules_can_communicate_by_the_sync_master() -> None:
+    """The pattern of user code: a `SyncMaster` on the context, `run_master` / `run_slave`."""
+
+    class Sums(nn.Module):
+        def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+            self.copy_id = copy_id
+            if copy_id == 0:
+                context.sync_master = SyncMaster(self.combine)
+                self.master = context.sync_master
+            else:
+                self.pipe = context.sync_master.register_slave(copy_id)
+
+        @staticmethod
+        def combine(messages: list[Any]) -> list[Any]:
+            total = torch.stack([message for _, message in messages]).sum(0)
+            return [(identifier, total) for identifier, _ in messages]
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = x.sum(0, keepdim=True)
+            return self.pipe.run_slave(own) if self.copy_id else self.master.run_master(own)
+
+    x = torch.randn(8, 2)
+    y = DataParallelWithCallback(Sums(), replicas=4)(x)
+    torch.testing.assert_close(y, x.sum(0).expand(4, 2))
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(3)
+
+    def forward(self, batch: Any, *, flag: str, extra: Any) -> Any:
+        assert flag == "shared"
+        a, (b, name) = batch["a"], batch["rest"]
+        assert name == "text"
+        return OrderedDict(
+            y=self.bn(a),
+            nested=[b, (extra.x, {"size": a.shape[0] * 0, "none": None})],
+            point=Point(a, b),
+            scalar=a.sum(),
+            flag=flag,
+        )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 7])
+def test_nested_arguments_and_results_split_and_join(replicas: int) -> None:
+    model = DataParallelWithCallback(Nested(), replicas=replicas)
+    a, b, c = (torch.randn(7, 3) for _ in range(3))
+    out = model({"a": a, "rest": [b, "text"]}, flag="shared", extra=Point(c, torch.tensor(1.0)))
+    parts = len(a.chunk(replicas)) if replicas > 1 else 1
+    assert type(out) is OrderedDict
+    torch.testing.assert_close(out["y"], nn.BatchNorm1d(3)(a))
+    assert torch.equal(out["nested"][0], b)
+    assert torch.equal(out["nested"][1][0], c)
+    assert out["nested"][1][1] == {"size": 0, "none": None}
+    assert isinstance(out["point"], Point)
+    assert torch.equal(out["point"].x, a)
+    assert out["flag"] == "shared"
+    assert out["scalar"].shape == ((parts,) if replicas > 1 else ())
+
+
+@given(size=st.integers(0, 9), replicas=st.integers(2, 5), dim=st.integers(-2, 1))
+def test_splitting_is_that_of_chunk_and_joining_undoes_it(
+    size: int, replicas: int, dim: int
+) -> None:
+    class Sizes(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            sizes.append(x.shape[dim])
+            return x
+
+    sizes: list[int] = []
+    x = torch.randn(size, 4) if dim in (0, -2) else torch.randn(4, size)
+    y = DataParallelWithCallback(Sizes(), replicas=replicas, dim=dim)(x)
+    assert torch.equal(x, y)
+    assert sorted(sizes) == sorted(c.shape[dim] for c in x.chunk(replicas, dim))
+
+
+def test_no_tensors_at_all() -> None:
+    class Counts(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return torch.ones(1)
+
+    model = DataParallelWithCallback(Counts(), replicas=3)
+    assert model().shape == (1,)  # nothing to split: once
+    assert model("a").shape == (3,)  # an object for each
+    assert model(a=1).shape == (3,)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6])
+def test_a_batch_smaller_than_the_number_of_replicas(batch: int) -> None:
+    """In turn with full batches, as the last one of an epoch."""
+    layer = SynchronizedBatchNorm1d(3)
+    twin = nn.BatchNorm1d(3)
+    model = DataParallelWithCallback(layer, replicas=4)
+    for size in (8, batch, 8, batch):
+        x = torch.randn(size, 3)
+        if size == 1:
+            with pytest.raises(ValueError, match="more than 1 value"):
+                model(x)
+            continue
+        torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(layer.running_var, twin.running_var)
+    assert torch.equal(layer.num_batches_tracked, torch.tensor(2 if batch == 1 else 4))
+
+
+def test_tensors_that_split_differently_are_named() -> None:
+    model = DataParallelWithCallback(nn.Bilinear(3, 3, 1), replicas=4)
+    with pytest.raises(ShapeError, match=r"split alike over 4 replicas, got sizes \[3, 8\]"):
+        model(torch.randn(8, 3), torch.randn(3, 3))
+    with pytest.raises(ShapeError, match="axis 1"):
+        DataParallelWithCallback(nn.Identity(), replicas=2, dim=1)(torch.randn(4))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        (lambda i: i, "the same int"),
+        (lambda i: [0] * i, "one length"),
+        (lambda i: {str(i): 1}, "same keys"),
+        (lambda i: 1 if i else None, "one type"),
+    ],
+)
+def test_results_that_do_not_join_are_named(outputs: Any, text: str) -> None:
+    class Differs(nn.Module):
+        def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+            self.copy_id = copy_id
+
+        def forward(self, x: Tensor) -> Any:
+            return outputs(self.copy_id)
+
+    with pytest.raises(ShapeError, match=text):
+        DataParallelWithCallback(Differs(), replicas=2)(torch.randn(2, 1))
+
+
+def test_replicas_share_parameters_and_the_first_has_the_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3))
+    model.add_module("shared", model[0])
+    wrapper = DataParallelWithCallback(model, replicas=3)
+    replicas = wrapper.replicate(model, wrapper.device_ids)
+    for copy_id, replica in enumerate(replicas):
+        assert [id(p) for p in replica.parameters()] == [id(p) for p in model.parameters()]
+        assert replica[0] is not model[0]
+        assert replica.shared is replica[0]
+        assert (replica[1].running_mean is model[1].running_mean) is (copy_id == 0)
+    wrapper(torch.randn(9, 3))
+    assert model[1].num_batches_tracked == 1  # as nn.DataParallel: the first replica's
+    assert model[2].num_batches_tracked == 1
+
+
+def test_parameters_get_the_gradient_of_all_replicas() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), SynchronizedBatchNorm1d(4), nn.Linear(4, 2)).double()
+    twin = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(10, 3, dtype=torch.float64)
+    DataParallelWithCallback(model, replicas=4)(x).pow(3).sum().backward()
+    twin(x).pow(3).sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+variable: ContextVar[str] = ContextVar("variable", default="unset")
+
+
+def test_replicas_inherit_the_modes_of_the_caller() -> None:
+    class Modes(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            y = torch.mm(x, x.T)
+            return {
+                "grad": torch.is_grad_enabled(),
+                "inference": torch.is_inference_mode_enabled(),
+                "dtype": str(y.dtype),
+                "variable": variable.get(),
+                "training": self.training,
+            }
+
+    model = DataParallelWithCallback(Modes(), replicas=3)
+    x = torch.randn(6, 2)
+    variable.set("set")
+    assert model(x) == {
+        "grad": True, "inference": False, "dtype": "torch.float32", "variable": "set",
+        "training": True,
+    }  # fmt: skip
+    with torch.no_grad():
+        assert model(x)["grad"] is False
+    with torch.inference_mode():
+        assert model(x)["inference"] is True
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x)["dtype"] == "torch.bfloat16"
+    assert model.eval()(x)["training"] is False
+
+
+def test_autocast_trains_through_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), SynchronizedBatchNorm1d(4), nn.Linear(4, 2))
+    wrapper = DataParallelWithCallback(model, replicas=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = wrapper(torch.randn(8, 3)).float().square().mean()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert model[1].running_mean.dtype == torch.float32
+
+
+class Fails(nn.Module):
+    """Raises, or returns early, in the replica that gets the number 7."""
+
+    def __init__(self, fault: Any) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(1)
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x == 7).any() and self.fault is not None:
+            if isinstance(self.fault, BaseException):
+                raise self.fault
+            return x
+        return self.bn(self.bn(x))
+
+
+class CustomError(Exception):
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(code)
+        self.reason = reason
+
+
+@pytest.mark.parametrize("replica", [0, 1, 3])
+@pytest.mark.parametrize(
+    "error", [KeyError("bad sample"), MemoryError(), CustomError(3, reason="own"), KeyboardInterrupt()]
+)
+def test_error_of_a_replica_reaches_the_caller_and_releases_the_others(
+    replica: int, error: BaseException
+) -> None:
+    model = Fails(error)
+    wrapper = DataParallelWithCallback(model, replicas=4)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.arange(-8.0, 0).view(8, 1)
+    x[2 * replica] = 7
+    with pytest.raises(type(error)) as caught:
+        wrapper(x)
+    assert caught.value is error  # the object itself, with whatever it carries
+    assert error.__notes__[-1] == f"raised in replica {replica} of 4"
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert not [t for t in threading.enumerate() if t.name.startswith("replica")]
+    model.fault = None
+    torch.testing.assert_close(wrapper(x).mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+
+
+def test_a_replica_that_skips_a_layer_ends_the_wait_of_the_others() -> None:
+    x = torch.arange(-8.0, 0).view(8, 1)
+    x[5] = 7
+    with pytest.raises(CommAborted, match="call 1 of bn can't complete: slave 2 left"):
+        DataParallelWithCallback(Fails("skips"), replicas=4)(x)
+
+
+def test_deadline_ends_a_wait_for_a_replica_that_is_stuck() -> None:
+    release = threading.Event()
+
+    class Stuck(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (x == 7).any():
+                release.wait(60)
+            try:
+                return self.norm(x)
+            finally:
+                release.set()
+
+    x = torch.arange(8.0).view(8, 1)
+    set_default_timeout(0.2)
+    try:
+        with pytest.raises(CommTimeout, match=r"call 1 of norm; missing: .*slave 3"):
+            DataParallelWithCallback(Stuck(), replicas=4)(x)
+    finally:
+        set_default_timeout(None)
+
+
+def test_unequal_channels_in_the_replicas() -> None:
+    from syncbn_torch import SyncBatchNorm
+
+    class Differs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SyncBatchNorm(3, affine=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(x[:, :2]) if (x == 7).any() else self.bn(x)
+
+    x = torch.randn(4, 3)
+    x[3] = 7
+    with pytest.raises(ShapeError, match="expected 3 channels"):
+        DataParallelWithCallback(Differs(), replicas=2)(x)
+
+
+def test_many_forwards_at_the_same_time() -> None:
+    """Each forward has contexts of its own; one wrapper may serve several threads."""
+    model = DataParallelWithCallback(
+        nn.Sequential(SynchronizedBatchNorm1d(3, track_running_stats=False)), replicas=3
+    )
+    xs = [torch.randn(9, 3) for _ in range(8)]
+    ys: dict[int, Tensor] = {}
+
+    def run(index: int) -> None:
+        for _ in range(5):
+            ys[index] = model(xs[index])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, x in enumerate(xs):
+        torch.testing.assert_close(ys[index], nn.BatchNorm1d(3)(x))
+
+
+def test_is_a_data_parallel_with_the_same_state() -> None:
+    wrapper = DataParallelWithCallback(nn.Linear(2, 2), device_ids=["cpu"] * 2)
+    assert isinstance(wrapper, nn.DataParallel)
+    assert list(wrapper.state_dict()) == ["module.weight", "module.bias"]
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu"] * 3])
+def test_without_gpus_every_choice_of_devices_runs(devices: Any) -> None:
+    x = torch.randn(6, 3)
+    model = DataParallelWithCallback(SynchronizedBatchNorm1d(3), devices)
+    torch.testing.assert_close(model(x), nn.BatchNorm1d(3)(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"replicas": 2, "device_ids": ["cpu"]}, "got both"),
+        ({"replicas": 0}, "1 or more replicas"),
+        ({"device_ids": ["cpu", "cuda:0"]}, "on CPU or on GPUs"),
+    ],
+)
+def test_bad_choices_of_devices_are_named(arguments: Any, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        DataParallelWithCallback(nn.Linear(1, 1), **arguments)
+
+
+def test_existing_data_parallel_gets_the_callbacks() -> None:
+    plain = nn.DataParallel(SynchronizedBatchNorm1d(3))
+    patch_replication_callback(plain)
+    assert isinstance(plain, DataParallelWithCallback)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(plain(x), nn.BatchNorm1d(3)(x))
+    patch_replication_callback(plain)  # twice does no harm
+    assert type(copy.deepcopy(plain)) is DataParallelWithCallback
+    with pytest.raises(TypeError, match=r"expected an nn\.DataParallel, got Linear"):
+        patch_replication_callback(nn.Linear(1, 1))
+
+    class Own(nn.DataParallel):
+        pass
+
+    with pytest.raises(TypeError, match="derive from DataParallelWithCallback"):
+        patch_replication_callback(Own(nn.Linear(1, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_output_device_and_script_modules() -> None:
+    scripted = torch.jit.script(nn.Linear(3, 3))
+    model = DataParallelWithCallback(
+        nn.Sequential(scripted, SynchronizedBatchNorm1d(3)), ["cpu"] * 2, output_device="cpu"
+    )
+    assert model(torch.randn(4, 3)).device.type == "cpu"
