@@ -74,7 +74,7 @@ class CommAborted(CommError):
 
 
 class ProtocolError(CommError):
-    """Members disagree: a reply of the wrong form, two threads on one pipe, different operations."""
+    """Members disagree: replies of a wrong form, two threads on one pipe, unlike operations."""
 
 
 class CheckpointError(SyncBNError, RuntimeError):

@@ -111,7 +111,8 @@ def batch_norm_forward(
     `momentum=None` averages over all batches, by the counter. An empty x takes part in the
     exchange; when the whole batch is empty only the counter moves.
 
-    `out`: where to write y; x itself only if no backward follows. `parallel`: False keeps to the calling thread.
+    `out`: where to write y; x itself only if no backward follows. `parallel`: False keeps to
+    the calling thread.
     """
     check_input(x)
     check_per_channel(x, weight=weight, bias=bias)
@@ -164,8 +165,11 @@ def batch_norm_backward(
     """Gradients by x, weight and bias, given `dy`, the gradient by y.
 
     With `sum_dy = sum(dy)` and `sum_dy_xhat = sum(dy * xhat)` over all members and n values:
-    `dx = weight * invstd * (dy - sum_dy / n - xhat * sum_dy_xhat / n)`, without the last term
-    where eps_mode "clamp" made the deviation a constant. The gradients of weight and bias are the local sums: add them up over members as those of any other parameter.
+
+        dx = weight * invstd * (dy - sum_dy / n - xhat * sum_dy_xhat / n)
+
+    without the last term where eps_mode "clamp" made invstd a constant. The gradients of weight
+    and bias are the local sums: add them up over members as those of any other parameter.
 
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """

@@ -147,7 +147,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         mode = "" if self.eps_mode is None else f", eps_mode={self.eps_mode!r}"
-        return super().extra_repr() + mode
+        return f"{super().extra_repr()}{mode}"
 
     def __data_parallel_replicate__(self, context: CallbackContext, copy_id: int) -> None:
         """Connect this replica with the others; called by `execute_replication_callbacks`."""
@@ -167,8 +167,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 )
         elif input.dim() not in self._ranks[0]:
             raise ShapeError(
-                f"expected {self._ranks[1]}, got {input.dim()}D input of shape "
-                f"{tuple(input.shape)}"
+                f"expected {self._ranks[1]}, got {input.dim()}D input of shape {tuple(input.shape)}"
             )
 
     def _check(self, input: Tensor) -> None:
@@ -217,15 +216,15 @@ class _SynchronizedBatchNorm(_BatchNorm):
         link = self._link
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
-        x, weight, bias = input, self.weight, self.bias
+        x = input
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
         if x.device.type == "cpu" and not has_kernels(x):  # float16, bfloat16
             x = x.float()
             weight, bias = (None if p is None else p.float() for p in (weight, bias))
         settings: dict[str, Any] = {"eps": self.eps, "eps_mode": eps_mode}
         if link is None:
-            y, total = functional.batch_norm(
-                x, weight, bias, communicator=communicator, **settings
-            )
+            y, total = functional.batch_norm(x, weight, bias, communicator=communicator, **settings)
             update = True
         else:
             member = functional.Member()

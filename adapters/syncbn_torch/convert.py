@@ -64,15 +64,14 @@ def convert_to(target: type[SyncBatchNorm], module: nn.Module, process_group: An
     def choose(layer: nn.Module) -> nn.Module | str | None:
         if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
             new = _as(target, layer)
-            new.process_group = process_group
-            new._converted_from = type(layer)
+            new.__dict__.update(process_group=process_group, _converted_from=type(layer))
             return new
         return _unknown(layer)
 
     return _convert(module, choose, f"{target.__name__}.convert_sync_batchnorm")
 
 
-def _as(target: type[nn.Module], module: nn.Module) -> Any:
+def _as(target: type[nn.Module], module: nn.Module) -> nn.Module:
     """A `target` with the state of `module`: same parameters, buffers, hooks, attributes."""
     new = target.__new__(target)
     new.__dict__ = module.__dict__.copy()
@@ -96,7 +95,9 @@ def _unknown(module: nn.Module) -> str | None:
 def _to_torch(module: nn.Module) -> nn.Module | str | None:
     target = _TO_TORCH.get(type(module))
     if target is None:
-        return "a subclass that is not known" if isinstance(module, _SynchronizedBatchNorm) else None
+        return (
+            "a subclass that is not known" if isinstance(module, _SynchronizedBatchNorm) else None
+        )
     if module.eps_mode == "clamp":
         return 'eps_mode="clamp", which torch does not have'
     origin = module.__dict__.get("_converted_from", target)

@@ -266,7 +266,7 @@ def _parameter_gradients(
 
 
 def merge_members(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """Master callback of a layer: messages are `(member, stats, call, shape)`, replies merged stats.
+    """Master callback of a layer: `(member, stats, call, shape)` from each, merged stats to each.
 
     The call of the first message, the master's, becomes that of every member. Raises
     `BatchSizeError` for one value per channel in all, `ShapeError` for unequal channels.

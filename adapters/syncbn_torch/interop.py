@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 __all__ = ["as_array", "as_tensor", "has_kernels"]
 
@@ -32,4 +33,4 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     """The tensor that shares memory with `array`, which must be writable."""
-    return torch.from_dlpack(array)
+    return from_dlpack(array)

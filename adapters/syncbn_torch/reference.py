@@ -21,15 +21,18 @@ class BatchNorm2dReimpl(nn.BatchNorm2d):
     Computed in the dtype of the input: what rounding does can be seen.
     """
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1
-    ) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
         super().__init__(num_features, eps, momentum)
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
+        running_mean, running_var = self.running_mean, self.running_var
+        counter = self.num_batches_tracked
+        assert running_mean is not None
+        assert running_var is not None
+        assert counter is not None
         if not self.training:
-            mean, var = self.running_mean, self.running_var
+            mean, var = running_mean, running_var
         else:
             count = input.numel() // input.shape[1]
             require_more_than_one_value(count, input.shape)
@@ -38,9 +41,9 @@ class BatchNorm2dReimpl(nn.BatchNorm2d):
             m2 = (input - plain.column(mean, input)).square().sum(axes)
             var = m2 / count
             with torch.no_grad():
-                self.num_batches_tracked.add_(1)
-                factor = averaging_factor(self.momentum, int(self.num_batches_tracked))
-                self.running_mean.copy_(blend(self.running_mean, mean, factor))
-                self.running_var.copy_(blend(self.running_var, m2 / (count - 1), factor))
+                counter.add_(1)
+                factor = averaging_factor(self.momentum, int(counter))
+                running_mean.copy_(blend(running_mean, mean, factor))
+                running_var.copy_(blend(running_var, m2 / (count - 1), factor))
         invstd = (var + self.eps).rsqrt()
         return plain.normalize(input, mean, invstd, self.weight, self.bias)

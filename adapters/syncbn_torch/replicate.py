@@ -184,7 +184,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         nn.Module.__init__(self)
         self.module = module
         self.dim = dim
-        self.device_ids = [torch.device(d) for d in device_ids]  # type: ignore[assignment]
+        self.device_ids = cast(Any, [torch.device(d) for d in device_ids])
         self.src_device_obj = torch.device(device_ids[0])
         self.output_device = cast(
             Any, self.src_device_obj if output_device is None else torch.device(output_device)
@@ -205,7 +205,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Arguments of each replica."""
         if not _one_device(device_ids):
-            return super().scatter(inputs, kwargs, device_ids)
+            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[no-any-return]
         device = torch.device(device_ids[0])
         parts = split((inputs, kwargs or {}), len(device_ids), self.dim, device)
         return [part[0] for part in parts], [part[1] for part in parts]

@@ -67,7 +67,8 @@ class Backend(Protocol):
 
 def backend_of(array: Array) -> Backend:
     """The backend for `array`'s type, or `BackendError` when there is none."""
-    return _backend_of_type(type(array))
+    kind: type = type(array)
+    return _backend_of_type(kind)
 
 
 @lru_cache(maxsize=64)

@@ -97,7 +97,9 @@ def thread_group(
         raise ArgumentError(f"expected a group of 1 or more members, got size={size}")
     master = SyncMaster(_combine, name=name, timeout=timeout)
     pipes = [master.register_slave(rank) for rank in range(1, size)]
-    return [ThreadCommunicator(rank, size, master, pipe) for rank, pipe in enumerate([None, *pipes])]
+    return [
+        ThreadCommunicator(rank, size, master, pipe) for rank, pipe in enumerate([None, *pipes])
+    ]
 
 
 def _combine(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:

@@ -1,6 +1,7 @@
 """One master and its slaves exchange messages, call after call. Knows nothing of batch norm.
 
-    master = SyncMaster(callback)              # callback([(0, m), (id, m), ...]) -> [(0, r), (id, r), ...]
+    # callback([(0, message), (identifier, message), ...]) -> [(0, reply), (identifier, reply), ...]
+    master = SyncMaster(callback)
     pipe = master.register_slave(identifier)   # one pipe per slave; before anybody calls
     reply = pipe.run_slave(message)            # in each slave's thread
     reply = master.run_master(message)         # in the master's thread
@@ -75,7 +76,7 @@ def check_timeout(seconds: float) -> float:
     """`seconds` as a float, or `ArgumentError` unless it is a finite number > 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise ArgumentError(f"expected a timeout in seconds (a number > 0), got {seconds!r}")
-    if not (math.isfinite(seconds) and 0 < seconds):
+    if not (math.isfinite(seconds) and seconds > 0):
         raise ArgumentError(
             f"expected a timeout in seconds (finite and > 0), got {seconds!r}; "
             "for a very long wait give a very large number"

@@ -59,11 +59,11 @@ def run_in_threads(
         raise
     if errors:
         causes = [item for item in errors if not isinstance(item[1], CommAborted)]
-        index, error = (causes or errors)[0]
-        error.add_note(f"raised in {describe} {index} of {len(members)}")
+        index, first = (causes or errors)[0]
+        first.add_note(f"raised in {describe} {index} of {len(members)}")
         try:
-            raise error
+            raise first
         finally:  # no cycle from the traceback to this frame and back: it would keep activations
             errors.clear()
-            del error, causes
+            del first, causes
     return results

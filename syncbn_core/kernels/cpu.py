@@ -67,7 +67,7 @@ _inner = _jit(nogil=True, error_model="numpy", fastmath=SUM_FLAGS, inline="never
 
 
 @_inner
-def _sum(run):  # type: ignore[no-untyped-def]
+def _sum(run):
     total = run.dtype.type(0)
     for i in range(run.shape[0]):
         total += run[i]
@@ -75,7 +75,7 @@ def _sum(run):  # type: ignore[no-untyped-def]
 
 
 @_inner
-def _deviations(run, shift):  # type: ignore[no-untyped-def]
+def _deviations(run, shift):
     """Sums of `d` and `d**2` with `d = run - shift`."""
     first = run.dtype.type(0)
     second = run.dtype.type(0)
@@ -87,7 +87,7 @@ def _deviations(run, shift):  # type: ignore[no-untyped-def]
 
 
 @_inner
-def _products(x, dy, shift):  # type: ignore[no-untyped-def]
+def _products(x, dy, shift):
     """Sums of `dy` and `dy * (x - shift)`."""
     first = x.dtype.type(0)
     second = x.dtype.type(0)
@@ -99,7 +99,7 @@ def _products(x, dy, shift):  # type: ignore[no-untyped-def]
 
 
 @_jit(nogil=True, error_model="numpy")
-def _merge(count, mean, m2, tile_count, tile_mean, tile_m2):  # type: ignore[no-untyped-def]
+def _merge(count, mean, m2, tile_count, tile_mean, tile_m2):
     """Chan's merge of one channel: the formula of `syncbn_core.moments`, for scalars."""
     total = count + tile_count
     delta = tile_mean - mean
@@ -108,8 +108,8 @@ def _merge(count, mean, m2, tile_count, tile_mean, tile_m2):  # type: ignore[no-
 
 
 @_jit(nogil=True, error_model="numpy")
-def _plane_tiles(outer, inner):  # type: ignore[no-untyped-def]
-    """`(tiles per channel, runs per tile, pieces per run)`: long runs are cut, short ones joined."""
+def _plane_tiles(outer, inner):
+    """`(tiles per channel, runs per tile, pieces per run)`: cut long runs, join short ones."""
     if inner >= TILE:
         pieces = (inner + TILE - 1) // TILE
         return outer * pieces, 1, pieces
@@ -118,13 +118,13 @@ def _plane_tiles(outer, inner):  # type: ignore[no-untyped-def]
 
 
 @_jit(nogil=True, error_model="numpy")
-def _chunks(tiles, channels):  # type: ignore[no-untyped-def]
+def _chunks(tiles, channels):
     """Partial results per channel: enough tasks for many cores, a function of the shape only."""
     return max(1, min(tiles, (MAX_CHUNKS + channels - 1) // channels))
 
 
 @_twins(SUM_FLAGS)
-def planes_moments(x, mean, m2):  # type: ignore[no-untyped-def]
+def planes_moments(x, mean, m2):
     """`x` [A, C, B] -> `mean`, `m2` (C,).
 
     A tile is summed, then its deviations from that (rounded) mean are: the second sum of
@@ -181,7 +181,7 @@ def planes_moments(x, mean, m2):  # type: ignore[no-untyped-def]
 
 
 @_twins(MAP_FLAGS)
-def planes_normalize(x, mean, invstd, weight, bias, y):  # type: ignore[no-untyped-def]
+def planes_normalize(x, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [A, C, B]."""
     outer, channels, inner = x.shape
     pieces = (inner + PIECE - 1) // PIECE
@@ -203,7 +203,7 @@ def planes_normalize(x, mean, invstd, weight, bias, y):  # type: ignore[no-untyp
 
 
 @_twins(SUM_FLAGS)
-def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):  # type: ignore[no-untyped-def]
+def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [A, C, B]."""
     outer, channels, inner = x.shape
     tiles, runs, pieces = _plane_tiles(outer, inner)
@@ -243,7 +243,7 @@ def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):  # type: i
 
 
 @_twins(MAP_FLAGS)
-def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):  # type: ignore[no-untyped-def]
+def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
     """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, all [A, C, B].
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
@@ -275,7 +275,7 @@ ROW_CHUNKS = 32
 
 
 @_jit(nogil=True, error_model="numpy")
-def _row_tiles(rows, channels):  # type: ignore[no-untyped-def]
+def _row_tiles(rows, channels):
     """`(rows per tile, tiles, chunks of tiles)`, a function of the shape only."""
     height = max(MIN_ROWS, ROW_TILE // channels)
     tiles = (rows + height - 1) // height
@@ -283,7 +283,7 @@ def _row_tiles(rows, channels):  # type: ignore[no-untyped-def]
 
 
 @_inner
-def _rows_add(x, shift, first, second):  # type: ignore[no-untyped-def]
+def _rows_add(x, shift, first, second):
     """`first += sum(d)`, `second += sum(d**2)` with `d = x - shift`, over the rows of `x`."""
     for r in range(x.shape[0]):
         run = x[r]
@@ -294,7 +294,7 @@ def _rows_add(x, shift, first, second):  # type: ignore[no-untyped-def]
 
 
 @_inner
-def _rows_add_products(x, dy, shift, first, second):  # type: ignore[no-untyped-def]
+def _rows_add_products(x, dy, shift, first, second):
     for r in range(x.shape[0]):
         run = x[r]
         grad = dy[r]
@@ -305,7 +305,7 @@ def _rows_add_products(x, dy, shift, first, second):  # type: ignore[no-untyped-
 
 
 @_inner
-def _rows_sum(x, total):  # type: ignore[no-untyped-def]
+def _rows_sum(x, total):
     for r in range(x.shape[0]):
         run = x[r]
         for c in range(run.shape[0]):
@@ -313,7 +313,7 @@ def _rows_sum(x, total):  # type: ignore[no-untyped-def]
 
 
 @_twins(SUM_FLAGS)
-def rows_moments(x, mean, m2):  # type: ignore[no-untyped-def]
+def rows_moments(x, mean, m2):
     """`x` [R, C] -> `mean`, `m2` (C,): `planes_moments` with all channels abreast."""
     rows, channels = x.shape
     height, tiles, chunks = _row_tiles(rows, channels)
@@ -350,7 +350,7 @@ def rows_moments(x, mean, m2):  # type: ignore[no-untyped-def]
 
 
 @_twins(MAP_FLAGS)
-def rows_normalize(x, mean, invstd, weight, bias, y):  # type: ignore[no-untyped-def]
+def rows_normalize(x, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [R, C]."""
     rows, channels = x.shape
     near = np.empty(channels, x.dtype)
@@ -370,7 +370,7 @@ def rows_normalize(x, mean, invstd, weight, bias, y):  # type: ignore[no-untyped
 
 
 @_twins(SUM_FLAGS)
-def rows_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):  # type: ignore[no-untyped-def]
+def rows_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     """`planes_backward_reduce` for `x`, `dy` [R, C]."""
     rows, channels = x.shape
     height, tiles, chunks = _row_tiles(rows, channels)
@@ -401,7 +401,7 @@ def rows_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):  # type: ign
 
 
 @_twins(MAP_FLAGS)
-def rows_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):  # type: ignore[no-untyped-def]
+def rows_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
     """`planes_backward_input` for `x`, `dy`, `dx` [R, C]."""
     rows, channels = x.shape
     near = np.empty(channels, x.dtype)
@@ -420,5 +420,3 @@ def rows_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
         target = dx[r]
         for c in range(channels):
             target[c] = grad[c] * of_dy[c] + ((source[c] - near[c]) * of_x[c] + shift[c])
-
-

@@ -67,9 +67,7 @@ class NaiveMaster:
 
     def run_master(self, message: Any) -> Any:
         self.activated = True
-        messages = [(0, message)]
-        for _ in self.results:
-            messages.append(self.queue.get(timeout=HANG))
+        messages = [(0, message), *[self.queue.get(timeout=HANG) for _ in self.results]]
         replies = self.callback(messages)
         assert replies[0][0] == 0
         for identifier, reply in replies[1:]:
@@ -200,8 +198,12 @@ def test_5_none_is_a_message_and_a_reply(api: Any) -> None:
     assert run(master, pipes, [None] * 3, api.abort(master)) == [None] * 3
 
 
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
 @both
-@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, by_pickle])
 def test_6_everything_can_be_copied_and_pickled(api: Any, clone: Any) -> None:
     master = api.master(add)
     pipe = master.register_slave(1)

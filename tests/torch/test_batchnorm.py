@@ -64,9 +64,7 @@ def randomized(layer: Any) -> Any:
     return layer
 
 
-def undivided(
-    layer: Any, x: Tensor, dy: Tensor, factor: float | None
-) -> dict[str, Tensor | None]:
+def undivided(layer: Any, x: Tensor, dy: Tensor, factor: float | None) -> dict[str, Tensor | None]:
     """What `layer` should give for the whole x, by F.batch_norm in float64."""
 
     def wide(tensor: Tensor | None) -> Tensor | None:
@@ -240,9 +238,7 @@ def test_eps_mode_holds_in_training_and_eval(mode: Any, replicas: int, run_parts
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(x.grad, x_twin.grad)
     layer.eval()
-    torch.testing.assert_close(
-        layer(x), formula(x, layer.running_mean, layer.running_var, 0.1)
-    )
+    torch.testing.assert_close(layer(x), formula(x, layer.running_mean, layer.running_var, 0.1))
 
 
 def test_default_eps_mode_is_plus_and_can_be_set_for_all() -> None:
@@ -252,7 +248,7 @@ def test_default_eps_mode_is_plus_and_can_be_set_for_all() -> None:
     set_sbn_eps_mode("clamp")
     assert not torch.allclose(one(x), plus)
     torch.testing.assert_close(own(x), plus)
-    with pytest.raises(ArgumentError, match='"plus".*"clamp".*got \'add\''):
+    with pytest.raises(ArgumentError, match=r"plus.*clamp.*got 'add'"):
         set_sbn_eps_mode("add")
     with pytest.raises(ArgumentError):
         SynchronizedBatchNorm1d(2, eps_mode="add")

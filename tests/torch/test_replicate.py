@@ -315,7 +315,8 @@ class CustomError(Exception):
 
 @pytest.mark.parametrize("replica", [0, 1, 3])
 @pytest.mark.parametrize(
-    "error", [KeyError("bad sample"), MemoryError(), CustomError(3, reason="own"), KeyboardInterrupt()]
+    "error",
+    [KeyError("bad sample"), MemoryError(), CustomError(3, reason="own"), KeyboardInterrupt()],
 )
 def test_error_of_a_replica_reaches_the_caller_and_releases_the_others(
     replica: int, error: BaseException

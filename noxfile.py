@@ -1,0 +1,147 @@
+"""What can be run: `python3 dev.py` lists the sessions, `python3 dev.py check` runs the usual ones.
+
+Versions and groups come from pyproject.toml, tested pins from constraints.txt.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+# `tests` comes last: its closing line is what one wants to see at the end.
+nox.options.sessions = ["lint", "types", "wheel", "tests_oldest", "tests_core", "tests"]
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+# A missing Python 3.12 or 3.13 is skipped and listed as skipped, also where CI is set.
+nox.options.error_on_missing_interpreters = False
+nox.options.download_python = "never"
+
+ROOT = Path(__file__).parent
+PROJECT = nox.project.load_toml("pyproject.toml")
+CONSTRAINTS = ("-c", "constraints.txt")
+OLDEST_PYTHON, *NEWER_PYTHONS = nox.project.python_versions(PROJECT)
+# Sessions with torch run on the oldest Python, where it is there, else on the one that runs nox.
+TORCH_PYTHON = OLDEST_PYTHON if shutil.which(f"python{OLDEST_PYTHON}") else None
+
+CHECK_WHEEL = """
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+
+import syncbn_core
+assert "torch" not in sys.modules, "import syncbn_core has imported torch"
+import syncbn_torch
+
+for package in (syncbn_core, syncbn_torch):
+    place = Path(package.__file__).parent
+    assert place.is_relative_to(sys.prefix), f"{place} is not the installed package"
+    assert resources.files(package).joinpath("py.typed").is_file(), f"no py.typed in {place}"
+assert any(file.name == "LICENSE" for file in metadata.files("syncbn")), "no licence in the wheel"
+version = metadata.version("syncbn")
+assert getattr(syncbn_core, "__version__", version) == version, "pyproject.toml disagrees"
+print("syncbn", version, "imports from the wheel")
+"""
+
+
+def groups(*names: str) -> list[str]:
+    return nox.project.dependency_groups(PROJECT, *names)
+
+
+def fresh_directory(session: nox.Session, name: str) -> Path:
+    path = Path(session.virtualenv.location).resolve() / name
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    return path
+
+
+def fresh_numba_cache(session: nox.Session) -> None:
+    """Compile anew: Numba's cache looks at a kernel's own file, not at the helpers it calls."""
+    session.env["NUMBA_CACHE_DIR"] = str(fresh_directory(session, "numba-cache"))
+
+
+@nox.session(python=TORCH_PYTHON)
+def tests(session: nox.Session) -> None:
+    """All tests, with torch."""
+    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test"))
+    fresh_numba_cache(session)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(python=NEWER_PYTHONS)
+def tests_core(session: nox.Session) -> None:
+    """The tests of the core, without torch, on the newer Pythons."""
+    session.install(*CONSTRAINTS, "-e", ".", *groups("test"))
+    fresh_numba_cache(session)
+    session.run("pytest", *(session.posargs or ["tests/core"]))
+
+
+@nox.session(python=OLDEST_PYTHON)
+def tests_oldest(session: nox.Session) -> None:
+    """The tests of the core with the oldest supported NumPy and Numba."""
+    oldest = [bound.replace(">=", "==") for bound in PROJECT["project"]["dependencies"]]
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [pin for pin in pins if not pin.startswith(("numpy==", "numba==", "llvmlite=="))]
+    others = fresh_directory(session, "constraints") / "others.txt"
+    others.write_text("\n".join(pins), encoding="utf-8")
+    session.install("-c", str(others), *oldest, "-e", ".", *groups("test"))
+    fresh_numba_cache(session)
+    session.run("pytest", *(session.posargs or ["tests/core"]))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff, and who may import whom."""
+    session.install(*CONSTRAINTS, *groups("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join([".", "adapters"])})
+
+
+@nox.session(python=TORCH_PYTHON)
+def types(session: nox.Session) -> None:
+    """Mypy, strict, over both packages."""
+    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("types"))
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(python=TORCH_PYTHON)
+def coverage(session: nox.Session) -> None:
+    """All tests under coverage; the kernels are left out, because Numba compiles them."""
+    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test", "coverage"))
+    fresh_numba_cache(session)
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *session.posargs)
+    session.run("coverage", "combine", "--quiet")
+    session.run("coverage", "report")
+
+
+@nox.session(python=TORCH_PYTHON)
+def wheel(session: nox.Session) -> None:
+    """Build sdist and wheel, install the wheel into a fresh environment, import both packages."""
+    session.install(*CONSTRAINTS, *groups("build"))
+    dist = fresh_directory(session, "dist")
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist))
+    (built,) = dist.glob("*.whl")
+
+    fresh = fresh_directory(session, "fresh")
+    session.run("python", "-m", "venv", str(fresh))
+    python = str(fresh / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+    install = [python, "-m", "pip", "install", "--quiet", *CONSTRAINTS, f"{built}[torch]"]
+    session.run(*install, external=True)
+    with session.chdir(dist):
+        session.run(python, "-c", CHECK_WHEEL, external=True, log=False)
+    shutil.rmtree(fresh)
+
+
+@nox.session(python=TORCH_PYTHON)
+def demo(session: nox.Session) -> None:
+    """Run examples/digits.py and say where its picture is."""
+    session.install(*CONSTRAINTS, "-e", ".[torch,examples]")
+    session.run("python", "examples/digits.py", *session.posargs, env={"MPLBACKEND": "Agg"})
+    pictures = sorted((ROOT / "examples").glob("*.png"), key=lambda path: path.stat().st_mtime)
+    if pictures:
+        session.log(f"picture: {pictures[-1]}")
