@@ -81,15 +81,15 @@ def tests_core(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """The tests of the core with the oldest supported NumPy and Numba."""
+    """All tests with the oldest supported NumPy and Numba."""
     oldest = [bound.replace(">=", "==") for bound in PROJECT["project"]["dependencies"]]
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [pin for pin in pins if not pin.startswith(("numpy==", "numba==", "llvmlite=="))]
     others = fresh_directory(session, "constraints") / "others.txt"
     others.write_text("\n".join(pins), encoding="utf-8")
-    session.install("-c", str(others), *oldest, "-e", ".", *groups("test"))
+    session.install("-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
     fresh_numba_cache(session)
-    session.run("pytest", *(session.posargs or ["tests/core"]))
+    session.run("pytest", *session.posargs)
 
 
 @nox.session

@@ -28,7 +28,19 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     tensor = tensor.detach()
     if tensor.is_neg():  # a lazy negation is not in memory
         tensor = tensor.resolve_neg()
-    return np.from_dlpack(tensor)
+    array = np.from_dlpack(tensor)
+    return array if array.flags.writeable else np.asarray(_Writable(array))
+
+
+class _Writable:
+    """A view of `array` without the read-only mark that NumPy before 2.1 puts on every tensor."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.owner = array
+        self.__array_interface__ = {
+            **array.__array_interface__,
+            "data": (array.ctypes.data, False),
+        }
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:

@@ -79,6 +79,14 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
     return contexts
 
 
+class _Replicas(list[nn.Module]):
+    """Copies of one model with what their submodules share."""
+
+    def __init__(self, modules: Sequence[nn.Module], contexts: list[CallbackContext]) -> None:
+        super().__init__(modules)
+        self.contexts = contexts
+
+
 def _share(module: nn.Module, copies: int) -> list[nn.Module]:
     """`copies` replicas of `module` on its own device: the same parameters, own structure.
 
@@ -197,8 +205,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             replicas = _share(module, len(device_ids))
         else:
             replicas = super().replicate(module, device_ids)
-        replicas[0]._replication_contexts = execute_replication_callbacks(replicas)  # type: ignore[assignment]
-        return replicas
+        return _Replicas(replicas, execute_replication_callbacks(replicas))
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
@@ -214,16 +221,16 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run every replica in a thread of its own; results in their order."""
-        contexts: list[CallbackContext] = getattr(replicas[0], "_replication_contexts", [])
+        contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
         caller = _caller_modes()
-        devices = [torch.device(d) for d in self.device_ids[: len(replicas)]]
+        places = [_Place(torch.device(d)) for d in self.device_ids[: len(replicas)]]
 
         def member(index: int) -> Callable[[], Any]:
             # A context can be entered by one thread at a time: each gets a copy.
             variables = contextvars.copy_context()
 
             def call() -> Any:
-                with _modes_of(caller), _on(devices[index]):
+                with _modes_of(caller), places[index].current():
                     return replicas[index](*inputs[index], **kwargs[index])
 
             return lambda: variables.run(call)
@@ -265,14 +272,21 @@ def _one_device(device_ids: Sequence[Any]) -> bool:
     return len(devices) == 1 and (len(device_ids) > 1 or devices.pop().type == "cpu")
 
 
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """Make `device` the current one of this thread, if it is a GPU."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
+class _Place:
+    """A device, and the stream on it that is current in the calling thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make both the current ones of this thread, if the device is a GPU."""
+        if self.stream is None:
             yield
-    else:
-        yield
+        else:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                yield
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> None:

@@ -458,3 +458,17 @@ def test_output_device_and_script_modules() -> None:
         nn.Sequential(scripted, SynchronizedBatchNorm1d(3)), ["cpu"] * 2, output_device="cpu"
     )
     assert model(torch.randn(4, 3)).device.type == "cpu"
+
+
+def test_results_are_bitwise_the_same_in_every_run() -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 8), SynchronizedBatchNorm1d(8), nn.Linear(8, 2))
+        wrapper = DataParallelWithCallback(model, replicas=4)
+        for _ in range(3):
+            wrapper(torch.randn(11, 3)).pow(3).sum().backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+    first = run()
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
