@@ -1,25 +1,43 @@
 """The four steps of `syncbn_core.functional` on tensors.
 
-CPU tensors in float32 and float64 go to the kernels by DLPack, everything else to plain
-operations. Results carry no graph and lie in memory as x does. Per-channel values are wide
-(float64) tensors `(C,)`, except weight and bias, which come in their own dtype.
+CPU tensors in float32 and float64 go to the kernels by DLPack, everything else to plain tensor
+operations. Per-channel values `(C,)` are wide (float64) and of the kind that goes with x: NumPy
+arrays beside the kernels, tensors on the device of x elsewhere. NumPy's small operations keep the
+interpreter lock; each of torch's gives it away, which is dear among replica threads.
 
-`parallel`: False keeps a step in the calling thread.
+`parallel`: False keeps a step in the calling thread. Results carry no graph and lie in memory
+as x does.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from syncbn_core import functional as core
+from syncbn_core.moments import Moments, invstd_from_var
 from syncbn_torch import plain
 from syncbn_torch.interop import as_array, as_tensor, has_kernels
 
-__all__ = ["backward_input", "backward_reduce", "moments", "normalize"]
+__all__ = [
+    "Channelwise",
+    "backward_input",
+    "backward_reduce",
+    "invstd",
+    "moments",
+    "normalize",
+    "place_like",
+    "same_bits",
+    "tensor_of",
+]
+
+Channelwise = Any  # numpy.ndarray or Tensor, (C,) or (2, C)
 
 
-def _maybe(tensor: Tensor | None) -> object:
+def _maybe(tensor: Tensor | None) -> Channelwise | None:
     return None if tensor is None else as_array(tensor)
 
 
@@ -28,20 +46,46 @@ def _threads(parallel: bool) -> bool:
     return parallel and torch.get_num_threads() > 1
 
 
+def tensor_of(values: Channelwise) -> Tensor:
+    """`values` as a tensor over the same memory."""
+    return values if isinstance(values, Tensor) else as_tensor(values)
+
+
+def place_like(values: Channelwise, x: Tensor) -> Channelwise:
+    """`values` on the device of x; arrays are where the kernels are."""
+    return values.to(x.device) if isinstance(values, Tensor) else values
+
+
+def same_bits(a: Moments, b: Moments) -> bool:
+    """Whether two moments are the same, NaN like any other number."""
+    if a.count != b.count or type(a.mean) is not type(b.mean) or len(a.mean) != len(b.mean):
+        return False
+    pairs = [(a.mean, b.mean), (a.m2, b.m2)]
+    if isinstance(a.mean, Tensor):
+        return all(torch.equal(p.view(torch.uint8), q.view(torch.uint8)) for p, q in pairs)
+    return all(p.tobytes() == q.tobytes() for p, q in pairs)
+
+
+def invstd(var: Channelwise, eps: float, eps_mode: Any) -> Channelwise:
+    """`1 / sqrt(var + eps)`, or for "clamp" `1 / sqrt(max(var, eps))`."""
+    if isinstance(var, Tensor):
+        return plain.invstd_from_var(var, eps, eps_mode)
+    return invstd_from_var(var, eps, eps_mode)
+
+
 @torch.no_grad()
-def moments(x: Tensor, *, parallel: bool) -> Tensor:
-    """`[mean, m2]`, `(2, C)`; zeros for an empty x."""
-    if not has_kernels(x):
-        return plain.moments(x)
-    part = core.local_moments(as_array(x), parallel=_threads(parallel))
-    return torch.stack([as_tensor(part.mean), as_tensor(part.m2)])
+def moments(x: Tensor, *, parallel: bool) -> Moments:
+    """Moments of this part; an empty x gives the empty part."""
+    if has_kernels(x):
+        return core.local_moments(as_array(x), parallel=_threads(parallel))
+    return plain.moments(x)
 
 
 @torch.no_grad()
 def normalize(
     x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
+    mean: Channelwise,
+    invstd: Channelwise,
     weight: Tensor | None,
     bias: Tensor | None,
     *,
@@ -51,37 +95,31 @@ def normalize(
     if not has_kernels(x):
         return plain.normalize(x, mean, invstd, weight, bias)
     y = torch.empty_like(x)
-    per_channel = (as_array(mean), as_array(invstd), _maybe(weight), _maybe(bias))
+    per_channel = (mean, invstd, _maybe(weight), _maybe(bias))
     core.normalize(as_array(x), *per_channel, out=as_array(y), parallel=_threads(parallel))
     return y
 
 
 @torch.no_grad()
 def backward_reduce(
-    x: Tensor, dy: Tensor, mean: Tensor, invstd: Tensor, *, parallel: bool
-) -> tuple[Tensor, Tensor]:
-    """`(sum(dy), sum(dy * xhat))`, each `(C,)`."""
+    x: Tensor, dy: Tensor, mean: Channelwise, invstd: Channelwise, *, parallel: bool
+) -> Channelwise:
+    """`[sum(dy), sum(dy * xhat)]`, `(2, C)`."""
     if not has_kernels(x):
-        return plain.backward_reduce(x, dy, mean, invstd)
-    sums = core.backward_sums(
-        as_array(x),
-        as_array(dy),
-        as_array(mean),
-        as_array(invstd),
-        parallel=_threads(parallel),
-    )
-    return as_tensor(sums[0]), as_tensor(sums[1])
+        return torch.stack(plain.backward_reduce(x, dy, mean, invstd))
+    arrays = (as_array(x), as_array(dy), mean, invstd)
+    return np.stack(core.backward_sums(*arrays, parallel=_threads(parallel)))
 
 
 @torch.no_grad()
 def backward_input(
     x: Tensor,
     dy: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
+    mean: Channelwise,
+    invstd: Channelwise,
     weight: Tensor | None,
-    mean_dy: Tensor,
-    mean_dy_xhat: Tensor,
+    mean_dy: Channelwise,
+    mean_dy_xhat: Channelwise,
     *,
     parallel: bool,
 ) -> Tensor:
@@ -92,11 +130,11 @@ def backward_input(
     core.backward_input(
         as_array(x),
         as_array(dy),
-        as_array(mean),
-        as_array(invstd),
+        mean,
+        invstd,
         _maybe(weight),
-        as_array(mean_dy),
-        as_array(mean_dy_xhat),
+        mean_dy,
+        mean_dy_xhat,
         out=as_array(dx),
         parallel=_threads(parallel),
     )

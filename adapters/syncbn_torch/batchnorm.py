@@ -33,8 +33,10 @@ from syncbn_core.moments import (
     check_momentum,
 )
 from syncbn_torch import functional
+from syncbn_torch.arithmetic import Channelwise, same_bits, tensor_of
 from syncbn_torch.communicator import communicator_for
-from syncbn_torch.interop import has_kernels
+from syncbn_torch.interop import as_array, has_kernels
+from syncbn_torch.plain import wide_dtype
 from syncbn_torch.replicate import CallbackContext
 
 __all__ = [
@@ -64,42 +66,41 @@ class _Link:
     def __init__(self, context: CallbackContext, pipe: SlavePipe | None) -> None:
         self.context = context
         self.pipe = pipe
-        self.history: list[tuple[Tensor, Tensor, functional.Call, bool]] = []
+        self.history: list[tuple[Moments, functional.Call, bool]] = []
 
     @property
     def is_master(self) -> bool:
         return self.pipe is None
 
     def exchange(
-        self, x: Tensor, stats: Tensor, member: functional.Member, call: functional.Call
+        self, x: Tensor, member: functional.Member, edge: Tensor, call: functional.Call
     ) -> tuple[Tensor, bool]:
-        """`(merged statistics, whether this is their first use)`.
+        """`(edge from the merging node, whether it merged anything)`; sets the member's call.
 
         When the forward is over, the others can't be reached any more; what runs then is
         activation checkpointing, and gets the statistics of the first time.
         """
         if self.context.closed:
-            return self._again(stats, member), False
-        master: SyncMaster = self.context.sync_master
-        message = (member, stats, call, tuple(x.shape))
-        reply = master.run_master(message) if self.pipe is None else self.pipe.run_slave(message)
-        merged: Tensor = reply
-        graph = torch.is_grad_enabled()
-        self.history.append((stats.detach(), merged.detach(), member.call, graph))
+            member.call = self._earlier_call(member.part)
+            return edge, False
+        message = (member, edge, call, tuple(x.shape))
+        if self.pipe is None:
+            merged = self.context.sync_master.run_master(message)
+        else:
+            merged = self.pipe.run_slave(message)
+        self.history.append((member.part, member.call, torch.is_grad_enabled()))
         return merged, True
 
-    def _again(self, stats: Tensor, member: functional.Member) -> Tensor:
-        bits = stats.detach().view(torch.int64)
-        for seen, merged, call, graph in self.history:
-            if seen.shape == stats.shape and torch.equal(seen.view(torch.int64), bits):
-                if not graph and torch.is_grad_enabled():
+    def _earlier_call(self, part: Moments) -> functional.Call:
+        for seen, call, had_graph in self.history:
+            if same_bits(seen, part):
+                if torch.is_grad_enabled() and not had_graph:
                     raise CheckpointError(
                         f"{self.context.name} was recomputed by a reentrant checkpoint, one "
                         "replica at a time, which can't be synchronized; use "
                         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                     )
-                member.call = call
-                return merged
+                return call
         raise CheckpointError(
             f"{self.context.name} of a replica was called after the forward of its "
             "DataParallelWithCallback, with an input that it had not seen; call the wrapped "
@@ -227,12 +228,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
             y, total = functional.batch_norm(x, weight, bias, communicator=communicator, **settings)
             update = True
         else:
-            member = functional.Member()
+            member, edge = functional.enter(x)
             call = functional.Call(self.eps, eps_mode, communicator)
-            stats = functional.Local.apply(x, member, False)
-            merged, first = link.exchange(x, stats, member, call)
-            y = functional.normalize_member(x, merged, weight, bias, member)
-            total, update = member.call.total, first and link.is_master
+            edge, merged = link.exchange(x, member, edge, call)
+            y = functional.leave(x, edge, weight, bias, member)
+            total, update = member.call.total, merged and link.is_master
         if update and self.training:
             self._update_running(total)
         return y.to(input.dtype)
@@ -262,12 +262,19 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if total.count > 0:
             tracked = 0 if self.momentum is not None else int(counter) + 1
             factor = averaging_factor(self.momentum, tracked)
-            wide = total.mean.dtype
-            new_mean = blend(mean.to(wide), total.mean.to(mean.device), factor)
-            new_var = blend(var.to(wide), total.unbiased_var.to(mean.device), factor)
+            new_mean = _update(mean, total.mean, factor)
+            new_var = _update(var, total.unbiased_var, factor)
             mean.copy_(new_mean)
             var.copy_(new_var)
         counter.add_(1)
+
+
+def _update(running: Tensor, batch: Channelwise, factor: float) -> Tensor:
+    """The new value of a running statistic, in float64."""
+    old = running.to(wide_dtype(running))
+    if isinstance(batch, Tensor):
+        return tensor_of(blend(old, batch.to(old.device), factor))
+    return tensor_of(blend(as_array(old), batch, factor))
 
 
 # Elements from which forward and backward together were faster than torch's on one and on two

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from syncbn_core.errors import CommError
 from syncbn_core.moments import Moments, merge_all
+from syncbn_torch.arithmetic import Channelwise, tensor_of
+from syncbn_torch.interop import as_array
 
 __all__ = ["DistributedCommunicator", "communicator_for"]
 
 
 class DistributedCommunicator:
-    """A process group as a communicator; statistics are float64 tensors on the group's device."""
+    """A process group as a communicator, for arrays and for tensors on the group's device."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
@@ -33,20 +35,19 @@ class DistributedCommunicator:
 
     def merge_moments(self, moments: Moments) -> Moments:
         """Moments over all ranks, bitwise the same on each; an empty part takes part."""
-        count = moments.mean.new_tensor([float(moments.count)])
-        packed = torch.cat([count, moments.mean, moments.m2])
+        mean, m2 = tensor_of(moments.mean), tensor_of(moments.m2)
+        packed = torch.cat([mean.new_tensor([float(moments.count)]), mean, m2])
         gathered = [torch.empty_like(packed) for _ in range(self.size)]
         dist.all_gather(gathered, packed, group=self._group)
-        channels = moments.mean.numel()
-        return merge_all(
-            [Moments(int(p[0]), p[1 : 1 + channels], p[1 + channels :]) for p in gathered]
-        )
+        kind = (lambda t: t) if isinstance(moments.mean, Tensor) else as_array
+        parts = [(int(p[0]), *p[1:].view(2, -1)) for p in gathered]
+        return merge_all([Moments(count, kind(mean), kind(m2)) for count, mean, m2 in parts])
 
-    def all_reduce_sums(self, sums: Tensor) -> Tensor:
-        """Elementwise sum over all ranks; a new tensor."""
-        total = sums.contiguous().clone()
+    def all_reduce_sums(self, sums: Channelwise) -> Channelwise:
+        """Elementwise sum over all ranks; a new array, or tensor, as `sums` is."""
+        total = tensor_of(sums).contiguous().clone()
         dist.all_reduce(total, group=self._group)
-        return total
+        return total if isinstance(sums, Tensor) else as_array(total)
 
 
 def communicator_for(process_group: Any) -> DistributedCommunicator | None:

@@ -4,13 +4,14 @@ Statistics are shared by all members, so are the two sums of backward. A barrier
 backward would deadlock: one `backward()` runs every replica of a device on one autograd thread.
 So the graph itself synchronizes:
 
-    x_i -> Local_i -> [mean, m2]_i ─┐                    ┌─> [mean, m2] ─┐
-    x_j -> Local_j -> [mean, m2]_j ─┴─> Merge (one node) ┴─> [mean, m2] ─┴─> Norm_k(x_k) -> y_k
+    x_i -> Local_i -> edge_i ─┐                    ┌─> edge ─┐
+    x_j -> Local_j -> edge_j ─┴─> Merge (one node) ┴─> edge ─┴─> Norm_k(x_k) -> y_k
 
-What flows back along these edges is not the derivative but what dx needs:
-`Norm` sends `[sum(dy), sum(dy * xhat)] * weight` and leaves dy in its `Member`; `Merge` adds up;
-`Local` writes `dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)` in one pass.
-Nothing waits, a loss may use any of the outputs, and only x and O(C) numbers are kept.
+The edges are empty tensors: they order the nodes, and numbers travel in the `Member` records
+and the `Call` that they share. Backward, `Norm` leaves dy and `[sum(dy), sum(dy * xhat)] * weight`
+in its record; `Merge` adds up; `Local` writes
+`dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)` in one pass. Nothing waits, a
+loss may use any of the outputs, and only x and O(C) numbers are kept.
 
 With one member per process `Alone` does all that in one node, with the collective in backward.
 
@@ -32,14 +33,16 @@ from syncbn_core.comm import Communicator
 from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import Moments, merge_all, require_more_than_one_value
 from syncbn_torch import arithmetic, plain
+from syncbn_torch.arithmetic import Channelwise, place_like, tensor_of
+from syncbn_torch.interop import as_array
 
-__all__ = ["Call", "Member", "batch_norm", "batch_norm_eval", "merge_members", "normalize_member"]
+__all__ = ["Call", "Member", "batch_norm", "batch_norm_eval", "enter", "leave", "merge_members"]
 
 
 class Call:
     """One exchange of statistics: settings, members in order, and what came out."""
 
-    __slots__ = ("communicator", "eps", "eps_mode", "members", "total")
+    __slots__ = ("communicator", "eps", "eps_mode", "invstd", "members", "sums", "total")
 
     def __init__(self, eps: float, eps_mode: str, communicator: Communicator | None) -> None:
         self.eps = eps
@@ -47,20 +50,34 @@ class Call:
         self.communicator = communicator
         self.members: list[Member] = []
         self.total: Moments
+        self.invstd: Channelwise
+        self.sums: Channelwise  # of the backward pass under way
 
-    def invstd(self, m2: Tensor) -> Tensor:
-        """`(C,)`, from the merged m2 on any device."""
-        return plain.invstd_from_var(m2 / max(self.total.count, 1), self.eps, self.eps_mode)
+    def merge(self, parts: Sequence[Moments], shape: Sequence[int]) -> None:
+        """Set `total` and `invstd` from all parts; `BatchSizeError` for one value per channel."""
+        total = merge_all(parts)
+        if self.communicator is not None:
+            total = self.communicator.merge_moments(total)
+        require_more_than_one_value(total.count, shape)
+        self.total = total
+        self.invstd = arithmetic.invstd(total.var, self.eps, self.eps_mode)
 
-    def means(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """`sums` (2, C) over the count; zero where "clamp" made the deviation a constant."""
-        mean_dy, mean_dy_xhat = sums / max(self.total.count, 1)
-        if self.eps_mode == "clamp":
-            clamped = self.total.m2.to(sums.device) < self.eps * self.total.count
-            mean_dy_xhat = torch.where(clamped, 0.0, mean_dy_xhat)
-        return mean_dy, mean_dy_xhat
+    def statistics(self, x: Tensor) -> tuple[Channelwise, Channelwise]:
+        """`(mean, invstd)` where x is."""
+        return place_like(self.total.mean, x), place_like(self.invstd, x)
 
-    def reduce(self, sums: Tensor) -> Tensor:
+    def differentiable_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`(mean, invstd)` where x is, as a function of every member's x that has a graph."""
+        parts = []
+        for member in self.members:
+            live = member.live_x()
+            part = member.part if live is None else plain.moments(live)
+            mean, m2 = (tensor_of(values).to(x.device) for values in (part.mean, part.m2))
+            parts.append(Moments(part.count, mean, m2))
+        total = merge_all(parts)
+        return total.mean, plain.invstd_from_var(total.var, self.eps, self.eps_mode)
+
+    def reduce(self, sums: Channelwise) -> Channelwise:
         """`sums` added up over the processes of the group, if there is one."""
         if self.communicator is None:
             return sums
@@ -69,34 +86,35 @@ class Call:
                 "second derivatives (create_graph=True) don't go through a process group; "
                 "compute them in one process, or use layers without process_group there"
             )
-        total: Tensor = self.communicator.all_reduce_sums(sums)
-        return total
+        return self.communicator.all_reduce_sums(sums)
 
-    def differentiable(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`(mean, invstd)` as a function of every member's x that has a graph."""
-        parts = []
-        for member in self.members:
-            x = member.live_x()
-            if x is None:
-                parts.append(member.part)
-            else:
-                parts.append(Moments(member.part.count, *plain.moments(x)))
-        home = parts[0].mean.device
-        total = merge_all([Moments(p.count, p.mean.to(home), p.m2.to(home)) for p in parts])
-        return total.mean.to(device), self.invstd(total.m2).to(device)
+    def means(self, sums: Channelwise) -> tuple[Channelwise, Channelwise]:
+        """`sums` (2, C) over the count; zero where "clamp" made the deviation a constant."""
+        mean_dy, mean_dy_xhat = sums / max(self.total.count, 1)
+        if self.eps_mode == "clamp":
+            varies = self.total.var >= self.eps
+            if isinstance(sums, Tensor):
+                varies = tensor_of(varies).to(sums.device)
+            mean_dy_xhat = mean_dy_xhat * varies
+        return mean_dy, mean_dy_xhat
 
 
 class Member:
     """What the nodes of one member hand each other in one backward pass."""
 
-    __slots__ = ("call", "dy", "local", "part", "weight")
+    __slots__ = ("call", "dy", "local", "part", "sums", "weight")
 
     def __init__(self) -> None:
         self.call: Call
         self.part: Moments
         self.local: weakref.ref[Any] | None = None  # ctx of the node that has x
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the last pass; dy is of the size of an activation."""
         self.dy: Tensor | None = None
         self.weight: Tensor | None = None
+        self.sums: Channelwise = None
 
     def live_x(self) -> Tensor | None:
         """x with its graph, or None where no gradient flows to it."""
@@ -105,89 +123,75 @@ class Member:
 
 
 class Local(Function):
-    """x -> its own `[mean, m2]` (2, C)."""
+    """x -> an edge; its moments go into the member."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, member: Member, parallel: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, member: Member) -> Tensor:
         ctx.save_for_backward(x)
         ctx.member = member
         member.local = weakref.ref(ctx)
-        stats = arithmetic.moments(x, parallel=parallel)
-        member.part = Moments(_count(x), *stats.detach())
-        return stats
+        member.part = arithmetic.moments(x, parallel=False)
+        return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, sums: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, edge: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         member: Member = ctx.member
-        dy, weight = member.dy, member.weight
-        member.dy = member.weight = None  # activation-sized: not longer than needed
-        call = member.call
-        mean_dy, mean_dy_xhat = call.means(sums)
+        call, dy, weight = member.call, member.dy, member.weight
+        member.clear()
         if dy is None:  # this member's y is not part of the loss, but its x shaped the others'
             dy = torch.zeros_like(x)
+        means = (place_like(values, x) for values in call.means(call.sums))
         if torch.is_grad_enabled():
-            mean, invstd = call.differentiable(x.device)
-            per_channel = (mean, invstd, weight, mean_dy, mean_dy_xhat)
-            return plain.backward_input(x, dy, *per_channel), None, None
-        mean = call.total.mean.to(x.device)
-        invstd = call.invstd(call.total.m2.to(x.device))
-        per_channel = (mean, invstd, weight, mean_dy, mean_dy_xhat)
-        return arithmetic.backward_input(x, dy, *per_channel, parallel=True), None, None
+            statistics = call.differentiable_statistics(x)
+            return plain.backward_input(x, dy, *statistics, weight, *means), None
+        statistics = call.statistics(x)
+        return arithmetic.backward_input(x, dy, *statistics, weight, *means, parallel=True), None
 
 
 class Merge(Function):
-    """Every member's `[mean, m2]` -> the merged one, once per member, on its own device."""
+    """An edge from every member -> an edge to every member."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *stats: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, *edges: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        home = stats[0].device
-        parts = [
-            Moments(member.part.count, *own.to(home))
-            for member, own in zip(call.members, stats, strict=True)
-        ]
-        total = merge_all(parts)
-        if call.communicator is not None:
-            total = call.communicator.merge_moments(total)
-        call.total = total
-        merged = torch.stack([total.mean, total.m2])
-        return tuple(merged.to(own.device, copy=True) for own in stats)
+        ctx.edges = [edge.detach() for edge in edges]
+        return tuple(edge.new_empty(0) for edge in edges)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *edges: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
-        for member, grad in zip(call.members, grads, strict=True):
-            if grad is None:  # left by a pass that never came here; not of this loss
-                member.dy = member.weight = None
-        present = [grad for grad in grads if grad is not None]
-        home = present[0].device
-        sums = present[0]
-        for grad in present[1:]:
-            sums = sums + grad.to(home)
-        sums = call.reduce(sums)
-        return None, *(sums.to(member.part.mean.device) for member in call.members)
+        total: Channelwise = None
+        for member, edge in zip(call.members, edges, strict=True):
+            if edge is None:  # left by a pass that never came here; not of this loss
+                member.clear()
+            elif total is None:
+                total = member.sums
+            elif isinstance(total, Tensor):
+                total = total + member.sums.to(total.device)
+            else:
+                total = total + member.sums
+        call.sums = call.reduce(total)
+        return None, *ctx.edges
 
 
 class Norm(Function):
-    """x (detached), merged `[mean, m2]`, weight, bias -> y."""
+    """x (detached), an edge, weight, bias -> y."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        merged: Tensor,
+        edge: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         member: Member,
-        parallel: bool,
     ) -> Tensor:
-        mean, m2 = merged.detach()
-        invstd = member.call.invstd(m2)
         ctx.save_for_backward(x, weight)
-        ctx.member, ctx.mean, ctx.invstd = member, mean, invstd
-        return arithmetic.normalize(x, mean, invstd, weight, bias, parallel=parallel)
+        ctx.member = member
+        statistics = member.call.statistics(x)
+        return arithmetic.normalize(x, *statistics, weight, bias, parallel=False)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,16 +200,16 @@ class Norm(Function):
         if torch.is_grad_enabled():
             live = member.live_x()
             x = x if live is None else live
-            sums = plain.backward_reduce(x, dy, *member.call.differentiable(x.device))
+            statistics = member.call.differentiable_statistics(x)
+            sums: Channelwise = torch.stack(plain.backward_reduce(x, dy, *statistics))
         else:
-            sums = arithmetic.backward_reduce(x, dy, ctx.mean, ctx.invstd, parallel=True)
-        carried = None
+            statistics = member.call.statistics(x)
+            sums = arithmetic.backward_reduce(x, dy, *statistics, parallel=True)
+        edge = None
         if ctx.needs_input_grad[1]:
-            member.dy, member.weight = dy, weight
-            carried = torch.stack(sums)
-            if weight is not None:
-                carried = carried * weight
-        return None, carried, *_parameter_gradients(ctx, 2, sums, weight), None, None
+            member.dy, member.weight, member.sums = dy, weight, _weighted(sums, weight)
+            edge = dy.new_empty(0)
+        return None, edge, *_parameter_gradients(ctx, 2, sums, weight), None
 
 
 class Alone(Function):
@@ -215,82 +219,87 @@ class Alone(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
     ) -> Tensor:
-        total = Moments(_count(x), *arithmetic.moments(x, parallel=True))
-        if call.communicator is not None:
-            total = call.communicator.merge_moments(total)
-        require_more_than_one_value(total.count, x.shape)
-        call.total = total
+        call.merge([arithmetic.moments(x, parallel=True)], x.shape)
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        ctx.invstd = call.invstd(total.m2)
-        return arithmetic.normalize(x, total.mean, ctx.invstd, weight, bias, parallel=True)
+        return arithmetic.normalize(x, *call.statistics(x), weight, bias, parallel=True)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         call: Call = ctx.call
         again = torch.is_grad_enabled()
-        mean, invstd = call.total.mean, ctx.invstd
         if again:
-            stats = plain.moments(x)
-            mean, invstd = stats[0], call.invstd(stats[1])
-            sums = plain.backward_reduce(x, dy, mean, invstd)
+            part = plain.moments(x)
+            statistics = (part.mean, plain.invstd_from_var(part.var, call.eps, call.eps_mode))
+            sums: Channelwise = torch.stack(plain.backward_reduce(x, dy, *statistics))
         else:
-            sums = arithmetic.backward_reduce(x, dy, mean, invstd, parallel=True)
+            statistics = call.statistics(x)
+            sums = arithmetic.backward_reduce(x, dy, *statistics, parallel=True)
         dx = None
         # The collective takes place whether or not this member needs its result: others do.
         if ctx.needs_input_grad[0] or call.communicator is not None:
-            carried = torch.stack(sums)
-            if weight is not None:
-                carried = carried * weight
-            means = call.means(call.reduce(carried))
+            means = call.means(call.reduce(_weighted(sums, weight)))
             if again:
-                dx = plain.backward_input(x, dy, mean, invstd, weight, *means)
+                dx = plain.backward_input(x, dy, *statistics, weight, *means)
             else:
-                dx = arithmetic.backward_input(x, dy, mean, invstd, weight, *means, parallel=True)
+                dx = arithmetic.backward_input(x, dy, *statistics, weight, *means, parallel=True)
         return dx, *_parameter_gradients(ctx, 1, sums, weight), None
 
 
-def _count(x: Tensor) -> int:
-    return x.numel() // x.shape[1] if x.shape[1] else 0
+def _weighted(sums: Channelwise, weight: Tensor | None) -> Channelwise:
+    """`sums` (2, C) times weight (C,)."""
+    if weight is None:
+        return sums
+    return sums * (weight if isinstance(sums, Tensor) else as_array(weight))
 
 
 def _parameter_gradients(
-    ctx: Any, first: int, sums: tuple[Tensor, Tensor], weight: Tensor | None
+    ctx: Any, first: int, sums: Channelwise, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by weight and bias, the inputs `first` and `first + 1` of a node."""
-    sum_dy, sum_dy_xhat = sums
     by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
-    dtype = sum_dy.dtype if weight is None else weight.dtype
-    return sum_dy_xhat.to(dtype) if by_weight else None, sum_dy.to(dtype) if by_bias else None
+    if weight is None or not (by_weight or by_bias):
+        return None, None
+    sum_dy, sum_dy_xhat = tensor_of(sums).to(weight.dtype).unbind()
+    return sum_dy_xhat if by_weight else None, sum_dy if by_bias else None
+
+
+def enter(x: Tensor) -> tuple[Member, Tensor]:
+    """First half of a member's forward: its moments, and the edge to the merging node."""
+    member = Member()
+    edge: Tensor = Local.apply(x, member)
+    return member, edge
 
 
 def merge_members(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """Master callback of a layer: `(member, stats, call, shape)` from each, merged stats to each.
+    """Master callback of a layer: `(member, edge, call, shape)` from each, an edge to each.
 
     The call of the first message, the master's, becomes that of every member. Raises
     `BatchSizeError` for one value per channel in all, `ShapeError` for unequal channels.
     """
-    _, (_, _, call, shape) = messages[0]
     members: list[Member] = [message[0] for _, message in messages]
-    channels = {identifier: message[1].shape[1] for identifier, message in messages}
+    _, _, call, shape = messages[0][1]
+    channels = {identifier: len(message[0].part.mean) for identifier, message in messages}
     if len(set(channels.values())) > 1:
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
-    if call.communicator is None:
-        require_more_than_one_value(sum(member.part.count for member in members), shape)
+    parts = [member.part for member in members]
+    home = parts[0].mean
+    if isinstance(home, Tensor):
+        parts = [Moments(p.count, place_like(p.mean, home), place_like(p.m2, home)) for p in parts]
+    call.merge(parts, shape)
     call.members = members
     for member in members:
         member.call = call
-    merged = Merge.apply(call, *(message[1] for _, message in messages))
-    require_more_than_one_value(call.total.count, shape)
-    return [(identifier, own) for (identifier, _), own in zip(messages, merged, strict=True)]
+    edges = Merge.apply(call, *(message[1] for _, message in messages))
+    return [(identifier, edge) for (identifier, _), edge in zip(messages, edges, strict=True)]
 
 
-def normalize_member(
-    x: Tensor, merged: Tensor, weight: Tensor | None, bias: Tensor | None, member: Member
+def leave(
+    x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None, member: Member
 ) -> Tensor:
-    """y of one member, once its statistics are merged; keeps to the calling thread."""
-    y: Tensor = Norm.apply(x.detach(), merged, weight, bias, member, False)
+    """Second half of a member's forward, once its call is merged: y."""
+    y: Tensor = Norm.apply(x.detach(), edge, weight, bias, member)
     return y
 
 

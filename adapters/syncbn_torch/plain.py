@@ -6,10 +6,10 @@ For devices that have no kernels, and for gradients of gradients. The formulas a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+from syncbn_core.moments import Moments
 
 __all__ = ["backward_input", "backward_reduce", "column", "invstd_from_var", "moments", "normalize"]
 
@@ -33,13 +33,14 @@ def invstd_from_var(var: Tensor, eps: float, eps_mode: str) -> Tensor:
     return (var.clamp(min=eps) if eps_mode == "clamp" else var + eps).rsqrt()
 
 
-def moments(x: Tensor) -> Tensor:
-    """`[mean, m2]` of x (N, C, *spatial), `(2, C)`; zeros for an empty x."""
+def moments(x: Tensor) -> Moments:
+    """Moments of x (N, C, *spatial); zeros for an empty x."""
     wide = x.to(wide_dtype(x))
     if x.numel() == 0:
-        return wide.new_zeros(2, x.shape[1])
+        return Moments(0, wide.new_zeros(x.shape[1]), wide.new_zeros(x.shape[1]))
     mean = wide.mean(_axes(x))
-    return torch.stack([mean, (wide - column(mean, x)).square().sum(_axes(x))])
+    m2 = (wide - column(mean, x)).square().sum(_axes(x))
+    return Moments(x.numel() // x.shape[1], mean, m2)
 
 
 def normalize(
@@ -77,43 +78,3 @@ def backward_input(
     if weight is not None:
         inner = inner * column(weight, x)
     return (scale * (inner - column(mean_dy, x) - xhat * column(mean_dy_xhat, x))).to(x.dtype)
-
-
-def merged_statistics(
-    xs: Sequence[Tensor], eps: float, eps_mode: str
-) -> tuple[int, Tensor, Tensor, Tensor]:
-    """`(count, mean, var, invstd)` over all parts `xs`, differentiable by each."""
-    count = sum(x.numel() // x.shape[1] for x in xs)
-    wide = [x.to(wide_dtype(x)) for x in xs]
-    home = wide[0].device
-    mean = sum((w.sum(_axes(w)).to(home) for w in wide[1:]), wide[0].sum(_axes(wide[0]))) / count
-    squares = [(w - column(mean.to(w.device), w)).square().sum(_axes(w)).to(home) for w in wide]
-    var = sum(squares[1:], squares[0]) / count
-    return count, mean, var, invstd_from_var(var, eps, eps_mode)
-
-
-def input_gradient(
-    member: int,
-    xs: Sequence[Tensor],
-    dys: Sequence[Tensor | None],
-    weights: Sequence[Tensor | None],
-    eps: float,
-    eps_mode: str,
-) -> Tensor:
-    """dx of `xs[member]`, differentiable by every x, dy and weight; for second derivatives."""
-    count, mean, var, invstd = merged_statistics(xs, eps, eps_mode)
-    sums = torch.zeros(2, mean.numel(), dtype=mean.dtype, device=mean.device)
-    for x, dy, weight in zip(xs, dys, weights, strict=True):
-        if dy is not None:
-            here = (mean.to(x.device), invstd.to(x.device))
-            part = torch.stack(backward_reduce(x, dy, *here))
-            sums = sums + (part if weight is None else part * weight).to(sums.device)
-    mean_dy, mean_dy_xhat = sums / count
-    if eps_mode == "clamp":
-        mean_dy_xhat = torch.where(var < eps, 0.0, mean_dy_xhat)
-    x, dy = xs[member], dys[member]
-    per_channel = (mean, invstd, mean_dy, mean_dy_xhat)
-    mean, invstd, mean_dy, mean_dy_xhat = (v.to(x.device) for v in per_channel)
-    if dy is None:
-        dy = torch.zeros_like(x)
-    return backward_input(x, dy, mean, invstd, weights[member], mean_dy, mean_dy_xhat)

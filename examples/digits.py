@@ -1,0 +1,206 @@
+"""Four replicas with three handwritten digits each: what synchronized statistics change.
+
+A small convolutional network is trained on scikit-learn's real handwritten digits, three times
+from the same parameters on the same batches:
+
+- per replica: four replicas, each normalizing its own three samples (`nn.BatchNorm2d`),
+- synchronized: four replicas with the statistics of all twelve (`convert_model`),
+- one device: the whole batch in one model, which the synchronized run has to follow to rounding.
+
+Run it with `python3 dev.py demo` from a checkout, or with the extras `torch` and `examples`
+installed as `python examples/digits.py`. It prints a table, writes a picture, and ends with
+status 1 if the synchronized run does not follow the one-device run.
+"""
+
+import argparse
+import copy
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from syncbn_torch import DataParallelWithCallback, convert_model
+
+WAYS = ("per replica", "synchronized", "one device")
+# Largest difference to the one-device run that rounding explains, after one step and at the end.
+# Training is chaotic: every step magnifies what the steps before have rounded differently.
+TOLERANCE = {torch.float64: (1e-12, 1e-4), torch.float32: (1e-4, float("inf"))}
+
+
+@dataclass
+class Run:
+    """What is kept of one training."""
+
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    first_step: dict[str, Tensor] = field(default_factory=dict)
+    last_step: dict[str, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def load(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images (N, 1, 8, 8) from 0 to 1 and labels (N,): for training, then for validation."""
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images / 16, labels, test_size=0.2, stratify=labels, random_state=0)
+    train_x, valid_x = (torch.tensor(x, dtype=dtype).view(-1, 1, 8, 8) for x in split[:2])
+    return train_x, torch.tensor(split[2]), valid_x, torch.tensor(split[3])
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        return [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *block(1, 16), *block(16, 32), nn.MaxPool2d(2), *block(32, 32), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 4, 10),
+    ).to(dtype)  # fmt: skip
+
+
+def build(way: str, start: nn.Module, replicas: int) -> nn.Module:
+    """The model of one way, with the parameters of `start`."""
+    model = copy.deepcopy(start)
+    if way == "one device":
+        return model
+    if way == "synchronized":
+        model = convert_model(model)
+    return DataParallelWithCallback(model, device_ids=["cpu"] * replicas)
+
+
+def train(way: str, start: nn.Module, data: tuple[Tensor, ...], args: argparse.Namespace) -> Run:
+    train_x, train_y, valid_x, valid_y = data
+    model = build(way, start, args.replicas)
+    plain = model.module if isinstance(model, DataParallelWithCallback) else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.rate, momentum=0.9)
+    order = torch.Generator().manual_seed(args.seed)
+    run = Run()
+    begin = time.perf_counter()
+    batches = -(-len(train_x) // args.batch_size)
+    with tqdm(total=args.epochs * batches, desc=f"{way:>12}", unit="step", disable=None) as bar:
+        for _ in range(args.epochs):
+            model.train()
+            for rows in torch.randperm(len(train_x), generator=order).split(args.batch_size):
+                # The loss of the whole batch, from the joined output: replicas change nothing.
+                loss = nn.functional.cross_entropy(model(train_x[rows]), train_y[rows])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.losses.append(loss.item())
+                if not run.first_step:
+                    run.first_step = copy.deepcopy(plain.state_dict())
+                bar.update()
+            plain.eval()
+            with torch.no_grad():
+                accuracy = (plain(valid_x).argmax(1) == valid_y).double().mean().item()
+            run.accuracies.append(accuracy)
+            bar.set_postfix(accuracy=f"{accuracy:.1%}")
+    run.last_step = copy.deepcopy(plain.state_dict())
+    run.seconds = time.perf_counter() - begin
+    return run
+
+
+def difference(state: dict[str, Tensor], other: dict[str, Tensor], running: bool) -> float:
+    """Largest difference in running statistics, or else in parameters."""
+    names = [n for n in state if ("running" in n) is running and "tracked" not in n]
+    return max((state[n] - other[n]).abs().max().item() for n in names)
+
+
+def show_table(runs: dict[str, Run], console: Console) -> None:
+    table = Table(title="Largest difference to the one-device run: parameters / running statistics")
+    for column in ("", "after one step", "at the end", "validation accuracy", "loss", "seconds"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    alone = runs["one device"]
+    for way, run in runs.items():
+        states = [(run.first_step, alone.first_step), (run.last_step, alone.last_step)]
+        cells = [
+            f"{difference(*pair, False):.1e} / {difference(*pair, True):.1e}" for pair in states
+        ]
+        loss = sum(run.losses[-100:]) / len(run.losses[-100:])
+        accuracy, seconds = f"{run.accuracies[-1]:.2%}", f"{run.seconds:.0f}"
+        table.add_row(way, *cells, accuracy, f"{loss:.4f}", seconds)
+    console.print(table)
+
+
+def draw(runs: dict[str, Run], args: argparse.Namespace) -> None:
+    """Loss and accuracy curves; the one-device curve is broad and light, below the others."""
+    mpl.use("Agg")
+    styles = {
+        "one device": {"color": "#56B4E9", "linewidth": 7, "alpha": 0.55},
+        "per replica": {"color": "#D55E00", "linewidth": 1.8, "marker": "o"},
+        "synchronized": {"color": "#000000", "linewidth": 1.6, "linestyle": "--"},
+    }
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for way, style in styles.items():
+        losses = torch.tensor(runs[way].losses)
+        window = min(60, len(losses))
+        smooth = losses.unfold(0, window, 1).mean(1)
+        line = {k: v for k, v in style.items() if k != "marker"}
+        left.plot(range(window, len(losses) + 1), smooth, label=way, **line)
+        epochs = range(1, len(runs[way].accuracies) + 1)
+        right.plot(epochs, [100 * a for a in runs[way].accuracies], label=way, **style)
+    left.set(yscale="log", xlabel="step", ylabel=f"training loss (mean of {window} steps)")
+    right.set(xlabel="epoch", ylabel="validation accuracy (%)")
+    right.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False)
+    samples = args.batch_size / args.replicas
+    figure.suptitle(
+        f"Handwritten digits, {args.replicas} replicas with {samples:g} samples each: "
+        "synchronized batch norm follows one device"
+    )
+    figure.savefig(args.output, dpi=120)
+
+
+def check(runs: dict[str, Run], dtype: torch.dtype) -> list[str]:
+    """What is wrong with the runs; an empty list when all is well."""
+    alone, together, apart = runs["one device"], runs["synchronized"], runs["per replica"]
+    faults = []
+    for when, bound in zip(("first_step", "last_step"), TOLERANCE[dtype], strict=True):
+        for running in (False, True):
+            off = difference(getattr(together, when), getattr(alone, when), running)
+            if not off <= bound:
+                faults.append(f"synchronized is {off:.1e} off at {when}, more than {bound:.0e}")
+    if difference(apart.first_step, alone.first_step, True) < 1e-3:
+        faults.append("per replica should differ visibly after one step, and does not")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=0.05, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("digits.png"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # replicas are threads already, and a tiny model gains from no more
+    torch.manual_seed(args.seed)
+    dtype = getattr(torch, args.dtype)
+    start, data = network(dtype), load(dtype)
+    runs = {way: train(way, start, data, args) for way in WAYS}
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    show_table(runs, console)
+    draw(runs, args)
+    console.print(f"curves: {args.output}")
+    faults = check(runs, dtype)
+    for fault in faults:
+        console.print(f"[bold red]{fault}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
