@@ -2,7 +2,7 @@
 """Set up everything on a fresh machine and run a session: `python3 dev.py [session ...]`.
 
     python3 dev.py            list the sessions
-    python3 dev.py check      what has to pass: tests, lint, types, wheel
+    python3 dev.py check      what has to pass: tests, examples, lint, types, wheel
     python3 dev.py demo       run examples/digits.py and say where its picture is
     python3 dev.py tests -- -k name     one session, with arguments for pytest
 
