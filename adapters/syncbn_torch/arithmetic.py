@@ -5,8 +5,8 @@ operations. Per-channel values `(C,)` are wide (float64) and of the kind that go
 arrays beside the kernels, tensors on the device of x elsewhere. NumPy's small operations keep the
 interpreter lock; each of torch's gives it away, which is dear among replica threads.
 
-`parallel`: False keeps a step in the calling thread. Results carry no graph and lie in memory
-as x does.
+`parallel`: False keeps a step in the calling thread. Call these without a graph, as inside an
+autograd Function; results lie in memory as x does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def invstd(var: Channelwise, eps: float, eps_mode: Any) -> Channelwise:
     return invstd_from_var(var, eps, eps_mode)
 
 
-@torch.no_grad()
 def moments(x: Tensor, *, parallel: bool) -> Moments:
     """Moments of this part; an empty x gives the empty part."""
     if has_kernels(x):
@@ -81,7 +80,6 @@ def moments(x: Tensor, *, parallel: bool) -> Moments:
     return plain.moments(x)
 
 
-@torch.no_grad()
 def normalize(
     x: Tensor,
     mean: Channelwise,
@@ -100,7 +98,6 @@ def normalize(
     return y
 
 
-@torch.no_grad()
 def backward_reduce(
     x: Tensor, dy: Tensor, mean: Channelwise, invstd: Channelwise, *, parallel: bool
 ) -> Channelwise:
@@ -111,7 +108,6 @@ def backward_reduce(
     return np.stack(core.backward_sums(*arrays, parallel=_threads(parallel)))
 
 
-@torch.no_grad()
 def backward_input(
     x: Tensor,
     dy: Tensor,

@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn_core.comm import SlavePipe, SyncMaster
 from syncbn_core.errors import (
-    CheckpointError,
     DeviceError,
     DTypeError,
     ShapeError,
@@ -33,9 +31,10 @@ from syncbn_core.moments import (
     check_momentum,
 )
 from syncbn_torch import functional
-from syncbn_torch.arithmetic import Channelwise, same_bits, tensor_of
+from syncbn_torch.arithmetic import Channelwise, tensor_of
 from syncbn_torch.communicator import communicator_for
 from syncbn_torch.interop import as_array, has_kernels
+from syncbn_torch.link import Link
 from syncbn_torch.plain import wide_dtype
 from syncbn_torch.replicate import CallbackContext
 
@@ -60,54 +59,6 @@ def set_sbn_eps_mode(mode: str) -> None:
     _default_eps_mode = check_eps_mode(mode)
 
 
-class _Link:
-    """A replica's way to the other replicas, for one forward of the replicated model."""
-
-    def __init__(self, context: CallbackContext, pipe: SlavePipe | None) -> None:
-        self.context = context
-        self.pipe = pipe
-        self.history: list[tuple[Moments, functional.Call, bool]] = []
-
-    @property
-    def is_master(self) -> bool:
-        return self.pipe is None
-
-    def exchange(
-        self, x: Tensor, member: functional.Member, edge: Tensor, call: functional.Call
-    ) -> tuple[Tensor, bool]:
-        """`(edge from the merging node, whether it merged anything)`; sets the member's call.
-
-        When the forward is over, the others can't be reached any more; what runs then is
-        activation checkpointing, and gets the statistics of the first time.
-        """
-        if self.context.closed:
-            member.call = self._earlier_call(member.part)
-            return edge, False
-        message = (member, edge, call, tuple(x.shape))
-        if self.pipe is None:
-            merged = self.context.sync_master.run_master(message)
-        else:
-            merged = self.pipe.run_slave(message)
-        self.history.append((member.part, member.call, torch.is_grad_enabled()))
-        return merged, True
-
-    def _earlier_call(self, part: Moments) -> functional.Call:
-        for seen, call, had_graph in self.history:
-            if same_bits(seen, part):
-                if torch.is_grad_enabled() and not had_graph:
-                    raise CheckpointError(
-                        f"{self.context.name} was recomputed by a reentrant checkpoint, one "
-                        "replica at a time, which can't be synchronized; use "
-                        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                    )
-                return call
-        raise CheckpointError(
-            f"{self.context.name} of a replica was called after the forward of its "
-            "DataParallelWithCallback, with an input that it had not seen; call the wrapped "
-            "model instead, or under checkpointing keep preserve_rng_state=True"
-        )
-
-
 class _SynchronizedBatchNorm(_BatchNorm):
     """What all the layers share."""
 
@@ -116,7 +67,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     # Defaults for modules that were not built by __init__: converted ones, old pickles.
     process_group: Any = None
     eps_mode: EpsMode | None = None
-    _link: _Link | None = None
+    _link: Link | None = None
 
     def __init__(
         self,
@@ -152,13 +103,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def __data_parallel_replicate__(self, context: CallbackContext, copy_id: int) -> None:
         """Connect this replica with the others; called by `execute_replication_callbacks`."""
-        if context.size == 1:
-            self._link = None
-        elif copy_id == 0:
-            context.sync_master = SyncMaster(functional.merge_members, name=context.name)
-            self._link = _Link(context, None)
-        else:
-            self._link = _Link(context, context.sync_master.register_slave(copy_id))
+        self._link = None if context.size == 1 else Link(context, copy_id)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if self._ranks is None:
@@ -228,10 +173,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
             y, total = functional.batch_norm(x, weight, bias, communicator=communicator, **settings)
             update = True
         else:
-            member, edge = functional.enter(x)
+            member, edge = functional.measure(x)
             call = functional.Call(self.eps, eps_mode, communicator)
             edge, merged = link.exchange(x, member, edge, call)
-            y = functional.leave(x, edge, weight, bias, member)
+            y = functional.normalize(x, edge, weight, bias, member)
             total, update = member.call.total, merged and link.is_master
         if update and self.training:
             self._update_running(total)

@@ -36,7 +36,15 @@ from syncbn_torch import arithmetic, plain
 from syncbn_torch.arithmetic import Channelwise, place_like, tensor_of
 from syncbn_torch.interop import as_array
 
-__all__ = ["Call", "Member", "batch_norm", "batch_norm_eval", "enter", "leave", "merge_members"]
+__all__ = [
+    "Call",
+    "Member",
+    "batch_norm",
+    "batch_norm_eval",
+    "measure",
+    "merge_members",
+    "normalize",
+]
 
 
 class Call:
@@ -265,7 +273,7 @@ def _parameter_gradients(
     return sum_dy_xhat if by_weight else None, sum_dy if by_bias else None
 
 
-def enter(x: Tensor) -> tuple[Member, Tensor]:
+def measure(x: Tensor) -> tuple[Member, Tensor]:
     """First half of a member's forward: its moments, and the edge to the merging node."""
     member = Member()
     edge: Tensor = Local.apply(x, member)
@@ -295,7 +303,7 @@ def merge_members(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashab
     return [(identifier, edge) for (identifier, _), edge in zip(messages, edges, strict=True)]
 
 
-def leave(
+def normalize(
     x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None, member: Member
 ) -> Tensor:
     """Second half of a member's forward, once its call is merged: y."""

@@ -9,13 +9,8 @@ from syncbn_core.comm.communicator import (
     ThreadCommunicator,
     thread_group,
 )
-from syncbn_core.comm.master_slave import (
-    FutureResult,
-    SlavePipe,
-    SyncMaster,
-    get_default_timeout,
-    set_default_timeout,
-)
+from syncbn_core.comm.deadline import get_default_timeout, set_default_timeout
+from syncbn_core.comm.master_slave import FutureResult, SlavePipe, SyncMaster
 from syncbn_core.comm.threads import run_in_threads
 
 __all__ = [

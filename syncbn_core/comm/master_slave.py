@@ -23,65 +23,19 @@ Registering a slave after a call has been made begins a new round: earlier pipes
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from syncbn_core.comm.deadline import check_timeout, seconds_of
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout, ProtocolError
 
-__all__ = [
-    "FutureResult",
-    "SlavePipe",
-    "SyncMaster",
-    "get_default_timeout",
-    "set_default_timeout",
-]
+__all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
 T = TypeVar("T")
 MasterCallback = Callable[[list[tuple[Hashable, Any]]], Sequence[tuple[Hashable, Any]]]
-
-DEFAULT_TIMEOUT = 300.0
-TIMEOUT_VARIABLE = "SYNCBN_TIMEOUT"
-
-_process_timeout: float | None = None
-
-
-def set_default_timeout(seconds: float | None) -> None:
-    """Deadline in seconds of every wait that has none of its own; None: as if never set."""
-    global _process_timeout
-    _process_timeout = None if seconds is None else check_timeout(seconds)
-
-
-def get_default_timeout() -> float:
-    """What `set_default_timeout` set, else `SYNCBN_TIMEOUT`, else 300 seconds."""
-    if _process_timeout is not None:
-        return _process_timeout
-    text = os.environ.get(TIMEOUT_VARIABLE)
-    if text is None:
-        return DEFAULT_TIMEOUT
-    try:
-        return check_timeout(float(text))
-    except ValueError:
-        raise ArgumentError(
-            f"expected the environment variable {TIMEOUT_VARIABLE} to be a number of seconds "
-            f"> 0, got {text!r}"
-        ) from None
-
-
-def check_timeout(seconds: float) -> float:
-    """`seconds` as a float, or `ArgumentError` unless it is a finite number > 0."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise ArgumentError(f"expected a timeout in seconds (a number > 0), got {seconds!r}")
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ArgumentError(
-            f"expected a timeout in seconds (finite and > 0), got {seconds!r}; "
-            "for a very long wait give a very large number"
-        )
-    return min(float(seconds), threading.TIMEOUT_MAX)
 
 
 class _Nothing:
@@ -134,7 +88,7 @@ class FutureResult(Generic[T]):
         Raises `CommTimeout` after `timeout` seconds (None: the object's own, else the default),
         or what `fail` was given.
         """
-        seconds = _seconds(timeout if timeout is not None else self._timeout)
+        seconds = seconds_of(timeout if timeout is not None else self._timeout)
         with self._filled:
             if not self._filled.wait_for(self._has_come, seconds):
                 raise CommTimeout(f"expected a result within {seconds:g} s, none came")
@@ -152,10 +106,6 @@ class FutureResult(Generic[T]):
 
     def _has_come(self) -> bool:
         return self._value is not _NOTHING or self._error is not None
-
-
-def _seconds(timeout: float | None) -> float:
-    return get_default_timeout() if timeout is None else check_timeout(timeout)
 
 
 class _Slave:
@@ -318,7 +268,7 @@ class SlavePipe(NamedTuple):
         current: _Round = self.queue
         call = current.post(self.identifier, msg)
         try:
-            seconds = _seconds(current.timeout)
+            seconds = seconds_of(current.timeout)
             return self.result.get(seconds)
         except CommAborted:
             raise
@@ -452,7 +402,7 @@ class SyncMaster:
 
     def _collect(self, current: _Round, call: int) -> list[tuple[Hashable, Any]]:
         """Wait for every slave's message of `call`; in the order of registration."""
-        seconds = _seconds(self._timeout)
+        seconds = seconds_of(self._timeout)
         deadline = time.monotonic() + seconds
         with current.changed:
             while True:

@@ -1,0 +1,63 @@
+"""How a replica of a layer reaches the other replicas, and what it does when they are gone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from syncbn_core.comm import SyncMaster
+from syncbn_core.errors import CheckpointError
+from syncbn_core.moments import Moments
+from syncbn_torch import functional
+from syncbn_torch.arithmetic import same_bits
+from syncbn_torch.replicate import CallbackContext
+
+__all__ = ["Link"]
+
+
+class Link:
+    """A replica's way to the other replicas, for one forward of the replicated model."""
+
+    def __init__(self, context: CallbackContext, copy_id: int) -> None:
+        self.context = context
+        self.is_master = copy_id == 0
+        if self.is_master:
+            context.sync_master = SyncMaster(functional.merge_members, name=context.name)
+        else:
+            self.pipe = context.sync_master.register_slave(copy_id)
+        self.history: list[tuple[Moments, functional.Call, bool]] = []
+
+    def exchange(
+        self, x: Tensor, member: functional.Member, edge: Tensor, call: functional.Call
+    ) -> tuple[Tensor, bool]:
+        """`(edge from the merging node, whether it merged anything)`; sets the member's call.
+
+        When the forward is over, the others can't be reached any more; what runs then is
+        activation checkpointing, and gets the statistics of the first time.
+        """
+        if self.context.closed:
+            member.call = self._earlier_call(member.part)
+            return edge, False
+        message = (member, edge, call, tuple(x.shape))
+        if self.is_master:
+            merged = self.context.sync_master.run_master(message)
+        else:
+            merged = self.pipe.run_slave(message)
+        self.history.append((member.part, member.call, torch.is_grad_enabled()))
+        return merged, True
+
+    def _earlier_call(self, part: Moments) -> functional.Call:
+        for seen, call, had_graph in self.history:
+            if same_bits(seen, part):
+                if torch.is_grad_enabled() and not had_graph:
+                    raise CheckpointError(
+                        f"{self.context.name} was recomputed by a reentrant checkpoint, one "
+                        "replica at a time, which can't be synchronized; use "
+                        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    )
+                return call
+        raise CheckpointError(
+            f"{self.context.name} of a replica was called after the forward of its "
+            "DataParallelWithCallback, with an input that it had not seen; call the wrapped "
+            "model instead, or under checkpointing keep preserve_rng_state=True"
+        )
