@@ -292,14 +292,15 @@ class _Place:
 def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> None:
     """Give an existing `nn.DataParallel` the callbacks: it becomes a `DataParallelWithCallback`.
 
-    The object stays the same one. Raises `TypeError` for anything but an `nn.DataParallel`, and
-    for a subclass of it, whose own methods would be lost.
+    The object stays the same one. One of a subclass keeps that class's methods too, but can't be
+    pickled any more. Raises `TypeError` for anything but an `nn.DataParallel`.
     """
-    if isinstance(data_parallel, DataParallelWithCallback):
+    kind = type(data_parallel)
+    if issubclass(kind, DataParallelWithCallback):
         return
-    if type(data_parallel) is not nn.DataParallel:
-        raise TypeError(
-            f"expected an nn.DataParallel, got {type(data_parallel).__name__}; let the class "
-            "derive from DataParallelWithCallback instead"
-        )
-    data_parallel.__class__ = DataParallelWithCallback
+    if not issubclass(kind, nn.DataParallel):
+        raise TypeError(f"expected an nn.DataParallel, got {kind.__name__}")
+    if kind is nn.DataParallel:
+        data_parallel.__class__ = DataParallelWithCallback
+    else:
+        data_parallel.__class__ = type(kind.__name__, (DataParallelWithCallback, kind), {})

@@ -191,6 +191,16 @@ def test_alone_the_faster_kernel_is_taken() -> None:
     assert "NativeBatchNorm" in layer(last).grad_fn.name()
 
 
+def test_a_lone_layer_compiles_in_one_graph() -> None:
+    layer = SynchronizedBatchNorm2d(3)
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(16, 3, 256, 256)  # large enough for our kernels, were they traceable
+    torch.testing.assert_close(compiled(x), twin(x))
+    torch.testing.assert_close(layer.running_var, twin.running_var)
+    assert layer.num_batches_tracked == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("parameters", ["float32", "half"])
 @pytest.mark.parametrize("replicas", [1, 3])

@@ -444,11 +444,18 @@ def test_existing_data_parallel_gets_the_callbacks() -> None:
     with pytest.raises(TypeError, match=r"expected an nn\.DataParallel, got Linear"):
         patch_replication_callback(nn.Linear(1, 1))
 
-    class Own(nn.DataParallel):
-        pass
 
-    with pytest.raises(TypeError, match="derive from DataParallelWithCallback"):
-        patch_replication_callback(Own(nn.Linear(1, 1)))
+def test_a_subclass_of_data_parallel_keeps_its_methods() -> None:
+    class Own(nn.DataParallel):
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            return super().forward(*inputs, **kwargs) + 1
+
+    own = Own(SynchronizedBatchNorm1d(3))
+    patch_replication_callback(own)
+    assert isinstance(own, Own)
+    assert isinstance(own, DataParallelWithCallback)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(copy.deepcopy(own)(x), nn.BatchNorm1d(3)(x) + 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
