@@ -126,7 +126,7 @@ def show_table(runs: dict[str, Run], console: Console) -> None:
             f"{difference(*pair, False):.1e} / {difference(*pair, True):.1e}" for pair in states
         ]
         loss = sum(run.losses[-100:]) / len(run.losses[-100:])
-        accuracy, seconds = f"{run.accuracies[-1]:.2%}", f"{run.seconds:.0f}"
+        accuracy, seconds = f"{run.accuracies[-1]:.2%}", f"{run.seconds:.1f}"
         table.add_row(way, *cells, accuracy, f"{loss:.4f}", seconds)
     console.print(table)
 
@@ -190,6 +190,8 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("digits.png"))
     args = parser.parse_args()
+    if min(args.epochs, args.batch_size, args.replicas) < 1:
+        parser.error("expected at least 1 epoch, 1 sample in a batch and 1 replica")
     torch.set_num_threads(1)  # replicas are threads already, and a tiny model gains from no more
     torch.manual_seed(args.seed)
     dtype = getattr(torch, args.dtype)
