@@ -180,7 +180,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
             total, update = member.call.total, merged and link.is_master
         if update and self.training:
             self._update_running(total)
-        return y.to(input.dtype)
+        return y if y.dtype == input.dtype else y.to(input.dtype)
 
     def _by_torch(self, input: Tensor) -> Tensor:
         mean, var, counter = self._tracked()
