@@ -34,26 +34,37 @@ class CallbackContext:
     Attributes:
         name: the submodule's name in the model, for error messages.
         size: the number of copies.
-        sync_master: a `SyncMaster` put here by copy 0 is aborted when a replica fails.
+        sync_master: a `SyncMaster` that copy 0 puts here begins a new round, so that it may be
+            kept from forward to forward, and is aborted when a replica fails.
         closed: True once the forward is over and the other copies can't be reached.
     """
-
-    sync_master: SyncMaster
 
     def __init__(self, name: str = "", size: int = 0) -> None:
         self.name = name
         self.size = size
         self.closed = False
+        self._sync_master: SyncMaster | None = None
+
+    @property
+    def sync_master(self) -> SyncMaster:
+        if self._sync_master is None:
+            raise AttributeError(f"no copy has put a SyncMaster on the context of {self.name!r}")
+        return self._sync_master
+
+    @sync_master.setter
+    def sync_master(self, master: SyncMaster) -> None:
+        master.clear_slaves()  # those of the last forward; there may be fewer this time
+        self._sync_master = master
 
     def abort(self, error: BaseException) -> None:
         """Release every copy that waits: one of them failed with `error`."""
-        if hasattr(self, "sync_master"):
-            self.sync_master.abort(error)
+        if self._sync_master is not None:
+            self._sync_master.abort(error)
 
     def leave(self, copy_id: int) -> None:
         """A copy's forward is over; release who waits for it."""
-        if hasattr(self, "sync_master"):
-            self.sync_master.leave(copy_id)
+        if self._sync_master is not None:
+            self._sync_master.leave(copy_id)
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[CallbackContext]:

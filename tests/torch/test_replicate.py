@@ -84,30 +84,42 @@ def test_any_attribute_can_be_left_on_a_context() -> None:
     assert DataParallelWithCallback(Meets(), replicas=3)(torch.randn(3, 1)) == [0, 1, 2]
 
 
-def test_own_modules_can_communicate_by_the_sync_master() -> None:
-    """The pattern of user code: a `SyncMaster` on the context, `run_master` / `run_slave`."""
+class Sums(nn.Module):
+    """The pattern of user code: one `SyncMaster` for good, `run_master` / `run_slave`."""
 
-    class Sums(nn.Module):
-        def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
-            self.copy_id = copy_id
-            if copy_id == 0:
-                context.sync_master = SyncMaster(self.combine)
-                self.master = context.sync_master
-            else:
-                self.pipe = context.sync_master.register_slave(copy_id)
+    def __init__(self) -> None:
+        super().__init__()
+        self.master = SyncMaster(self.combine, timeout=30)
 
-        @staticmethod
-        def combine(messages: list[Any]) -> list[Any]:
-            total = torch.stack([message for _, message in messages]).sum(0)
-            return [(identifier, total) for identifier, _ in messages]
+    def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+        self.copy_id = copy_id
+        if copy_id == 0:
+            context.sync_master = self.master
+        else:
+            self.pipe = context.sync_master.register_slave(copy_id)
 
-        def forward(self, x: Tensor) -> Tensor:
-            own = x.sum(0, keepdim=True)
-            return self.pipe.run_slave(own) if self.copy_id else self.master.run_master(own)
+    @staticmethod
+    def combine(messages: list[Any]) -> list[Any]:
+        total = torch.stack([message for _, message in messages]).sum(0)
+        return [(identifier, total) for identifier, _ in messages]
 
-    x = torch.randn(8, 2)
-    y = DataParallelWithCallback(Sums(), replicas=4)(x)
-    torch.testing.assert_close(y, x.sum(0).expand(4, 2))
+    def forward(self, x: Tensor) -> Tensor:
+        if (x == 7).any():
+            raise KeyError("bad sample")
+        own = x.sum(0, keepdim=True)
+        return self.pipe.run_slave(own) if self.copy_id else self.master.run_master(own)
+
+
+def test_own_modules_can_keep_a_sync_master_from_forward_to_forward() -> None:
+    """Also when the last batch is enough for one replica only, and after a failure."""
+    model = DataParallelWithCallback(Sums(), replicas=4)
+    for size in (8, 1, 8, 3, 1):
+        x = torch.randn(size, 2)
+        torch.testing.assert_close(model(x), x.sum(0).expand(min(size, 4), 2))
+        with pytest.raises(KeyError):
+            model(torch.full((8, 2), 7.0))
+    with pytest.raises(AttributeError, match="no copy has put a SyncMaster"):
+        _ = CallbackContext("a").sync_master
 
 
 class Point(NamedTuple):
