@@ -7,9 +7,9 @@ So the graph itself synchronizes:
     x_i -> Local_i -> edge_i ─┐                    ┌─> edge ─┐
     x_j -> Local_j -> edge_j ─┴─> Merge (one node) ┴─> edge ─┴─> Norm_k(x_k) -> y_k
 
-The edges are empty tensors: they order the nodes, and numbers travel in the `Member` records
-and the `Call` that they share. Backward, `Norm` leaves dy and `[sum(dy), sum(dy * xhat)] * weight`
-in its record; `Merge` adds up; `Local` writes
+The edges are empty tensors: they order the nodes, and numbers travel in the `Call` that the
+members share, backward in a `Pass` of their own. There `Norm` leaves dy and
+`[sum(dy), sum(dy * xhat)] * weight`; `Merge` adds up; `Local` writes
 `dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)` in one pass. Nothing waits, a
 loss may use any of the outputs, and only x and O(C) numbers are kept.
 
@@ -47,10 +47,21 @@ __all__ = [
 ]
 
 
+class Pass:
+    """What the nodes of one call hand each other in one backward pass."""
+
+    __slots__ = ("given", "sums")
+
+    def __init__(self) -> None:
+        # Of each member whose y is part of the loss: dy, weight, weighted sums (2, C).
+        self.given: dict[Member, tuple[Tensor, Tensor | None, Channelwise]] = {}
+        self.sums: Channelwise = None  # over all members
+
+
 class Call:
     """One exchange of statistics: settings, members in order, and what came out."""
 
-    __slots__ = ("communicator", "eps", "eps_mode", "invstd", "members", "sums", "total")
+    __slots__ = ("communicator", "eps", "eps_mode", "invstd", "members", "passes", "total")
 
     def __init__(self, eps: float, eps_mode: str, communicator: Communicator | None) -> None:
         self.eps = eps
@@ -59,7 +70,21 @@ class Call:
         self.members: list[Member] = []
         self.total: Moments
         self.invstd: Channelwise
-        self.sums: Channelwise  # of the backward pass under way
+        self.passes: dict[int, Pass] = {}
+
+    def current_pass(self) -> Pass:
+        """The backward pass that this thread is in. It is dropped when that pass ends.
+
+        Passes over one graph may come one after the other, may stop half way (gradients of the
+        weight alone), and may run at the same time in several threads.
+        """
+        task = torch._C._current_graph_task_id()
+        new = Pass()
+        current = self.passes.setdefault(task, new)
+        if current is new:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self.passes.pop(task, None))
+        return current
 
     def merge(self, parts: Sequence[Moments], shape: Sequence[int]) -> None:
         """Set `total` and `invstd` from all parts; `BatchSizeError` for one value per channel."""
@@ -108,21 +133,14 @@ class Call:
 
 
 class Member:
-    """What the nodes of one member hand each other in one backward pass."""
+    """One member's share in a call."""
 
-    __slots__ = ("call", "dy", "local", "part", "sums", "weight")
+    __slots__ = ("call", "local", "part")
 
     def __init__(self) -> None:
         self.call: Call
         self.part: Moments
         self.local: weakref.ref[Any] | None = None  # ctx of the node that has x
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the last pass; dy is of the size of an activation."""
-        self.dy: Tensor | None = None
-        self.weight: Tensor | None = None
-        self.sums: Channelwise = None
 
     def live_x(self) -> Tensor | None:
         """x with its graph, or None where no gradient flows to it."""
@@ -145,11 +163,12 @@ class Local(Function):
     def backward(ctx: Any, edge: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         member: Member = ctx.member
-        call, dy, weight = member.call, member.dy, member.weight
-        member.clear()
+        call = member.call
+        current = call.current_pass()
+        dy, weight, _ = current.given.pop(member, (None, None, None))
         if dy is None:  # this member's y is not part of the loss, but its x shaped the others'
             dy = torch.zeros_like(x)
-        means = (place_like(values, x) for values in call.means(call.sums))
+        means = (place_like(values, x) for values in call.means(current.sums))
         if torch.is_grad_enabled():
             statistics = call.differentiable_statistics(x)
             return plain.backward_input(x, dy, *statistics, weight, *means), None
@@ -162,25 +181,19 @@ class Merge(Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *edges: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.edges = [edge.detach() for edge in edges]
         return tuple(edge.new_empty(0) for edge in edges)
 
     @staticmethod
-    def backward(ctx: Any, *edges: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *edges: Tensor) -> tuple[Any, ...]:
         call: Call = ctx.call
-        total: Channelwise = None
-        for member, edge in zip(call.members, edges, strict=True):
-            if edge is None:  # left by a pass that never came here; not of this loss
-                member.clear()
-            elif total is None:
-                total = member.sums
-            elif isinstance(total, Tensor):
-                total = total + member.sums.to(total.device)
-            else:
-                total = total + member.sums
-        call.sums = call.reduce(total)
+        current = call.current_pass()
+        given = [current.given[member][2] for member in call.members if member in current.given]
+        total = given[0]
+        for sums in given[1:]:
+            total = total + (sums.to(total.device) if isinstance(sums, Tensor) else sums)
+        current.sums = call.reduce(total)
         return None, *ctx.edges
 
 
@@ -215,7 +228,8 @@ class Norm(Function):
             sums = arithmetic.backward_reduce(x, dy, *statistics, parallel=True)
         edge = None
         if ctx.needs_input_grad[1]:
-            member.dy, member.weight, member.sums = dy, weight, _weighted(sums, weight)
+            given = (dy, weight, _weighted(sums, weight))
+            member.call.current_pass().given[member] = given
             edge = dy.new_empty(0)
         return None, edge, *_parameter_gradients(ctx, 2, sums, weight), None
 

@@ -32,6 +32,7 @@ from syncbn_core.errors import (
     ProtocolError,
     ShapeError,
 )
+from syncbn_core.moments import merge_all
 
 SHORT = 0.05  # seconds; a deadline that is meant to pass
 LONG = 30.0  # seconds; one that is not
@@ -518,6 +519,11 @@ def test_every_member_gets_bitwise_the_same_moments_of_the_whole() -> None:
 
     merged = run_in_threads([lambda i=i: member(i) for i in range(4)], abort=group[0].abort)
     whole = np.concatenate(parts)
+    in_rank_order = [
+        Moments(len(x), x.mean(0), ((x - x.mean(0)) ** 2).sum(0)) for x in parts if len(x)
+    ]
+    assert merged[0].m2.tobytes() == merge_all(in_rank_order).m2.tobytes()
+    assert merged[0].m2.tobytes() != merge_all(in_rank_order[::-1]).m2.tobytes()
     for moments in merged:
         assert moments.count == 10
         np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-14)

@@ -50,6 +50,8 @@ for kind in (SynchronizedBatchNorm2d, SyncBatchNorm):
         if rank == 0:  # eval waits for nobody
             layer(part)
         assert torch.equal(layer.running_var, before)
+if rank == 0:  # nor without running statistics
+    SynchronizedBatchNorm2d(3, track_running_stats=False).double().eval()(x)
 
 pair = dist.new_group([0, 2])
 if rank != 1:
@@ -86,6 +88,7 @@ def test_processes_equal_the_undivided_batch(tmp_path: Path) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "3",
+        "SYNCBN_TIMEOUT": "60",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
