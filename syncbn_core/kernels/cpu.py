@@ -1,8 +1,9 @@
 """Numba CPU kernels for `[A, C, B]` planes and `[A, C]` rows (see `syncbn_core.layout`).
 
 Every kernel exists twice from one source: serial and `nogil`, for threads that fill the cores
-by themselves, and `parallel` for a single caller. How work is cut depends on the shape only,
-so both give bitwise the same result with any number of threads.
+by themselves, and `parallel` for a single caller. Both give bitwise the same result with any
+number of threads: how work is cut depends on the shape only, and what the compiler may reorder or
+contract is in functions of its own, compiled once for both; around them arithmetic is strict.
 
 Per-channel arguments (`mean`, `invstd`, `weight`, `bias`, sums) are float64 `(C,)`; an empty
 `weight` or `bias` stands for ones or zeros. A float32 activation minus a mean of 1e6 rounded
@@ -45,8 +46,8 @@ def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 class Twins:
     """The serial and the parallel build of one kernel; each compiles when first called."""
 
-    def __init__(self, function: Callable[..., None], flags: set[str]) -> None:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": flags}
+    def __init__(self, function: Callable[..., None]) -> None:
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         self.serial = _jit(**options)(function)
         self.parallel = _jit(parallel=True, **options)(_renamed(function, "_parallel"))
 
@@ -59,14 +60,12 @@ def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:
     return copy
 
 
-def _twins(flags: set[str]) -> Callable[[Callable[..., None]], Twins]:
-    return lambda function: Twins(function, flags)
+_sums = _jit(nogil=True, error_model="numpy", fastmath=SUM_FLAGS)
+_maps = _jit(nogil=True, error_model="numpy", fastmath=MAP_FLAGS)
+_exact = _jit(nogil=True, error_model="numpy")
 
 
-_inner = _jit(nogil=True, error_model="numpy", fastmath=SUM_FLAGS, inline="never")
-
-
-@_inner
+@_sums
 def _sum(run):
     total = run.dtype.type(0)
     for i in range(run.shape[0]):
@@ -74,7 +73,7 @@ def _sum(run):
     return total
 
 
-@_inner
+@_sums
 def _deviations(run, shift):
     """Sums of `d` and `d**2` with `d = run - shift`."""
     first = run.dtype.type(0)
@@ -86,7 +85,7 @@ def _deviations(run, shift):
     return first, second
 
 
-@_inner
+@_sums
 def _products(x, dy, shift):
     """Sums of `dy` and `dy * (x - shift)`."""
     first = x.dtype.type(0)
@@ -98,7 +97,35 @@ def _products(x, dy, shift):
     return first, second
 
 
-@_jit(nogil=True, error_model="numpy")
+@_maps
+def _affine(source, near, scale, shift, target):
+    """`target = (source - near) * scale + shift` over one run of one channel."""
+    for i in range(source.shape[0]):
+        target[i] = (source[i] - near) * scale + shift
+
+
+@_maps
+def _gradient(source, grad, near, of_dy, of_x, shift, target):
+    """`target = grad * of_dy + (source - near) * of_x + shift` over one run of one channel."""
+    for i in range(source.shape[0]):
+        target[i] = grad[i] * of_dy + ((source[i] - near) * of_x + shift)
+
+
+@_maps
+def _row_affine(source, near, scale, shift, target):
+    """`_affine` over one row, a channel per element."""
+    for c in range(source.shape[0]):
+        target[c] = (source[c] - near[c]) * scale[c] + shift[c]
+
+
+@_maps
+def _row_gradient(source, grad, near, of_dy, of_x, shift, target):
+    """`_gradient` over one row, a channel per element."""
+    for c in range(source.shape[0]):
+        target[c] = grad[c] * of_dy[c] + ((source[c] - near[c]) * of_x[c] + shift[c])
+
+
+@_exact
 def _merge(count, mean, m2, tile_count, tile_mean, tile_m2):
     """Chan's merge of one channel: the formula of `syncbn_core.moments`, for scalars."""
     total = count + tile_count
@@ -107,7 +134,7 @@ def _merge(count, mean, m2, tile_count, tile_mean, tile_m2):
     return mean + delta * share, m2 + tile_m2 + delta * delta * (count * share)
 
 
-@_jit(nogil=True, error_model="numpy")
+@_exact
 def _plane_tiles(outer, inner):
     """`(tiles per channel, runs per tile, pieces per run)`: cut long runs, join short ones."""
     if inner >= TILE:
@@ -117,13 +144,13 @@ def _plane_tiles(outer, inner):
     return (outer + runs - 1) // runs, runs, 1
 
 
-@_jit(nogil=True, error_model="numpy")
+@_exact
 def _chunks(tiles, channels):
     """Partial results per channel: enough tasks for many cores, a function of the shape only."""
     return max(1, min(tiles, (MAX_CHUNKS + channels - 1) // channels))
 
 
-@_twins(SUM_FLAGS)
+@Twins
 def planes_moments(x, mean, m2):
     """`x` [A, C, B] -> `mean`, `m2` (C,).
 
@@ -180,7 +207,7 @@ def planes_moments(x, mean, m2):
             count += counts[c, k]
 
 
-@_twins(MAP_FLAGS)
+@Twins
 def planes_normalize(x, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [A, C, B]."""
     outer, channels, inner = x.shape
@@ -196,13 +223,10 @@ def planes_normalize(x, mean, invstd, weight, bias, y):
         scale = x.dtype.type(slope)
         rest = (np.float64(near) - mean[c]) * slope
         shift = x.dtype.type(rest + bias[c] if bias.shape[0] else rest)
-        source = x[a, c, begin:stop]
-        target = y[a, c, begin:stop]
-        for i in range(stop - begin):
-            target[i] = (source[i] - near) * scale + shift
+        _affine(x[a, c, begin:stop], near, scale, shift, y[a, c, begin:stop])
 
 
-@_twins(SUM_FLAGS)
+@Twins
 def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [A, C, B]."""
     outer, channels, inner = x.shape
@@ -242,7 +266,7 @@ def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
         sum_dy_xhat[c] = (second + rest * first) * invstd[c]
 
 
-@_twins(MAP_FLAGS)
+@Twins
 def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
     """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, all [A, C, B].
 
@@ -262,11 +286,8 @@ def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx
         of_dy = x.dtype.type(invstd[c] * weight[c] if weight.shape[0] else invstd[c])
         of_x = x.dtype.type(slope)
         shift = x.dtype.type(rest)
-        source = x[a, c, begin:stop]
-        grad = dy[a, c, begin:stop]
-        target = dx[a, c, begin:stop]
-        for i in range(stop - begin):
-            target[i] = grad[i] * of_dy + ((source[i] - near) * of_x + shift)
+        source, grad, target = x[a, c, begin:stop], dy[a, c, begin:stop], dx[a, c, begin:stop]
+        _gradient(source, grad, near, of_dy, of_x, shift, target)
 
 
 ROW_TILE = 16384  # elements of a tile of whole rows; at least MIN_ROWS rows
@@ -274,7 +295,7 @@ MIN_ROWS = 32
 ROW_CHUNKS = 32
 
 
-@_jit(nogil=True, error_model="numpy")
+@_exact
 def _row_tiles(rows, channels):
     """`(rows per tile, tiles, chunks of tiles)`, a function of the shape only."""
     height = max(MIN_ROWS, ROW_TILE // channels)
@@ -282,7 +303,7 @@ def _row_tiles(rows, channels):
     return height, tiles, max(1, min(tiles, ROW_CHUNKS))
 
 
-@_inner
+@_sums
 def _rows_add(x, shift, first, second):
     """`first += sum(d)`, `second += sum(d**2)` with `d = x - shift`, over the rows of `x`."""
     for r in range(x.shape[0]):
@@ -293,7 +314,7 @@ def _rows_add(x, shift, first, second):
             second[c] += d * d
 
 
-@_inner
+@_sums
 def _rows_add_products(x, dy, shift, first, second):
     for r in range(x.shape[0]):
         run = x[r]
@@ -304,7 +325,7 @@ def _rows_add_products(x, dy, shift, first, second):
             second[c] += g * (run[c] - shift[c])
 
 
-@_inner
+@_sums
 def _rows_sum(x, total):
     for r in range(x.shape[0]):
         run = x[r]
@@ -312,7 +333,7 @@ def _rows_sum(x, total):
             total[c] += run[c]
 
 
-@_twins(SUM_FLAGS)
+@Twins
 def rows_moments(x, mean, m2):
     """`x` [R, C] -> `mean`, `m2` (C,): `planes_moments` with all channels abreast."""
     rows, channels = x.shape
@@ -349,7 +370,7 @@ def rows_moments(x, mean, m2):
         count += counts[k]
 
 
-@_twins(MAP_FLAGS)
+@Twins
 def rows_normalize(x, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [R, C]."""
     rows, channels = x.shape
@@ -363,13 +384,10 @@ def rows_normalize(x, mean, invstd, weight, bias, y):
         rest = (np.float64(near[c]) - mean[c]) * slope
         shift[c] = rest + bias[c] if bias.shape[0] else rest
     for r in prange(rows):
-        source = x[r]
-        target = y[r]
-        for c in range(channels):
-            target[c] = (source[c] - near[c]) * scale[c] + shift[c]
+        _row_affine(x[r], near, scale, shift, y[r])
 
 
-@_twins(SUM_FLAGS)
+@Twins
 def rows_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     """`planes_backward_reduce` for `x`, `dy` [R, C]."""
     rows, channels = x.shape
@@ -400,7 +418,7 @@ def rows_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
         sum_dy_xhat[c] = (sum_dy_xhat[c] + rest * sum_dy[c]) * invstd[c]
 
 
-@_twins(MAP_FLAGS)
+@Twins
 def rows_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
     """`planes_backward_input` for `x`, `dy`, `dx` [R, C]."""
     rows, channels = x.shape
@@ -415,8 +433,4 @@ def rows_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
         of_x[c] = slope
         shift[c] = (np.float64(near[c]) - mean[c]) * slope - invstd[c] * mean_dy[c]
     for r in prange(rows):
-        source = x[r]
-        grad = dy[r]
-        target = dx[r]
-        for c in range(channels):
-            target[c] = grad[c] * of_dy[c] + ((source[c] - near[c]) * of_x[c] + shift[c])
+        _row_gradient(x[r], dy[r], near, of_dy, of_x, shift, dx[r])
