@@ -62,6 +62,8 @@ __all__ = [
 
 Array = Any
 _ALONE = SingleCommunicator()
+# Infinity and NaN go through to the results of their channel; they are no cause for warnings.
+_SILENT: Any = {"invalid": "ignore", "over": "ignore"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +126,8 @@ def batch_norm_forward(
     require_more_than_one_value(total.count, x.shape)
     invstd = total.invstd(eps, eps_mode)
     y = normalize(x, total.mean, invstd, weight, bias, out=out, parallel=parallel)
-    _update_running(running_mean, running_var, num_batches_tracked, total, momentum)
+    with np.errstate(**_SILENT):
+        _update_running(running_mean, running_var, num_batches_tracked, total, momentum)
     clamped = total.var < eps if eps_mode == "clamp" else None
     return y, Saved(x, total.mean, invstd, weight, total.count, clamped)
 
@@ -180,29 +183,29 @@ def batch_norm_backward(
         raise DTypeError(f"expected dy of a floating dtype, got {dy.dtype}")
     check_out(x, out)
     sum_dy, sum_dy_xhat = backward_sums(x, dy, saved.mean, saved.invstd, parallel=parallel)
-    if saved.count is None:
-        mean_dy = mean_dy_xhat = np.zeros_like(sum_dy)
-    else:
-        sums = np.stack([sum_dy, sum_dy_xhat])
-        total = (communicator or _ALONE).all_reduce_sums(sums)
-        if saved.weight is not None:
-            total = total * np.asarray(saved.weight, dtype=np.float64)
-        mean_dy, mean_dy_xhat = total / max(saved.count, 1)
-        if saved.clamped is not None:
-            mean_dy_xhat = np.where(saved.clamped, 0.0, mean_dy_xhat)
-    dx = backward_input(
-        x,
-        dy,
-        saved.mean,
-        saved.invstd,
-        saved.weight,
-        mean_dy,
-        mean_dy_xhat,
-        out=out,
-        parallel=parallel,
-    )
     dtype = (x if saved.weight is None else saved.weight).dtype
-    return Gradients(dx, sum_dy_xhat.astype(dtype), sum_dy.astype(dtype))
+    with np.errstate(**_SILENT):
+        means = _means_over_members(sum_dy, sum_dy_xhat, saved, communicator or _ALONE)
+        gradients = (sum_dy_xhat.astype(dtype), sum_dy.astype(dtype))
+    per_channel = (saved.mean, saved.invstd, saved.weight, *means)
+    dx = backward_input(x, dy, *per_channel, out=out, parallel=parallel)
+    return Gradients(dx, *gradients)
+
+
+def _means_over_members(
+    sum_dy: Array, sum_dy_xhat: Array, saved: Saved, communicator: Communicator
+) -> tuple[Array, Array]:
+    """The two sums over all members, times weight, over the count; what `backward_input` takes."""
+    if saved.count is None:  # constant statistics: no gradient flows through them
+        zeros = np.zeros_like(sum_dy)
+        return zeros, zeros
+    total = communicator.all_reduce_sums(np.stack([sum_dy, sum_dy_xhat]))
+    if saved.weight is not None:
+        total = total * np.asarray(saved.weight, dtype=np.float64)
+    mean_dy, mean_dy_xhat = total / max(saved.count, 1)
+    if saved.clamped is not None:
+        mean_dy_xhat = np.where(saved.clamped, 0.0, mean_dy_xhat)
+    return mean_dy, mean_dy_xhat
 
 
 # The steps, for adapters that bring their own graph and communication. They check nothing.
@@ -318,6 +321,16 @@ def check_running(
             "expected num_batches_tracked with momentum=None, the average over all batches; "
             "give an integer array of shape (), or a momentum"
         )
+    if num_batches_tracked is not None:
+        if tuple(num_batches_tracked.shape) != ():
+            raise ShapeError(
+                "expected num_batches_tracked of shape (), an integer array such as "
+                f"numpy.zeros((), int), got {tuple(num_batches_tracked.shape)}"
+            )
+        if num_batches_tracked.dtype.kind not in "iu":
+            raise DTypeError(
+                f"expected num_batches_tracked of an integer dtype, got {num_batches_tracked.dtype}"
+            )
     named = {
         "running_mean": running_mean,
         "running_var": running_var,

@@ -31,6 +31,7 @@ __all__ = [
     "normalize",
     "place_like",
     "same_bits",
+    "silent",
     "tensor_of",
 ]
 
@@ -44,6 +45,11 @@ def _maybe(tensor: Tensor | None) -> Channelwise | None:
 def _threads(parallel: bool) -> bool:
     """`torch.set_num_threads(1)` means one thread for these kernels too."""
     return parallel and torch.get_num_threads() > 1
+
+
+def silent() -> np.errstate:
+    """For NumPy as for torch, infinity and NaN are numbers, not causes for warnings."""
+    return np.errstate(invalid="ignore", over="ignore")
 
 
 def tensor_of(values: Channelwise) -> Tensor:

@@ -31,7 +31,7 @@ from syncbn_core.moments import (
     check_momentum,
 )
 from syncbn_torch import functional
-from syncbn_torch.arithmetic import Channelwise, tensor_of
+from syncbn_torch.arithmetic import Channelwise, silent, tensor_of
 from syncbn_torch.communicator import communicator_for
 from syncbn_torch.interop import as_array, has_kernels
 from syncbn_torch.link import Link
@@ -219,7 +219,8 @@ def _update(running: Tensor, batch: Channelwise, factor: float) -> Tensor:
     old = running.to(wide_dtype(running))
     if isinstance(batch, Tensor):
         return tensor_of(blend(old, batch.to(old.device), factor))
-    return tensor_of(blend(as_array(old), batch, factor))
+    with silent():
+        return tensor_of(blend(as_array(old), batch, factor))
 
 
 # Elements from which forward and backward together were faster than torch's on one and on two

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,7 +34,7 @@ from syncbn_core.comm import Communicator
 from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import Moments, merge_all, require_more_than_one_value
 from syncbn_torch import arithmetic, plain
-from syncbn_torch.arithmetic import Channelwise, place_like, tensor_of
+from syncbn_torch.arithmetic import Channelwise, place_like, silent, tensor_of
 from syncbn_torch.interop import as_array
 
 __all__ = [
@@ -125,10 +126,11 @@ class Call:
         """`sums` (2, C) over the count; zero where "clamp" made the deviation a constant."""
         mean_dy, mean_dy_xhat = sums / max(self.total.count, 1)
         if self.eps_mode == "clamp":
-            varies = self.total.var >= self.eps
+            clamped = self.total.var < self.eps
             if isinstance(sums, Tensor):
-                varies = tensor_of(varies).to(sums.device)
-            mean_dy_xhat = mean_dy_xhat * varies
+                mean_dy_xhat = mean_dy_xhat.masked_fill(tensor_of(clamped).to(sums.device), 0.0)
+            else:
+                mean_dy_xhat = np.where(clamped, 0.0, mean_dy_xhat)
         return mean_dy, mean_dy_xhat
 
 
@@ -191,8 +193,9 @@ class Merge(Function):
         current = call.current_pass()
         given = [current.given[member][2] for member in call.members if member in current.given]
         total = given[0]
-        for sums in given[1:]:
-            total = total + (sums.to(total.device) if isinstance(sums, Tensor) else sums)
+        with silent():
+            for sums in given[1:]:
+                total = total + (sums.to(total.device) if isinstance(sums, Tensor) else sums)
         current.sums = call.reduce(total)
         return None, *ctx.edges
 
@@ -273,7 +276,10 @@ def _weighted(sums: Channelwise, weight: Tensor | None) -> Channelwise:
     """`sums` (2, C) times weight (C,)."""
     if weight is None:
         return sums
-    return sums * (weight if isinstance(sums, Tensor) else as_array(weight))
+    if isinstance(sums, Tensor):
+        return sums * weight
+    with silent():
+        return sums * as_array(weight)
 
 
 def _parameter_gradients(

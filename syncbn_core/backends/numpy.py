@@ -76,7 +76,7 @@ def _dense(x: Array) -> tuple[Array, Layout]:
         layout = layout_of(x)
         if layout is not None:
             return _writable_view(x), layout
-    copy = np.array(x, dtype, order="C")
+    copy = np.array(x, dtype, order="K")
     layout = layout_of(copy)
     assert layout is not None
     return copy, layout
@@ -110,27 +110,27 @@ def _flat(x: Array, layout: Layout) -> Array:
 
 
 def _wide(values: Array | None) -> Array:
-    return _NOTHING if values is None else np.ascontiguousarray(values, np.float64)
+    if values is None:
+        return _NOTHING
+    return _writable_view(np.ascontiguousarray(values, np.float64))
 
 
-def _target(x: Array, layout: Layout, out: Array | None) -> Array:
-    """Where to write: `out` itself when it lies like `x` and not across it, else a new array."""
-    if (
-        out is not None
-        and out.dtype == x.dtype
-        and out.flags.aligned
-        and layout_of(out) == layout
-        and (out.ctypes.data == x.ctypes.data or not np.may_share_memory(out, x))
-    ):
-        return out
-    return np.empty_like(x)
+def _target(x: Array, layout: Layout, out: Array | None, *operands: Array) -> Array:
+    """Where to write: `out` itself if it lies like `x` and across no operand, else a new array."""
+    if out is None or out.dtype != x.dtype or not out.flags.aligned or layout_of(out) != layout:
+        return np.empty_like(x)
+    for operand in (x, *operands):
+        if out.ctypes.data != operand.ctypes.data and np.may_share_memory(out, operand):
+            return np.empty_like(x)
+    return out
 
 
 def _give(result: Array, dtype: np.dtype[Any], out: Array | None) -> Array:
-    if out is None:
-        return result.astype(dtype, copy=False)
-    if out is not result:
-        np.copyto(out, result, casting="same_kind")
+    with np.errstate(over="ignore"):  # what float16 can't hold is infinite, not a warning
+        if out is None:
+            return result.astype(dtype, copy=False)
+        if out is not result:
+            np.copyto(out, result, casting="same_kind")
     return out
 
 
@@ -199,9 +199,10 @@ def backward_input(
     if x.size == 0:
         return np.empty_like(x) if out is None else out
     dense, layout = _dense(x)
-    grad = _flat(_like(dy, dense, layout), layout)
-    dx = _target(dense, layout, out)
+    grad = _like(dy, dense, layout)
+    dx = _target(dense, layout, out, grad)
     kernel = cpu.rows_backward_input if layout.inner == 1 else cpu.planes_backward_input
     per_channel = tuple(_wide(v) for v in (mean, invstd, weight, mean_dy, mean_dy_xhat))
-    _run(kernel, parallel, _flat(dense, layout), grad, *per_channel, _flat(dx, layout))
+    arrays = (_flat(dense, layout), _flat(grad, layout))
+    _run(kernel, parallel, *arrays, *per_channel, _flat(dx, layout))
     return _give(dx, x.dtype, out)

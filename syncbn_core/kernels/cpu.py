@@ -290,15 +290,16 @@ def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx
         _gradient(source, grad, near, of_dy, of_x, shift, target)
 
 
-ROW_TILE = 16384  # elements of a tile of whole rows; at least MIN_ROWS rows
+ROW_TILE = 16384  # elements of a tile of whole rows
 MIN_ROWS = 32
+MAX_ROWS = 256  # a channel is summed one row after the other: longer sums lose digits
 ROW_CHUNKS = 32
 
 
 @_exact
 def _row_tiles(rows, channels):
     """`(rows per tile, tiles, chunks of tiles)`, a function of the shape only."""
-    height = max(MIN_ROWS, ROW_TILE // channels)
+    height = max(MIN_ROWS, min(MAX_ROWS, ROW_TILE // channels))
     tiles = (rows + height - 1) // height
     return height, tiles, max(1, min(tiles, ROW_CHUNKS))
 

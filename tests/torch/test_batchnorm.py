@@ -500,6 +500,27 @@ def test_nan_stays_in_its_channel(bad: float, replicas: int, run_parts: Any) -> 
     torch.testing.assert_close(layer.running_var[::2], clean.running_var[::2])
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+def test_infinite_gradients_and_overflow_raise_no_warning(
+    replicas: int, weight: float, eps_mode: Any, run_parts: Any
+) -> None:
+    """As with a loss scale that is too large, or when training diverges."""
+    layer = SynchronizedBatchNorm2d(3, eps_mode=eps_mode)
+    nn.init.constant_(layer.weight, weight)
+    model = nn.Sequential(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = torch.randn(6, 3, 4, 4, requires_grad=True)
+        dy = torch.randn(6, 3, 4, 4)
+        dy[4, 1, 2, 2] = float("inf")
+        DataParallelWithCallback(model, replicas=replicas)(x).backward(dy)
+        DataParallelWithCallback(model, replicas=replicas)(x * 1e30)
+    assert x.grad[:, ::2].isfinite().all()
+    assert not x.grad[:, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("argument", [{"eps": 0}, {"eps": -1.0}, {"momentum": 2}, {"momentum": -1}])
 def test_bad_settings_are_named(argument: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(argument))):
