@@ -1,0 +1,427 @@
+"""The serial and the parallel build of the kernels: same bits, and which one runs when."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import syncbn_core
+from syncbn_core.backends import numpy as backend
+from syncbn_core.kernels import cpu
+
+Array = np.ndarray
+Layouts = dict[str, Callable[[Array], Array]]
+Function = Callable[..., Any]
+
+STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
+KERNELS = {
+    f"{kind}_{step}": getattr(cpu, f"{kind}_{step}")
+    for kind in ("planes", "rows")
+    for step in STEPS
+}
+
+# [A, C, B]; TILE is 4096, PIECE 16384, and channels share out 64 chunks.
+PLANES = {
+    "a tile exactly": (2, 3, 4096),
+    "a tile and one more": (2, 3, 4097),
+    "long runs, many chunks": (70, 1, 8192),
+    "tiles do not divide into chunks": (40, 3, 4096),
+    "pieces with a tail": (1, 2, 2 * 16384 + 5),
+    "one element short of a piece": (1, 1, 16383),
+    "joined runs, one tile": (7, 3, 5),
+    "joined runs, many tiles, a short last one": (5000, 3, 3),
+    "joined runs, more tiles than chunks": (140_000, 1, 2),
+    "runs just too short to stand alone": (3, 2, 4095),
+    "many channels": (3, 2048, 7),
+    "one element": (1, 1, 2),
+}
+# [R, C]; a tile has 16384 elements and 32 rows at least; there are 32 chunks at most.
+ROWS = {
+    "one row": (1, 3),
+    "a tile exactly": (5461, 3),
+    "a tile and one row": (5462, 3),
+    "more tiles than chunks": (200_000, 3),
+    "many channels, one tile": (32, 2048),
+    "many channels, a tail of one row": (33, 2048),
+    "many channels, more tiles than chunks": (1100, 2048),
+    "two channels": (40_000, 2),
+}
+
+
+def run_kernels(kind: str, build: str, case: Any) -> dict[str, Array]:
+    """All four kernels of a kind, straight, with results that were NaN before."""
+    x, dy, mean, invstd, weight, bias, mean_dy, mean_dy_xhat = case
+    weight = np.empty(0) if weight is None else weight.astype("f8")
+    bias = np.empty(0) if bias is None else bias.astype("f8")
+    kernels = {step: getattr(KERNELS[f"{kind}_{step}"], build) for step in STEPS}
+    channels = x.shape[1]
+    result = {name: np.full(channels, np.nan) for name in ("mean", "m2", "sum_dy", "sum_dy_xhat")}
+    result |= {name: np.full_like(x, np.nan) for name in ("y", "dx")}
+    kernels["moments"](x, result["mean"], result["m2"])
+    kernels["normalize"](x, mean, invstd, weight, bias, result["y"])
+    kernels["backward_reduce"](x, dy, mean, invstd, result["sum_dy"], result["sum_dy_xhat"])
+    sums = (mean_dy, mean_dy_xhat)
+    kernels["backward_input"](x, dy, mean, invstd, weight, *sums, result["dx"])
+    return result
+
+
+def assert_same_bits(a: dict[str, Array], b: dict[str, Array]) -> None:
+    for name, value in a.items():
+        np.testing.assert_array_equal(value, b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        pytest.param(kind, shape, id=f"{kind}: {name}")
+        for kind, shapes in (("planes", PLANES), ("rows", ROWS))
+        for name, shape in shapes.items()
+    ],
+)
+def test_serial_and_parallel_builds_give_the_same_bits(
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    make_case: Function,
+    equal_reference: Function,
+) -> None:
+    for affine in ("f4", None):
+        case = make_case(shape, dtype, affine=affine)
+        serial, parallel = (run_kernels(kind, build, case) for build in ("serial", "parallel"))
+        assert_same_bits(serial, parallel)
+        count = prod(shape) // shape[1]
+        equal_reference(serial | {"count": np.array(count), "var": serial["m2"] / count}, case)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(make_case: Function) -> None:
+    numba = backend.numba
+    threads = numba.get_num_threads()
+    for kind, shape in (("planes", (70, 1, 8192)), ("rows", (200_000, 3))):
+        case = make_case(shape)
+        many = run_kernels(kind, "parallel", case)
+        numba.set_num_threads(1)
+        try:
+            assert_same_bits(run_kernels(kind, "parallel", case), many)
+        finally:
+            numba.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("build", ["serial", "parallel"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("planes", (3, 4, 5000)), ("planes", (30, 4, 9)), ("rows", (40, 4)), ("rows", (5000, 4))],
+)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_stay_in_their_channel(
+    kind: str, shape: tuple[int, ...], build: str, dtype: str, odd: float, make_case: Function
+) -> None:
+    case = make_case(shape, dtype)
+    plain = run_kernels(kind, build, case)
+    x, dy = case.x.copy(), case.dy.copy()
+    x[1, 1] = dy[2, 2] = odd
+    result = run_kernels(kind, build, case._replace(x=x, dy=dy))
+    for name in ("mean", "m2"):
+        np.testing.assert_array_equal(np.isnan(result[name]), [False, True, False, False])
+    np.testing.assert_array_equal(np.isfinite(result["sum_dy"]), [True, True, False, True])
+    np.testing.assert_array_equal(np.isfinite(result["sum_dy_xhat"]), [True, False, False, True])
+    np.testing.assert_array_equal(np.isfinite(result["y"]), np.isfinite(x))
+    np.testing.assert_array_equal(np.isfinite(result["dx"]), np.isfinite(x + dy))
+    for name, value in plain.items():
+        others = (slice(None), [0, 3]) if value.ndim > 1 else [0, 3]
+        np.testing.assert_array_equal(result[name][others], value[others], err_msg=name)
+
+
+# ----------------------------------------------------------------- which build is chosen
+
+
+class FakeKernel:
+    """Twins that only say which of them was called."""
+
+    def __init__(self, during: Callable[[], Any] = lambda: None) -> None:
+        self.calls: list[str] = []
+        self.during = during
+
+    def serial(self, *arguments: Array) -> None:
+        self.calls.append("serial")
+
+    def parallel(self, *arguments: Array) -> None:
+        self.calls.append("parallel")
+        self.during()
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """`chosen(parallel=, size=, during=)`: the builds that were run, on a machine of two cores."""
+    monkeypatch.setattr(backend.numba, "get_num_threads", lambda: 2)
+
+    def run(
+        parallel: bool = True,
+        size: int = backend.PARALLEL_SIZE,
+        during: Callable[[FakeKernel], Any] = lambda kernel: None,
+    ) -> list[str]:
+        kernel = FakeKernel(lambda: during(kernel))
+        backend._run(kernel, parallel, np.empty(size))  # type: ignore[arg-type]
+        return kernel.calls
+
+    return run
+
+
+def test_parallel_build_is_for_one_caller_with_enough_work(
+    chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_layer", lambda: "omp")
+    assert chosen() == ["parallel"]
+    assert chosen() == ["parallel"]
+    assert chosen(parallel=False) == ["serial"]
+    assert chosen(size=backend.PARALLEL_SIZE - 1) == ["serial"]
+    monkeypatch.setattr(backend.numba, "get_num_threads", lambda: 1)
+    assert chosen() == ["serial"]
+    monkeypatch.setattr(backend.numba, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(backend, "_forked", True)
+    assert chosen() == ["serial"]
+
+
+def test_thread_that_comes_during_a_parallel_kernel_takes_the_serial_build(
+    chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_layer", lambda: "omp")
+
+    def from_another_thread(kernel: FakeKernel) -> None:
+        arguments = (kernel, True, np.empty(backend.PARALLEL_SIZE))
+        thread = threading.Thread(target=backend._run, args=arguments)
+        thread.start()
+        thread.join()
+
+    assert chosen(during=from_another_thread) == ["parallel", "serial"]
+    assert chosen() == ["parallel"], "the place is free again"
+
+
+def test_parallel_kernel_that_fails_leaves_its_place(
+    chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_layer", lambda: "omp")
+
+    def fail(kernel: FakeKernel) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        chosen(during=fail)
+    assert chosen() == ["parallel"]
+
+
+def test_workqueue_layer_is_not_entered_while_other_threads_live(
+    chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(backend, "_layer", lambda: "workqueue")
+    assert chosen() == ["parallel"]
+    monkeypatch.setattr(backend.threading, "active_count", lambda: 2)
+    assert chosen() == ["serial"]
+    monkeypatch.setattr(backend, "_layer", lambda: "tbb")
+    assert chosen() == ["parallel"]
+
+
+# ------------------------------------------------------------------- building and caching
+
+
+def signatures() -> dict[str, int]:
+    return {
+        f"{name} {build}": len(getattr(kernel, build).signatures)
+        for name, kernel in KERNELS.items()
+        for build in ("serial", "parallel")
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["read-only", "unaligned", "Fortran", "foreign byte order", "gaps"]
+)
+def test_no_kind_of_array_costs_another_compilation(
+    kind: str, layouts: Layouts, make_case: Function, run_steps: Function
+) -> None:
+    """A read-only batch or weight must not cost seconds in the middle of training."""
+    for dtype in ("f2", "f4", "f8"):
+        for shape in ((4, 3, 5), (40, 3), (2, 3, 20_000), (20_000, 3)):
+            case = make_case(shape, dtype, affine="f8")
+            run_steps(backend, case)  # the compilation that is due
+            before = signatures()
+            run_steps(backend, type(case)(*map(layouts[kind], case)))
+            assert signatures() == before, (dtype, shape)
+
+
+CACHE = """
+import json
+import numba, numpy as np
+from syncbn_core.kernels import cpu
+
+def started():
+    try:
+        return bool(numba.threading_layer())
+    except ValueError:
+        return False
+
+x = (1 + np.random.default_rng(0).normal(size=(50_000, 2, 3))).astype(np.float32)
+result = {}
+for name in ("serial", "parallel"):
+    build = getattr(cpu.planes_moments, name)
+    mean, m2 = np.zeros((2, 2))
+    build(x, mean, m2)
+    result[name] = {
+        "threads": started(),
+        "from disk": sum(build.stats.cache_hits.values()),
+        "bits": mean.tobytes().hex() + m2.tobytes().hex(),
+    }
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def two_runs(fresh_python: Function, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The same program twice: the first compiles, the second loads what the first has cached."""
+    cache = str(tmp_path_factory.mktemp("numba-cache"))
+    runs = [json.loads(fresh_python(CACHE, NUMBA_CACHE_DIR=cache)) for _ in range(2)]
+    assert [run[build]["from disk"] for run in runs for build in run] == [0, 0, 1, 1]
+    return runs
+
+
+def test_cached_builds_stay_serial_and_parallel(two_runs: list[Any]) -> None:
+    """Numba's disk cache knows a function by its name; the builds must not share one."""
+    for run in two_runs:
+        assert not run["serial"]["threads"]
+        assert run["parallel"]["threads"]
+
+
+def test_cached_builds_give_the_bits_of_the_run_that_compiled(two_runs: list[Any]) -> None:
+    assert len({run[build]["bits"] for run in two_runs for build in run}) == 1
+
+
+NO_CACHE = """
+import numba, numpy as np
+from syncbn_core.kernels import cpu
+
+try:
+    numba.njit(cache=True)(cpu._sum.py_func)
+except RuntimeError:
+    x, y = np.ones((2, 2, 3, 5), np.float32)
+    ones = np.ones(3)
+    cpu.planes_normalize.serial(x, ones, 2 * ones, ones, 3 * ones, y)
+    print((y == 3).all())
+else:
+    print("cached")
+"""
+
+
+def test_kernels_work_where_no_cache_can_be_written(fresh_python: Function, tmp_path: Path) -> None:
+    package = tmp_path / "syncbn_core"
+    source = Path(syncbn_core.__file__).parent
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "kernels" / "__pycache__").touch()  # a file where the folder should be
+    nowhere = tmp_path / "nowhere"
+    nowhere.touch()
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA"), str(nowhere))
+    printed = fresh_python(NO_CACHE, PYTHONPATH=str(tmp_path), NUMBA_CACHE_DIR="", **places)
+    if printed.strip() == "cached":
+        pytest.skip("a cache can be written to a place that this test does not know")
+    assert printed.strip() == "True"
+
+
+# ---------------------------------------------------------------- threads, and forked children
+
+TWO_THREADS = """
+import threading
+import numba, numpy as np
+from syncbn_core import batch_norm_backward, batch_norm_forward
+
+rng = np.random.default_rng(0)
+x, dy = rng.normal(size=(2, 8, 16, 1000)).astype(np.float32)
+
+def step(parallel=True):
+    y, saved = batch_norm_forward(x, parallel=parallel)
+    return np.stack([y, batch_norm_backward(dy, saved, parallel=parallel).x])
+
+expected = step(parallel=False)
+start = threading.Barrier(2)
+wrong = []
+
+def body(call):
+    start.wait()
+    for _ in range(40):
+        result = call()
+        if result is not None and not np.allclose(result, expected, atol=1e-5):
+            wrong.append(1)
+
+def both(call):
+    other = threading.Thread(target=body, args=(call,))
+    other.start()
+    body(step)
+    other.join()
+
+both(step)  # nobody has started the layer so far
+assert np.allclose(step(), expected, atol=1e-5)  # alone: the parallel build
+
+@numba.njit(parallel=True, nogil=True)
+def foreign(a):
+    for i in numba.prange(a.size):
+        a[i] += 1
+
+mine = np.zeros(100_000)
+foreign(mine)
+both(lambda: foreign(mine))  # parallel code of somebody else, and ours
+print(numba.threading_layer(), len(wrong))
+"""
+
+
+def test_two_threads_never_meet_in_the_workqueue_layer(fresh_python: Function) -> None:
+    """Numba would abort the process."""
+    printed = fresh_python(TWO_THREADS, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2")
+    assert printed.split() == ["workqueue", "0"]
+
+
+FORK = """
+import os, signal
+import numba, numpy as np
+from syncbn_core import batch_norm_forward
+
+x = np.random.default_rng(0).normal(size=(8, 16, 1000)).astype(np.float32)
+try:
+    y, _ = batch_norm_forward(x)
+except ValueError as error:
+    assert "threading layer" in str(error), error
+    print("absent")
+    raise SystemExit
+
+def works():
+    return np.allclose(batch_norm_forward(x)[0], y, atol=1e-5)
+
+layer = numba.threading_layer()  # the parallel build has run
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    good = works()
+    grandchild = os.fork()
+    if grandchild == 0:
+        os._exit(0 if works() else 1)
+    os._exit(0 if good and os.waitpid(grandchild, 0)[1] == 0 else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert works(), "the parent goes on"
+print(layer, status)
+"""
+
+
+@pytest.mark.skipif(not hasattr(backend.os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("layer", ["workqueue", "omp", "tbb"])
+def test_forked_child_works_after_the_parent_used_threads(
+    layer: str, fresh_python: Function
+) -> None:
+    variables = {"NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": "2"}
+    printed = fresh_python(FORK, PYTHONWARNINGS="ignore::DeprecationWarning", **variables)
+    if printed.strip() == "absent":
+        pytest.skip(f"no {layer} here")
+    assert printed.split() == [layer, "0"]

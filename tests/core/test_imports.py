@@ -1,0 +1,125 @@
+"""What importing costs, who may import whom, and that what is public is there and documented."""
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import syncbn_core
+
+ROOT = Path(syncbn_core.__file__).parent
+PUBLIC = [
+    "syncbn_core",
+    "syncbn_core.backends",
+    "syncbn_core.comm",
+    "syncbn_core.errors",
+    "syncbn_core.functional",
+    "syncbn_core.layers",
+    "syncbn_core.layout",
+    "syncbn_core.moments",
+]
+HEAVY = ["numba", "llvmlite", "cupy", "torch", "scipy", "mpi4py", "syncbn_torch"]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_import_costs_numpy_and_nothing_heavy(
+    module: str, fresh_python: Callable[..., str]
+) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    assert fresh_python(code).strip() == "[]"
+
+
+def test_first_call_imports_no_framework(fresh_python: Callable[..., str]) -> None:
+    code = f"""
+import sys, numpy, syncbn_core
+syncbn_core.batch_norm_forward(numpy.ones((4, 3), numpy.float32), parallel=False)
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+    printed = fresh_python(code).strip()
+    assert "numba" in printed
+    for name in ("cupy", "torch", "mpi4py", "syncbn_torch"):
+        assert f"'{name}'" not in printed
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module that the file imports, at its head or later."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import in {path.name}"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def may_import(part: str) -> list[str]:
+    """Modules of this package that the files of a part may import."""
+    allowed = {
+        "errors": [],
+        "layout": ["errors"],
+        "moments": ["errors"],
+        "kernels": [],
+        "comm": ["comm", "errors", "moments"],
+        "backends": ["backends", "kernels", "errors", "layout", "moments"],
+        "functional": ["backends", "comm", "errors", "layout", "moments"],
+        "layers": ["functional", "comm", "errors", "moments"],
+        "__init__": ["functional", "layers", "comm", "errors", "moments"],
+    }
+    return [f"syncbn_core.{name}" for name in allowed[part]]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    own = ("syncbn_core", *may_import(part))
+    for name in imports_of(path):
+        root = name.partition(".")[0]
+        assert root not in ("torch", "syncbn_torch", "jax", "tensorflow"), name
+        if part in ("comm", "functional", "layers", "moments", "layout", "errors", "__init__"):
+            assert root not in ("numba", "cupy"), name
+        if root == "syncbn_core":
+            assert name in own or name.startswith(tuple(f"{o}." for o in own[1:])), name
+
+
+def public_names() -> Iterator[tuple[str, str]]:
+    for module in PUBLIC:
+        for name in importlib.import_module(module).__all__:
+            yield module, name
+
+
+@pytest.mark.parametrize(("module", "name"), list(public_names()))
+def test_public_name_exists_and_is_documented(module: str, name: str) -> None:
+    value: Any = getattr(importlib.import_module(module), name)
+    if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
+        return  # a type alias, or the version
+    text = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
+    assert text, f"{name} has no docstring"
+    assert not text.startswith(f"{name}("), f"{name} has only the docstring that Python made"
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_module_is_documented_and_lists_its_public_names_once(module: str) -> None:
+    namespace = importlib.import_module(module)
+    assert namespace.__doc__
+    assert len(set(namespace.__all__)) == len(namespace.__all__)
+
+
+def test_every_backend_has_the_four_functions() -> None:
+    names = [path.stem for path in (ROOT / "backends").glob("*.py") if path.stem != "__init__"]
+    assert {"numpy", "reference"} <= set(names)
+    reference = importlib.import_module("syncbn_core.backends.reference")
+    for step in ("moments", "normalize", "backward_reduce", "backward_input"):
+        expected = [p.name for p in inspect.signature(getattr(reference, step)).parameters.values()]
+        module = importlib.import_module("syncbn_core.backends.numpy")
+        assert list(inspect.signature(getattr(module, step)).parameters) == expected
+        assert getattr(module, step).__doc__
+
+
+def test_version_is_a_version() -> None:
+    assert [int(part) for part in syncbn_core.__version__.split(".")[:2]]
+    assert sys.modules["syncbn_core"] is syncbn_core

@@ -1,0 +1,254 @@
+"""`syncbn_core.moments`: merging, variance, the update of running statistics, settings."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncbn_core.errors import ArgumentError, BatchSizeError, SyncBNError
+from syncbn_core.moments import (
+    Moments,
+    averaging_factor,
+    blend,
+    check_eps,
+    check_eps_mode,
+    check_momentum,
+    merge_all,
+    require_more_than_one_value,
+)
+
+Close = Callable[..., None]
+
+
+def moments_of(x: np.ndarray) -> Moments:
+    """Of `x` (n, C), by the definition."""
+    if len(x) == 0:
+        return Moments.empty(x.shape[1])
+    mean = x.mean(0)
+    return Moments(len(x), mean, ((x - mean) ** 2).sum(0))
+
+
+def exact_merge(parts: list[Moments]) -> tuple[int, Fraction, Fraction]:
+    """`(count, mean, m2)` of one channel in rational arithmetic, from sums and sums of squares."""
+    count = sum(part.count for part in parts)
+    total = sum((part.count * Fraction(part.mean[0]) for part in parts), Fraction(0))
+    squares = sum(
+        (Fraction(part.m2[0]) + part.count * Fraction(part.mean[0]) ** 2 for part in parts),
+        Fraction(0),
+    )
+    mean = total / count if count else Fraction(0)
+    return count, mean, squares - count * mean**2
+
+
+def assert_same_bits(a: Moments, b: Moments) -> None:
+    assert a.count == b.count
+    np.testing.assert_array_equal(a.mean, b.mean)
+    np.testing.assert_array_equal(a.m2, b.m2)
+
+
+sizes = st.lists(st.integers(0, 40), min_size=1, max_size=5)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def some_parts(sizes: list[int], seed: int, mean: float = 0.0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [mean + rng.normal(rng.normal(), 1, size=(n, 3)) for n in sizes]
+
+
+@given(sizes=sizes, seed=seeds, mean=st.sampled_from([0.0, 1e3, 1e6]))
+def test_merged_parts_equal_numpy_over_the_concatenation(
+    sizes: list[int], seed: int, mean: float, close: Close
+) -> None:
+    parts = some_parts(sizes, seed, mean)
+    total = merge_all([moments_of(part) for part in parts])
+    whole = np.concatenate(parts)
+    assert total.count == len(whole)
+    if total.count:
+        close(total.mean, whole.mean(0))
+        close(total.var, whole.var(0), scale=1 + mean * 1e-3)
+    if total.count > 1:
+        close(total.unbiased_var, whole.var(0, ddof=1), scale=1 + mean * 1e-3)
+
+
+@given(
+    parts=st.lists(
+        st.tuples(st.integers(0, 10**6), st.floats(-1e9, 1e9), st.floats(0, 1e12)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_merge_equals_exact_rational_arithmetic(
+    parts: list[tuple[int, float, float]], close: Close
+) -> None:
+    moments = [
+        Moments(n, np.array([mean]), np.array([m2])) if n else Moments.empty(1)
+        for n, mean, m2 in parts
+    ]
+    total = merge_all(moments)
+    count, mean, m2 = exact_merge(moments)
+    assert total.count == count
+    largest = max(abs(float(part.mean[0])) for part in moments)
+    close(total.mean, [float(mean)], scale=largest + 1e-300)
+    # The spread of the means is known to the rounding of the means, not better.
+    close(total.m2, [float(m2)], scale=1e-3 * count * largest**2 + 1e-300)
+
+
+def test_variance_survives_a_mean_a_billion_times_larger() -> None:
+    rng = np.random.default_rng(0)
+    parts = [1e9 + rng.normal(size=(n, 3)) for n in (1000, 1, 500, 37)]
+    exact = (np.concatenate(parts) - 1e9).var(0)  # the subtraction is exact
+    var = merge_all([moments_of(part) for part in parts]).var
+    assert np.abs(var / exact - 1).max() < 1e-7
+
+
+@given(sizes=sizes, seed=seeds)
+def test_parts_are_merged_pairwise_from_the_left(sizes: list[int], seed: int) -> None:
+    parts = [moments_of(part) for part in some_parts(sizes, seed)]
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected.merge(part)
+    assert_same_bits(merge_all(parts), expected)
+
+
+def test_order_of_the_parts_decides_the_last_bits() -> None:
+    """What a merge in the order of arrival would lose; if it did not, order would be no promise."""
+    parts = [moments_of(part) for part in some_parts([7, 11, 13, 17], seed=1)]
+    forwards, backwards = merge_all(parts), merge_all(parts[::-1])
+    assert (forwards.m2 != backwards.m2).any()
+
+
+@given(sizes=sizes, seed=seeds, place=st.integers(0, 5))
+def test_empty_part_merges_like_any_other(sizes: list[int], seed: int, place: int) -> None:
+    parts = [moments_of(part) for part in some_parts(sizes, seed)]
+    with_empty = [*parts[:place], Moments.empty(3), *parts[place:]]
+    assert_same_bits(merge_all(with_empty), merge_all(parts))
+
+
+def test_empty_parts_alone_stay_empty() -> None:
+    total = merge_all([Moments.empty(2)] * 3)
+    assert_same_bits(total, Moments.empty(2))
+    np.testing.assert_array_equal(total.var, [0, 0])
+    np.testing.assert_array_equal(total.invstd(0.25), [2, 2])
+
+
+def test_merge_leaves_its_operands_alone() -> None:
+    a, b = (moments_of(part) for part in some_parts([5, 8], seed=2))
+    before = [array.copy() for array in (a.mean, a.m2, b.mean, b.m2)]
+    a.merge(b)
+    for array, copy in zip((a.mean, a.m2, b.mean, b.m2), before, strict=True):
+        np.testing.assert_array_equal(array, copy)
+    with pytest.raises(AttributeError):
+        a.count = 3  # type: ignore[misc]
+
+
+def test_huge_counts_do_not_overflow(close: Close) -> None:
+    part = Moments(2**40, np.array([1.0]), np.array([2.0**40]))
+    other = Moments(2**40, np.array([3.0]), np.array([2.0**40]))
+    total = part.merge(other)
+    assert total.count == 2**41
+    close(total.mean, [2.0])
+    close(total.var, [2.0])
+
+
+def test_not_a_number_and_infinity_pass_through_without_a_warning() -> None:
+    nan, inf = np.nan, np.inf
+    odd = Moments(4, np.array([nan, inf, -inf, 1.0]), np.array([nan, nan, nan, 2.0]))
+    plain = Moments(4, np.array([1.0, inf, inf, 3.0]), np.array([1.0, nan, nan, 2.0]))
+    for total in (odd.merge(plain), plain.merge(odd)):
+        assert np.isnan(total.var[:3]).all()
+        assert total.mean[3] == 2.0
+        assert total.m2[3] == 2.0 + 2.0 + 4.0 * 2
+        for mode in ("plus", "clamp"):
+            invstd = total.invstd(1e-5, mode)
+            np.testing.assert_array_equal(np.isnan(invstd), [True, True, True, False])
+
+
+def test_values_that_overflow_merge_without_a_warning() -> None:
+    a = Moments(2, np.array([1e300]), np.array([0.0]))
+    b = Moments(2, np.array([-1e300]), np.array([0.0]))
+    assert a.merge(b).m2[0] == np.inf
+    assert a.merge(b).invstd(1e-5)[0] == 0.0
+
+
+def test_invstd_adds_eps_or_clamps_at_it(close: Close) -> None:
+    moments = Moments(10, np.zeros(3), np.array([0.0, 0.4, 40.0]))  # var 0, 0.04, 4
+    close(moments.invstd(0.25), 1 / np.sqrt([0.25, 0.29, 4.25]))
+    close(moments.invstd(0.25, "clamp"), 1 / np.sqrt([0.25, 0.25, 4.0]))
+
+
+def test_one_value_has_no_unbiased_variance() -> None:
+    one = Moments(1, np.ones(2), np.zeros(2))
+    with pytest.raises(BatchSizeError, match="more than 1 value per channel"):
+        _ = one.unbiased_var
+    np.testing.assert_array_equal(one.var, [0, 0])
+
+
+def test_only_a_count_of_one_is_refused() -> None:
+    for count in (0, 2, 10**12):
+        require_more_than_one_value(count, (count, 3))
+    with pytest.raises(ValueError, match=r"more than 1 value per channel.*\[1, 3\]") as caught:
+        require_more_than_one_value(1, (1, 3))
+    assert isinstance(caught.value, SyncBNError)
+
+
+def test_momentum_is_the_share_of_the_new_batch(close: Close) -> None:
+    assert averaging_factor(0.1, 7) == 0.1
+    assert averaging_factor(0.0, 7) == 0.0
+    close(blend(np.array([2.0]), np.array([12.0]), 0.1), [3.0])
+    np.testing.assert_array_equal(blend(np.array([2.0]), np.array([12.0]), 0.0), [2.0])
+    np.testing.assert_array_equal(blend(np.array([2.0]), np.array([12.0]), 1.0), [12.0])
+
+
+@given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20))
+def test_momentum_none_is_the_plain_average(values: list[float], close: Close) -> None:
+    running = np.array([55.0])  # forgotten by the first batch
+    for tracked, value in enumerate(values, start=1):
+        running = blend(running, np.array([value]), averaging_factor(None, tracked))
+    close(running, [np.mean(values)], scale=1e3)
+
+
+def test_blend_leaves_its_operands_alone() -> None:
+    running, batch = np.array([1.0, 2.0]), np.array([3.0, 4.0])
+    blend(running, batch, 0.5)
+    np.testing.assert_array_equal(running, [1, 2])
+    np.testing.assert_array_equal(batch, [3, 4])
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1, 1e30, np.float32(1e-3)])
+def test_check_eps_takes_positive_numbers(eps: Any) -> None:
+    assert check_eps(eps) == float(eps)
+    assert type(check_eps(eps)) is float
+
+
+@pytest.mark.parametrize("eps", [0, -1e-5, math.nan, math.inf, -math.inf, "1e-5", None, 1j])
+def test_check_eps_refuses_anything_else(eps: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"expected eps .*got") as caught:
+        check_eps(eps)
+    assert repr(eps) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_check_eps_mode_knows_two_modes() -> None:
+    assert check_eps_mode("plus") == "plus"
+    assert check_eps_mode("clamp") == "clamp"
+    for mode in ("add", "", None, 1, "PLUS"):
+        with pytest.raises(ArgumentError, match=r"plus.*clamp") as caught:
+            check_eps_mode(mode)  # type: ignore[arg-type]
+        assert repr(mode) in str(caught.value)
+
+
+@pytest.mark.parametrize("momentum", [None, 0, 0.0, 0.1, 1, 1.0, np.float32(0.5)])
+def test_check_momentum_takes_none_and_zero_to_one(momentum: Any) -> None:
+    assert check_momentum(momentum) == momentum
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.1, math.nan, math.inf, "0.1", 1j])
+def test_check_momentum_refuses_anything_else(momentum: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"expected momentum .*got") as caught:
+        check_momentum(momentum)
+    assert repr(momentum) in str(caught.value)
