@@ -139,6 +139,20 @@ def test_nan_and_infinity_stay_in_their_channel(
         np.testing.assert_array_equal(result[name][others], value[others], err_msg=name)
 
 
+def test_no_kernel_is_told_that_nan_and_infinity_do_not_occur() -> None:
+    """A compiler that believes it may drop them, and another version of it will."""
+    options = [
+        function.targetoptions
+        for function in [*vars(cpu).values(), *(k.serial for k in KERNELS.values())]
+        if hasattr(function, "targetoptions")
+    ]
+    options += [kernel.parallel.targetoptions for kernel in KERNELS.values()]
+    assert len(options) > 2 * len(KERNELS)
+    for flags in (option.get("fastmath", set()) for option in options):
+        assert flags is not True
+        assert not set(flags or ()) & {"fast", "nnan", "ninf"}
+
+
 # ----------------------------------------------------------------- which build is chosen
 
 

@@ -101,6 +101,31 @@ def test_file_mapped_array_is_taken(
     equal_reference(run_steps(backend, case._replace(x=x)), case)
 
 
+def test_kernels_get_dense_aligned_arrays_of_this_machine(
+    layout: str,
+    layouts: Layouts,
+    make_case: Function,
+    run_steps: Function,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = []
+
+    def run(kernel: Any, parallel: bool, *arguments: Array) -> None:
+        kernels.append(kernel)
+        for array in arguments:
+            assert type(array) is np.ndarray
+            assert array.dtype in (np.float32, np.float64)
+            assert array.dtype.isnative
+            assert array.flags.carray  # C order, aligned, writable
+        kernel.serial(*arguments)
+
+    monkeypatch.setattr(backend, "_run", run)
+    for shape in ((40, 3), (4, 3, 2, 5)):
+        case = make_case(shape, affine="f8")
+        run_steps(backend, type(case)(*(a if a.ndim == 1 else layouts[layout](a) for a in case)))
+    assert len(kernels) == 8
+
+
 # --------------------------------------------------------------------- where to write
 
 WRITERS = pytest.mark.parametrize("step", ["normalize", "backward_input"])

@@ -257,9 +257,15 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         (missing, "got .*running_mean.*; build the layer with the same affine"),
         ({**fitting, "extra": np.zeros(3)}, "got .*extra"),
         ({}, r"expected a state with the keys .*weight.*got \[\]"),
-        ({**fitting, "running_var": np.zeros(4)}, r"running_var of shape \(3,\), got \(4,\)"),
-        ({**fitting, "weight": np.zeros((1, 3))}, r"weight of shape \(3,\), got \(1, 3\)"),
-        ({**fitting, "num_batches_tracked": np.zeros(1)}, r"of shape \(\), got \(1,\)"),
+        (
+            {**fitting, "running_var": np.zeros(4)},
+            r"expected running_var of shape \(3,\), got \(4,\)",
+        ),
+        ({**fitting, "weight": np.zeros((1, 3))}, r"expected weight of shape \(3,\), got \(1, 3\)"),
+        (
+            {**fitting, "num_batches_tracked": np.zeros(1)},
+            r"expected num_batches_tracked of shape \(\), got \(1,\)",
+        ),
     ):
         with pytest.raises(StateError, match=words):
             layer.load_state_dict(state)

@@ -122,9 +122,11 @@ def test_order_of_the_parts_decides_the_last_bits() -> None:
     assert (forwards.m2 != backwards.m2).any()
 
 
-@given(sizes=sizes, seed=seeds, place=st.integers(0, 5))
-def test_empty_part_merges_like_any_other(sizes: list[int], seed: int, place: int) -> None:
-    parts = [moments_of(part) for part in some_parts(sizes, seed)]
+@given(sizes=sizes, seed=seeds, mean=st.sampled_from([0.0, 1e6, 1e200]), place=st.integers(0, 5))
+def test_empty_part_merges_like_any_other(
+    sizes: list[int], seed: int, mean: float, place: int
+) -> None:
+    parts = [moments_of(part) for part in some_parts(sizes, seed, mean)]
     with_empty = [*parts[:place], Moments.empty(3), *parts[place:]]
     assert_same_bits(merge_all(with_empty), merge_all(parts))
 
