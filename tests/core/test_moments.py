@@ -122,7 +122,7 @@ def test_order_of_the_parts_decides_the_last_bits() -> None:
     assert (forwards.m2 != backwards.m2).any()
 
 
-@given(sizes=sizes, seed=seeds, mean=st.sampled_from([0.0, 1e6, 1e200]), place=st.integers(0, 5))
+@given(sizes=sizes, seed=seeds, mean=st.sampled_from([0.0, 1e6, 1e100]), place=st.integers(0, 5))
 def test_empty_part_merges_like_any_other(
     sizes: list[int], seed: int, mean: float, place: int
 ) -> None:
