@@ -168,8 +168,9 @@ class BatchNorm:
                 raise StateError(
                     f"expected {name} of shape {array.shape}, got {np.shape(state[name])}"
                 )
+        new = {name: _as_like(name, state[name], array) for name, array in own.items()}
         for name, array in own.items():
-            array[...] = state[name]
+            array[...] = new[name]
 
     def _state(self) -> dict[str, Array]:
         named = {
@@ -180,3 +181,11 @@ class BatchNorm:
             "num_batches_tracked": self.num_batches_tracked,
         }
         return {name: array for name, array in named.items() if array is not None}
+
+
+def _as_like(name: str, value: Any, array: Array) -> Array:
+    """`value` in the dtype of `array`; `StateError` unless it is of numbers of that kind."""
+    value = np.asarray(value)
+    if value.dtype.kind not in "fiu":
+        raise StateError(f"expected {name} of dtype {array.dtype}, got {value.dtype}")
+    return value.astype(array.dtype)

@@ -77,11 +77,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         *,
+        bias: bool = True,
         device: Any = None,
         dtype: Any = None,
         process_group: Any = None,
         eps_mode: EpsMode | None = None,
     ) -> None:
+        newer: dict[str, Any] = {} if bias else {"bias": False}  # torch before 2.13 has none
         super().__init__(
             num_features,
             check_eps(eps),
@@ -90,9 +92,15 @@ class _SynchronizedBatchNorm(_BatchNorm):
             track_running_stats,
             device=device,
             dtype=dtype,
+            **newer,
         )
         self.process_group = process_group
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+
+    @property
+    def effective_eps_mode(self) -> EpsMode:
+        """The layer's own mode, or what `set_sbn_eps_mode` says."""
+        return self.eps_mode or _default_eps_mode
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_link": None}  # a copy of a replica stands alone
@@ -151,7 +159,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         Running statistics are then as before.
         """
         self._check(input)
-        eps_mode = self.eps_mode or _default_eps_mode
+        eps_mode = self.effective_eps_mode
         mean, var = self.running_mean, self.running_var
         if not self.training and mean is not None and var is not None:
             return functional.batch_norm_eval(
@@ -184,10 +192,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def _by_torch(self, input: Tensor) -> Tensor:
         mean, var, counter = self._tracked()
-        factor = 0.0
-        if counter is not None:
-            tracked = 0 if self.momentum is not None else int(counter) + 1
-            factor = averaging_factor(self.momentum, tracked)
+        factor = self._factor(counter)
         y = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
         if counter is not None:
             counter.add_(1)
@@ -199,19 +204,23 @@ class _SynchronizedBatchNorm(_BatchNorm):
             return None, None, None
         return self.running_mean, self.running_var, self.num_batches_tracked
 
+    def _factor(self, counter: Tensor | None) -> float:
+        """Share of this batch in the running statistics; none for an average without a counter."""
+        if self.momentum is None:
+            return 0.0 if counter is None else averaging_factor(None, int(counter) + 1)
+        return self.momentum
+
     @torch.no_grad()
     def _update_running(self, total: Moments) -> None:
         mean, var, counter = self._tracked()
-        if mean is None or var is None or counter is None:
-            return
-        if total.count > 0:
-            tracked = 0 if self.momentum is not None else int(counter) + 1
-            factor = averaging_factor(self.momentum, tracked)
+        if mean is not None and var is not None and total.count > 0:
+            factor = self._factor(counter)
             new_mean = _update(mean, total.mean, factor)
             new_var = _update(var, total.unbiased_var, factor)
             mean.copy_(new_mean)
             var.copy_(new_var)
-        counter.add_(1)
+        if counter is not None:
+            counter.add_(1)
 
 
 def _update(running: Tensor, batch: Channelwise, factor: float) -> Tensor:
@@ -232,8 +241,8 @@ def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
     """Whether torch's own kernel does the same on one device, and in less time."""
     if eps_mode != "plus":
         return False
-    if torch.compiler.is_compiling():
-        return True  # a kernel that is no torch operation can't be traced
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True  # a kernel that is no torch operation can't be traced or transformed
     planes = x.dim() > 2 and x.is_contiguous()
     return not (has_kernels(x) and planes and x.numel() >= KERNEL_SIZE)
 
@@ -245,7 +254,7 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
         num_features: C.
         eps: added to the variance; > 0.
         momentum: share of the new batch in the running statistics; None averages over all.
-        affine: have weight and bias.
+        affine: have weight and bias; bias: with affine, have a bias too.
         track_running_stats: keep running statistics; without them eval uses the batch's.
         device, dtype: of parameters and buffers.
         process_group: `torch.distributed` group to synchronize over besides the replicas;
@@ -291,6 +300,7 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
         device: Any = None,
         dtype: Any = None,
         *,
+        bias: bool = True,
         eps_mode: EpsMode | None = None,
     ) -> None:
         super().__init__(
@@ -299,6 +309,7 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
             momentum,
             affine,
             track_running_stats,
+            bias=bias,
             device=device,
             dtype=dtype,
             process_group=process_group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -62,7 +62,11 @@ def convert_to(target: type[SyncBatchNorm], module: nn.Module, process_group: An
     """Every `nn.BatchNorm*d` in `module` as `target`, synchronized over `process_group`."""
 
     def choose(layer: nn.Module) -> nn.Module | str | None:
-        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        if type(layer) is nn.DataParallel:
+            return None
+        if isinstance(layer, _SynchronizedBatchNorm):
+            layer.process_group = process_group
+        elif type(layer) in _TO_OURS:
             new = _as(target, layer)
             new.__dict__.update(process_group=process_group, _converted_from=type(layer))
             return new
@@ -88,7 +92,9 @@ def _to_ours(module: nn.Module) -> nn.Module | str | None:
 def _unknown(module: nn.Module) -> str | None:
     ours = isinstance(module, (_SynchronizedBatchNorm, BatchNorm2dReimpl))
     if isinstance(module, _BatchNorm) and not ours:
-        return "a subclass of BatchNorm that is not known"
+        return "a subclass of BatchNorm that is not known; convert it by hand"
+    if isinstance(module, nn.DataParallel) and not isinstance(module, DataParallelWithCallback):
+        return "a subclass of DataParallel; call patch_replication_callback on it"
     return None
 
 
@@ -98,7 +104,7 @@ def _to_torch(module: nn.Module) -> nn.Module | str | None:
         return (
             "a subclass that is not known" if isinstance(module, _SynchronizedBatchNorm) else None
         )
-    if module.eps_mode == "clamp":
+    if cast(_SynchronizedBatchNorm, module).effective_eps_mode == "clamp":
         return 'eps_mode="clamp", which torch does not have'
     origin = module.__dict__.get("_converted_from", target)
     new = _as(origin, module)

@@ -287,9 +287,10 @@ def _parameter_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by weight and bias, the inputs `first` and `first + 1` of a node."""
     by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
-    if weight is None or not (by_weight or by_bias):
+    if not (by_weight or by_bias):
         return None, None
-    sum_dy, sum_dy_xhat = tensor_of(sums).to(weight.dtype).unbind()
+    dtype = ctx.saved_tensors[0].dtype if weight is None else weight.dtype
+    sum_dy, sum_dy_xhat = tensor_of(sums).to(dtype).unbind()
     return sum_dy_xhat if by_weight else None, sum_dy if by_bias else None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 __all__ = ["as_array", "as_tensor", "has_kernels"]
@@ -17,7 +18,8 @@ _KERNEL_DTYPES = (torch.float32, torch.float64)
 def has_kernels(tensor: Tensor) -> bool:
     """Whether `syncbn_core` has a backend for this device, dtype and storage layout."""
     return (
-        tensor.device.type == "cpu"
+        type(tensor) in (Tensor, Parameter)  # a subclass may have no data of its own
+        and tensor.device.type == "cpu"
         and tensor.dtype in _KERNEL_DTYPES
         and tensor.layout is torch.strided
     )

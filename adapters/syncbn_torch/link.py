@@ -47,17 +47,25 @@ class Link:
         return merged, True
 
     def _earlier_call(self, part: Moments) -> functional.Call:
-        for seen, call, had_graph in self.history:
-            if same_bits(seen, part):
-                if torch.is_grad_enabled() and not had_graph:
-                    raise CheckpointError(
-                        f"{self.context.name} was recomputed by a reentrant checkpoint, one "
-                        "replica at a time, which can't be synchronized; use "
-                        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                    )
-                return call
-        raise CheckpointError(
-            f"{self.context.name} of a replica was called after the forward of its "
-            "DataParallelWithCallback, with an input that it had not seen; call the wrapped "
-            "model instead, or under checkpointing keep preserve_rng_state=True"
-        )
+        found = [(call, graph) for seen, call, graph in self.history if same_bits(seen, part)]
+        if not found:
+            raise CheckpointError(
+                f"{self.context.name} of a replica was called after the forward of its "
+                "DataParallelWithCallback, with an input that it had not seen; call the wrapped "
+                "model instead, and keep random numbers (dropout) out of what is checkpointed in "
+                "replicas: they share one generator"
+            )
+        if torch.is_grad_enabled() and not all(graph for _, graph in found):
+            raise CheckpointError(
+                f"{self.context.name} was recomputed by a reentrant checkpoint, one replica at a "
+                "time, which can't be synchronized; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        call = found[0][0]
+        if not all(same_bits(call.total, other.total) for other, _ in found):
+            raise CheckpointError(
+                f"{self.context.name} was recomputed with an input that a replica had in several "
+                "calls, whose statistics over all replicas differ; checkpoint these calls apart "
+                "from each other by layers of their own, or not at all"
+            )
+        return call

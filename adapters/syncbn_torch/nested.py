@@ -33,6 +33,8 @@ def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
             f"{sorted(sizes)} on axis {dim}; give what every replica needs whole as a non-tensor"
         )
     count = next(iter(sizes.values()), parts if _has_anything(tree) else 1)
+    if count == 1:
+        parts = 1
     return [_part(tree, index, parts, dim, device) for index in range(count)]
 
 
@@ -55,8 +57,12 @@ def _collect(tree: Any, leaves: list[Tensor]) -> None:
 
 def _part(tree: Any, index: int, parts: int, dim: int, device: torch.device) -> Any:
     if isinstance(tree, Tensor):
-        piece = tree.chunk(parts, dim)[index] if tree.dim() > 0 else tree
-        return piece.to(device)
+        if tree.dim() == 0 or parts == 1:
+            return tree.to(device)
+        # Chunks would share one version counter: a replica that changes its input in place
+        # would seem to have changed everybody's.
+        piece = tree.chunk(parts, dim)[index]
+        return (piece.clone() if piece.requires_grad else piece.data).to(device)
     if isinstance(tree, Mapping):
         return _like(tree, {k: _part(v, index, parts, dim, device) for k, v in tree.items()})
     if isinstance(tree, (list, tuple)):

@@ -42,6 +42,8 @@ class BatchNorm2dReimpl(nn.BatchNorm2d):
             var = m2 / count
             with torch.no_grad():
                 counter.add_(1)
+                if count == 0:
+                    return input * 1
                 factor = averaging_factor(self.momentum, int(counter))
                 running_mean.copy_(blend(running_mean, mean, factor))
                 running_var.copy_(blend(running_var, m2 / (count - 1), factor))

@@ -61,6 +61,12 @@ class CallbackContext:
         if self._sync_master is not None:
             self._sync_master.abort(error)
 
+    def close(self) -> None:
+        """The forward is over for all copies. Errors of it are forgotten: they keep its frames."""
+        self.closed = True
+        if self._sync_master is not None:
+            self._sync_master.clear_slaves()
+
     def leave(self, copy_id: int) -> None:
         """A copy's forward is over; release who waits for it."""
         if self._sync_master is not None:
@@ -194,7 +200,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             home = next((t.device for t in _tensors(module)), torch.device("cpu"))
             device_ids = [home] * replicas
         if device_ids is None or not _one_device(device_ids):
-            if device_ids is not None and any(torch.device(d).type == "cpu" for d in device_ids):
+            if device_ids is not None and any(_device(d).type == "cpu" for d in device_ids):
                 raise ArgumentError(
                     f"expected replicas on CPU or on GPUs, got both in device_ids={device_ids!r}"
                 )
@@ -203,10 +209,10 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         nn.Module.__init__(self)
         self.module = module
         self.dim = dim
-        self.device_ids = cast(Any, [torch.device(d) for d in device_ids])
-        self.src_device_obj = torch.device(device_ids[0])
+        self.device_ids = cast(Any, [_device(d) for d in device_ids])
+        self.src_device_obj = _device(device_ids[0])
         self.output_device = cast(
-            Any, self.src_device_obj if output_device is None else torch.device(output_device)
+            Any, self.src_device_obj if output_device is None else _device(output_device)
         )
         module.to(self.src_device_obj)
 
@@ -224,7 +230,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Arguments of each replica."""
         if not _one_device(device_ids):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[no-any-return]
-        device = torch.device(device_ids[0])
+        device = _device(device_ids[0])
         parts = split((inputs, kwargs or {}), len(device_ids), self.dim, device)
         return [part[0] for part in parts], [part[1] for part in parts]
 
@@ -234,7 +240,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Run every replica in a thread of its own; results in their order."""
         contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
         caller = _caller_modes()
-        places = [_Place(torch.device(d)) for d in self.device_ids[: len(replicas)]]
+        places = [_Place(_device(d)) for d in self.device_ids[: len(replicas)]]
 
         def member(index: int) -> Callable[[], Any]:
             # A context can be entered by one thread at a time: each gets a copy.
@@ -263,13 +269,13 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             )
         finally:
             for context in contexts:
-                context.closed = True
+                context.close()
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """Outputs of all replicas, joined."""
         if not _one_device(self.device_ids):
             return super().gather(outputs, output_device)
-        return join(outputs, self.dim, torch.device(output_device))
+        return join(outputs, self.dim, _device(output_device))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -277,9 +283,17 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
+def _device(device: int | str | torch.device) -> torch.device:
+    """`device`; a number is a GPU, whether there is one or not, and there is only one CPU."""
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
 def _one_device(device_ids: Sequence[Any]) -> bool:
     """Whether all replicas live on the same device, so that they share the parameters."""
-    devices = {torch.device(d) for d in device_ids}
+    devices = {_device(d) for d in device_ids}
     return len(devices) == 1 and (len(device_ids) > 1 or devices.pop().type == "cpu")
 
 

@@ -49,7 +49,7 @@ class SingleCommunicator:
         return moments
 
     def all_reduce_sums(self, sums: Array) -> Array:
-        return sums
+        return sums.copy()
 
 
 class ThreadCommunicator:

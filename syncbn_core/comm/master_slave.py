@@ -94,7 +94,10 @@ class FutureResult(Generic[T]):
                 raise CommTimeout(f"expected a result within {seconds:g} s, none came")
             if self._error is not None:
                 error, self._error = self._error, None
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # else the traceback's frame and the error keep each other alive
             value, self._value = self._value, _NOTHING
             return value
 
@@ -166,7 +169,10 @@ class _Round:
                 "every member has to make the same calls"
             )
             self.fail(call, error)
-            raise error
+            try:
+                raise error
+            finally:
+                del error
 
     def fail(self, call: int, error: BaseException) -> None:
         """Release everybody who waits in `call`, and whoever comes to it later."""
@@ -222,6 +228,13 @@ class _Round:
     def abort(self, error: BaseException) -> None:
         with self.changed:
             self.break_up(error)
+
+    def close(self) -> None:
+        """Release everybody for good, and forget earlier errors: they keep frames alive."""
+        with self.changed:
+            self.broken = None
+            self.failures = {}
+            self.break_up(CommError("a new round has begun; register the slaves again"))
 
     def leave(self, member: Hashable) -> None:
         with self.changed:
@@ -280,8 +293,12 @@ class SlavePipe(NamedTuple):
                 f"{current.where(call)}; "
                 + (f"missing: {_members(absent)}" if absent else "the callback is still at work")
             )
-            if current.give_up(self.identifier, call, late):
-                raise late from None
+            gave_up = current.give_up(self.identifier, call, late)
+            try:
+                if gave_up:
+                    raise late from None
+            finally:
+                del late
             return self.result.get(seconds)
         except BaseException as error:  # Ctrl-C: the others must not wait for this slave
             if not current.give_up(self.identifier, call, error):
@@ -322,6 +339,7 @@ class SyncMaster:
         self._name = name
         self._timeout = None if timeout is None else check_timeout(timeout)
         self._round = _Round(name, self._timeout)
+        self._registering = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"callback": self._callback, "name": self._name, "timeout": self._timeout}
@@ -342,10 +360,11 @@ class SyncMaster:
         The first registration after a call, or after an abort, begins a new round. Raises
         `ArgumentError` for an identifier that is taken.
         """
-        current = self._round
-        if current.calls or current.broken is not None:
-            self.clear_slaves()
+        with self._registering:
             current = self._round
+            if current.calls or current.broken is not None:
+                self.clear_slaves()
+                current = self._round
         with current.changed:
             if identifier == MASTER or identifier in current.slaves:
                 raise ArgumentError(
@@ -359,7 +378,7 @@ class SyncMaster:
     def clear_slaves(self) -> None:
         """Forget every slave and begin a new round; who still waits in the old one is released."""
         old, self._round = self._round, _Round(self._name, self._timeout)
-        old.abort(CommError("a new round has begun; register the slaves again"))
+        old.close()
 
     def run_master(self, master_msg: Any) -> Any:
         """Collect one message from every slave, call the callback, hand out the replies.

@@ -191,6 +191,30 @@ def test_alone_the_faster_kernel_is_taken() -> None:
     assert "NativeBatchNorm" in layer(last).grad_fn.name()
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+def test_running_statistics_without_a_counter_are_torchs(
+    replicas: int, momentum: float | None, eps_mode: Any
+) -> None:
+    layer = SynchronizedBatchNorm1d(2, momentum=momentum, eps_mode=eps_mode)
+    twin = nn.BatchNorm1d(2, momentum=momentum)
+    layer.num_batches_tracked = twin.num_batches_tracked = None
+    x = torch.randn(8, 2) + 1
+    DataParallelWithCallback(layer, replicas=replicas)(x)
+    twin(x)
+    torch.testing.assert_close(layer.running_mean, twin.running_mean)
+    torch.testing.assert_close(layer.running_var, twin.running_var)
+
+
+def test_function_transforms_work_at_any_size() -> None:
+    layer = SynchronizedBatchNorm2d(3, track_running_stats=False)
+    for size in (4, 512):
+        x = torch.randn(3, 3, size, size)
+        grad = torch.func.grad(lambda x: layer(x).pow(3).sum())(x)
+        assert grad.shape == x.shape
+
+
 def test_a_lone_layer_compiles_in_one_graph() -> None:
     layer = SynchronizedBatchNorm2d(3)
     twin = copy.deepcopy(layer)
@@ -554,3 +578,6 @@ def test_plain_reimplementation_is_the_same_layer(momentum: float | None, close:
     with pytest.raises(ValueError, match="more than 1 value"):
         plain.train()(torch.randn(1, 3, 1, 1, dtype=torch.float64))
     assert plain.num_batches_tracked == 2
+    before = plain.running_var.clone()
+    assert plain(torch.randn(0, 3, 2, 2, dtype=torch.float64)).shape == (0, 3, 2, 2)
+    assert torch.equal(plain.running_var, before)

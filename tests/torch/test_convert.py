@@ -236,3 +236,48 @@ def test_patch_restores_the_names_after_an_error() -> None:
 def test_public_names_exist_and_are_documented() -> None:
     for name in syncbn_torch.__all__:
         assert getattr(syncbn_torch, name).__doc__
+
+
+def test_layers_without_bias() -> None:
+    """torch 2.13 has `bias=False`; converted, patched and built ones take it too."""
+    layer = nn.BatchNorm2d(2, bias=False)
+    assert convert_model(nn.Sequential(layer))[0].bias is None
+    with patch_sync_batchnorm():
+        assert nn.BatchNorm2d(2, bias=False).bias is None
+    model = DataParallelWithCallback(SyncBatchNorm(2, bias=False), replicas=2)
+    x = torch.randn(4, 2, 3, 3)
+    torch.testing.assert_close(model(x), layer(x))
+    model(x).pow(3).sum().backward()
+    assert model.module.weight.grad is not None
+    assert type(revert_model(model.module)) is nn.SyncBatchNorm
+
+
+def test_the_default_clamp_mode_is_not_silently_lost_either() -> None:
+    net = convert_model(nn.Sequential(nn.BatchNorm1d(3)))
+    syncbn_torch.set_sbn_eps_mode("clamp")
+    try:
+        with pytest.warns(UserWarning, match='eps_mode="clamp"'):
+            assert type(revert_model(net)[0]) is SynchronizedBatchNorm1d
+    finally:
+        syncbn_torch.set_sbn_eps_mode("plus")
+
+
+def test_process_group_reaches_layers_that_are_ours_already() -> None:
+    group = object()
+    net = nn.Sequential(nn.BatchNorm2d(3), SynchronizedBatchNorm2d(3))
+    net = SyncBatchNorm.convert_sync_batchnorm(net, group)
+    assert [layer.process_group for layer in net] == [group, group]
+
+
+def test_conversion_works_within_the_patch() -> None:
+    net = nn.Sequential(nn.BatchNorm2d(3))
+    with patch_sync_batchnorm():
+        assert type(SyncBatchNorm.convert_sync_batchnorm(net)[0]) is SyncBatchNorm
+
+
+def test_a_subclass_of_data_parallel_is_named() -> None:
+    class Own(nn.DataParallel):
+        pass
+
+    with pytest.warns(UserWarning, match="call patch_replication_callback on it"):
+        convert_model(Own(nn.BatchNorm1d(3)))

@@ -1,7 +1,10 @@
 """Replication: callbacks, splitting and joining, thread replicas, and what happens to errors."""
 
+import contextlib
 import copy
+import gc
 import threading
+import weakref
 from collections import OrderedDict
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -356,7 +359,8 @@ def test_a_replica_that_skips_a_layer_ends_the_wait_of_the_others() -> None:
         DataParallelWithCallback(Fails("skips"), replicas=4)(x)
 
 
-def test_deadline_ends_a_wait_for_a_replica_that_is_stuck() -> None:
+def test_deadline_ends_the_wait_for_a_replica_that_is_stuck() -> None:
+    """The caller gets the error while the stuck replica is still at it."""
     release = threading.Event()
 
     class Stuck(nn.Module):
@@ -366,19 +370,47 @@ def test_deadline_ends_a_wait_for_a_replica_that_is_stuck() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             if (x == 7).any():
-                release.wait(60)
-            try:
-                return self.norm(x)
-            finally:
-                release.set()
+                release.wait()
+            return self.norm(x)
 
     x = torch.arange(8.0).view(8, 1)
     set_default_timeout(0.2)
     try:
-        with pytest.raises(CommTimeout, match=r"call 1 of norm; missing: .*slave 3"):
+        with pytest.raises(CommTimeout, match=r"call 1 of norm; missing: .*slave 3") as caught:
             DataParallelWithCallback(Stuck(), replicas=4)(x)
     finally:
         set_default_timeout(None)
+        release.set()
+    assert "still running: replica 3" in caught.value.__notes__
+
+
+def test_activations_of_a_failed_forward_are_freed_with_the_error() -> None:
+    """For those who catch an out-of-memory error and try again; without gc's help."""
+    references = []
+
+    class Heavy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            activation = x * 2
+            references.append(weakref.ref(activation))
+            if (x == 7).any():
+                raise MemoryError
+            return self.bn(activation)
+
+    x = torch.randn(6, 3)
+    x[4] = 7
+    model = DataParallelWithCallback(Heavy(), replicas=3)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(MemoryError):
+            model(x)
+        assert [reference() for reference in references] == [None] * len(references)
+    finally:
+        gc.enable()
 
 
 def test_unequal_channels_in_the_replicas() -> None:
@@ -425,7 +457,10 @@ def test_is_a_data_parallel_with_the_same_state() -> None:
     assert list(wrapper.state_dict()) == ["module.weight", "module.bias"]
 
 
-@pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu"] * 3])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize(
+    "devices", [None, ["cpu"], ["cpu"] * 3, ["cpu:0"] * 2, ["cpu", "cpu:0"], [0, 1], ["cuda:0"]]
+)
 def test_without_gpus_every_choice_of_devices_runs(devices: Any) -> None:
     x = torch.randn(6, 3)
     model = DataParallelWithCallback(SynchronizedBatchNorm1d(3), devices)
