@@ -19,7 +19,9 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-__all__ = ["Layout", "layout_of"]
+import numpy as np
+
+__all__ = ["Layout", "layout_of", "writable_view"]
 
 Array = Any
 
@@ -62,3 +64,22 @@ def _plan(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> La
         channels=shape[1],
         inner=prod(shape[axis] for axis in axes[at + 1 :]),
     )
+
+
+class _Interface:
+    """Carries an `__array_interface__`, and keeps its array alive."""
+
+    def __init__(self, array: Array) -> None:
+        self.owner = array
+        self.__array_interface__ = {
+            **array.__array_interface__,
+            "data": (array.ctypes.data, False),
+        }
+
+
+def writable_view(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A NumPy array over the same memory without its read-only mark; for those who only read it.
+
+    Numba takes a read-only array for another type and compiles every kernel once more.
+    """
+    return array if array.flags.writeable else np.asarray(_Interface(array))

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
+from syncbn_core.layout import writable_view
+
 __all__ = ["as_array", "as_tensor", "has_kernels"]
 
 _KERNEL_DTYPES = (torch.float32, torch.float64)
@@ -30,19 +32,7 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     tensor = tensor.detach()
     if tensor.is_neg():  # a lazy negation is not in memory
         tensor = tensor.resolve_neg()
-    array = np.from_dlpack(tensor)
-    return array if array.flags.writeable else np.asarray(_Writable(array))
-
-
-class _Writable:
-    """A view of `array` without the read-only mark that NumPy before 2.1 puts on every tensor."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.owner = array
-        self.__array_interface__ = {
-            **array.__array_interface__,
-            "data": (array.ctypes.data, False),
-        }
+    return writable_view(np.from_dlpack(tensor))  # NumPy before 2.1 marks it read-only
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:

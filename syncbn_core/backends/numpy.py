@@ -20,7 +20,7 @@ import numba
 import numpy as np
 
 from syncbn_core.kernels import cpu
-from syncbn_core.layout import Layout, layout_of
+from syncbn_core.layout import Layout, layout_of, writable_view
 from syncbn_core.moments import Moments
 
 __all__ = ["backward_input", "backward_reduce", "moments", "normalize"]
@@ -75,30 +75,17 @@ def _dense(x: Array) -> tuple[Array, Layout]:
     if x.dtype == dtype and x.dtype.isnative and x.flags.aligned:
         layout = layout_of(x)
         if layout is not None:
-            return _writable_view(x), layout
+            return writable_view(x), layout
     copy = np.array(x, dtype, order="K")
     layout = layout_of(copy)
     assert layout is not None
     return copy, layout
 
 
-class _Interface:
-    """Carries an `__array_interface__`, and keeps its array alive."""
-
-    def __init__(self, x: Array) -> None:
-        self.owner = x
-        self.__array_interface__ = {**x.__array_interface__, "data": (x.ctypes.data, False)}
-
-
-def _writable_view(x: Array) -> Array:
-    """`x` without its read-only mark, which would make Numba compile every kernel once more."""
-    return x if x.flags.writeable else np.asarray(_Interface(x))
-
-
 def _like(other: Array, x: Array, layout: Layout) -> Array:
     """`other` as an array with the dtype and memory layout of `x`."""
     if other.dtype == x.dtype and layout_of(other) == layout and other.flags.aligned:
-        return _writable_view(other)
+        return writable_view(other)
     copy = np.empty_like(x)
     np.copyto(copy, other, casting="same_kind")
     return copy
@@ -112,7 +99,7 @@ def _flat(x: Array, layout: Layout) -> Array:
 def _wide(values: Array | None) -> Array:
     if values is None:
         return _NOTHING
-    return _writable_view(np.ascontiguousarray(values, np.float64))
+    return writable_view(np.ascontiguousarray(values, np.float64))
 
 
 def _target(x: Array, layout: Layout, out: Array | None, *operands: Array) -> Array:

@@ -281,17 +281,18 @@ def started():
     except ValueError:
         return False
 
-x = (1 + np.random.default_rng(0).normal(size=(50_000, 2, 3))).astype(np.float32)
+x = (1 + np.random.default_rng(0).normal(size=300_000)).astype(np.float32)
+shapes = [(50_000, 2, 3), (500, 3, 200), (10, 6, 5000)]  # joined runs, and long ones
 result = {}
 for name in ("serial", "parallel"):
     build = getattr(cpu.planes_moments, name)
-    mean, m2 = np.zeros((2, 2))
-    build(x, mean, m2)
-    result[name] = {
-        "threads": started(),
-        "from disk": sum(build.stats.cache_hits.values()),
-        "bits": mean.tobytes().hex() + m2.tobytes().hex(),
-    }
+    bits = ""
+    for shape in shapes:
+        moments = np.zeros((2, shape[1]))
+        build(x.reshape(shape), *moments)
+        bits += moments.tobytes().hex()
+    hits = sum(build.stats.cache_hits.values())
+    result[name] = {"threads": started(), "from disk": hits, "bits": bits}
 print(json.dumps(result))
 """
 

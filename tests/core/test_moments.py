@@ -174,6 +174,7 @@ def test_values_that_overflow_merge_without_a_warning() -> None:
     a = Moments(2, np.array([1e300]), np.array([0.0]))
     b = Moments(2, np.array([-1e300]), np.array([0.0]))
     assert a.merge(b).m2[0] == np.inf
+    assert Moments.empty(1).merge(a).m2[0] == a.merge(Moments.empty(1)).m2[0] == 0.0
     assert a.merge(b).invstd(1e-5)[0] == 0.0
 
 
