@@ -177,6 +177,7 @@ def batch_norm_backward(
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """
     x = saved.x
+    backend_of(dy)
     if tuple(dy.shape) != tuple(x.shape):
         raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")
     if dy.dtype.kind != "f":
@@ -322,6 +323,7 @@ def check_running(
             "give an integer array of shape (), or a momentum"
         )
     if num_batches_tracked is not None:
+        backend_of(num_batches_tracked)
         if tuple(num_batches_tracked.shape) != ():
             raise ShapeError(
                 "expected num_batches_tracked of shape (), an integer array such as "
@@ -348,6 +350,7 @@ def check_out(x: Array, out: Array | None) -> None:
     """Raise unless `out` is None or can take a result like x."""
     if out is None:
         return
+    backend_of(out)
     if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
         raise ShapeError(
             f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, as x, got "

@@ -126,6 +126,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def _check(self, input: Tensor) -> None:
         """Raise, before anything happens, what is wrong with `input`."""
+        if not isinstance(input, Tensor):
+            raise DTypeError(
+                f"expected a torch.Tensor, got {type(input).__module__}.{type(input).__name__}; "
+                "arrays have a layer of their own, syncbn_core.BatchNorm"
+            )
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
             raise ShapeError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ def _part(tree: Any, index: int, parts: int, dim: int, device: torch.device) -> 
 
 def _like(tree: Any, values: Any) -> Any:
     """`values` in a container of the type of `tree`."""
+    if isinstance(tree, MutableMapping):
+        filled = copy.copy(tree)  # with its settings, such as the factory of a defaultdict
+        filled.update(values)
+        return filled
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*values)
     if type(values) is type(tree):
@@ -104,9 +109,17 @@ def join(outputs: Sequence[Any], dim: int, device: torch.device) -> Any:
         if len(set(lengths)) > 1:
             raise ShapeError(f"expected sequences of one length from all replicas, got {lengths}")
         return _like(first, [join(list(o), dim, device) for o in zip(*outputs, strict=True)])
-    if any(output is not first and output != first for output in outputs):
+    if not all(_same(output, first) for output in outputs):
         raise ShapeError(
             f"expected tensors, or the same {type(first).__name__} from all replicas, got "
             f"{outputs!r:.200}"
         )
     return first
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two objects are equal, NaN like any other; arrays have no single answer to that."""
+    try:
+        return a is b or bool(a == b) or bool(a != a and b != b)
+    except (ValueError, RuntimeError):
+        return False

@@ -80,6 +80,8 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
     position in `modules()`, get the same context; the master copy's callbacks come first.
     Returns the contexts, in the order of positions.
     """
+    if not modules:
+        return []
     names = [name or type(modules[0]).__name__ for name, _ in modules[0].named_modules()]
     contexts = [CallbackContext(name, len(modules)) for name in names]
     for copy_id, module in enumerate(modules):
@@ -195,8 +197,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         if replicas is not None:
             if device_ids is not None:
                 raise ArgumentError("expected device_ids or replicas, got both; leave one out")
-            if replicas < 1:
-                raise ArgumentError(f"expected 1 or more replicas, got {replicas}")
+            if not isinstance(replicas, int) or replicas < 1:
+                raise ArgumentError(f"expected 1 or more replicas, got {replicas!r}")
             home = next((t.device for t in _tensors(module)), torch.device("cpu"))
             device_ids = [home] * replicas
         if device_ids is None or not _one_device(device_ids):

@@ -27,6 +27,9 @@ Array = Any
 
 # Root package of the array type -> module.
 _MODULES = {"numpy": "syncbn_core.backends.numpy"}
+# NumPy's own that are no arrays to us: masks would be ignored, matrices stay 2-D, scalars are
+# not written in place.
+_UNLIKE_ARRAYS = {"MaskedArray", "matrix", "generic"}
 
 
 class Backend(Protocol):
@@ -73,7 +76,8 @@ def backend_of(array: Array) -> Backend:
 
 @lru_cache(maxsize=64)
 def _backend_of_type(kind: type) -> Backend:
-    for base in kind.__mro__:
+    bases = kind.__mro__ if _UNLIKE_ARRAYS.isdisjoint(b.__name__ for b in kind.__mro__) else ()
+    for base in bases:
         name = _MODULES.get(base.__module__.partition(".")[0])
         if name is not None:
             return cast(Backend, import_module(name))

@@ -326,3 +326,15 @@ def test_call_after_a_refused_one_works() -> None:
     given["x"] = arguments()["x"]
     batch_norm_forward(**given)
     assert given["num_batches_tracked"] == 8
+
+
+@pytest.mark.parametrize("kind", [np.ma.MaskedArray, np.matrix, list])
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_what_only_looks_like_an_array_is_refused(kind: Any) -> None:
+    values = [[1.0, 2.0], [3.0, 5.0]]
+    other = values if kind is list else kind(values)
+    with pytest.raises(BackendError, match=r"expected an array of numpy, got .*asarray"):
+        batch_norm_forward(other)
+    _, saved = batch_norm_forward(np.array(values))
+    with pytest.raises(BackendError, match=r"numpy\.asarray"):
+        batch_norm_backward(other, saved)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -481,6 +482,7 @@ def test_one_value_in_all_is_torchs_value_error(replicas: int) -> None:
         (SynchronizedBatchNorm1d(3), torch.randn(6, 3, 2, 2), ShapeError, "expected 2D or 3D"),
         (SynchronizedBatchNorm3d(3), torch.randn(6, 3), ShapeError, "expected 5D input"),
         (SyncBatchNorm(3), torch.randn(6), ShapeError, "at least 2D"),
+        (SynchronizedBatchNorm1d(3), np.ones((6, 3)), DTypeError, r"torch\.Tensor, got numpy"),
         (SynchronizedBatchNorm1d(3), torch.ones(6, 3).int(), DTypeError, "got torch.int32"),
         (SynchronizedBatchNorm1d(3), torch.randn(6, 3).double(), DTypeError, "torch.float32"),
         (SynchronizedBatchNorm1d(3).double(), torch.randn(6, 3), DTypeError, "torch.float64"),
@@ -497,7 +499,7 @@ def test_bad_input_gets_one_clear_error(
 ) -> None:
     before = copy.deepcopy(layer.state_dict())
     model = DataParallelWithCallback(layer, replicas=replicas) if replicas > 1 else layer
-    if x.device != layer.weight.device:
+    if not isinstance(x, Tensor) or x.device != layer.weight.device:
         model = layer
     with pytest.raises(error, match=text) as caught:
         model(x)

@@ -5,10 +5,11 @@ import copy
 import gc
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -181,6 +182,17 @@ def test_splitting_is_that_of_chunk_and_joining_undoes_it(
     assert sorted(sizes) == sorted(c.shape[dim] for c in x.chunk(replicas, dim))
 
 
+def test_dictionaries_keep_their_kind_and_nan_equals_nan() -> None:
+    class Passes(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return {"kind": type(x).__name__, "nan": float("nan"), "x": x}
+
+    out = DataParallelWithCallback(Passes(), replicas=2)(defaultdict(list, a=torch.ones(4)))
+    assert out["kind"] == "defaultdict"
+    assert out["nan"] != out["nan"]
+    assert out["x"]["nothing yet"] == []
+
+
 def test_no_tensors_at_all() -> None:
     class Counts(nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -221,6 +233,7 @@ def test_tensors_that_split_differently_are_named() -> None:
     ("outputs", "text"),
     [
         (lambda i: i, "the same int"),
+        (lambda i: np.zeros(3), "the same ndarray"),
         (lambda i: [0] * i, "one length"),
         (lambda i: {str(i): 1}, "same keys"),
         (lambda i: 1 if i else None, "one type"),
@@ -472,6 +485,7 @@ def test_without_gpus_every_choice_of_devices_runs(devices: Any) -> None:
     [
         ({"replicas": 2, "device_ids": ["cpu"]}, "got both"),
         ({"replicas": 0}, "1 or more replicas"),
+        ({"replicas": "4"}, "1 or more replicas, got '4'"),
         ({"device_ids": ["cpu", "cuda:0"]}, "on CPU or on GPUs"),
     ],
 )
