@@ -446,3 +446,23 @@ def test_an_input_changed_in_place_by_its_replica() -> None:
         y = DataParallelWithCallback(model, replicas=3)(leaf)
         torch.testing.assert_close(y, expected)
         y.pow(3).sum().backward()
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, 0, 3)])
+@pytest.mark.parametrize("mode", ["plus", "clamp"])
+def test_plain_operations_stand_in_where_there_are_no_kernels(
+    sizes: tuple[int, ...], mode: str, run_parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device that the core has no backend for."""
+    monkeypatch.setattr(sync.arithmetic, "has_kernels", lambda tensor: False)
+    layer = make_layer(eps=0.5, eps_mode=mode)
+    parts = leaves(sizes)
+    if len(sizes) == 1:
+        settings = {"eps": 0.5, "eps_mode": mode}
+        y, _ = sync.batch_norm(parts[0], layer.weight, layer.bias, **settings)
+    else:
+        y = torch.cat(run_parts(layer, parts))
+    expected = whole(torch.cat(parts), layer)
+    torch.testing.assert_close(y, expected)
+    inputs = [*parts, layer.weight, layer.bias]
+    same(gradients(y.pow(3).sum(), inputs), gradients(expected.pow(3).sum(), inputs))
