@@ -7,10 +7,13 @@
 
 Ioffe and Szegedy 2015, "Batch Normalization". Shapes and dtypes, the same everywhere:
 
-    x, dy, y, dx                  (N, C, *spatial), float32 or float64; float16 is computed in
-                                  float32. Any memory layout; results have the layout of x.
+    x, dy, y, dx                  (N, C, *spatial), float32 or float64; float16 (and bfloat16 of
+                                  CuPy) are computed in float32. Any memory layout; results have
+                                  the layout of x.
     weight, bias, running_*       (C,), floating
     mean, invstd, sums            (C,), float64
+
+Arrays are NumPy's, or CuPy's on a GPU, all of one kind; results are of that kind.
 
 This is the one place that knows both arithmetic (a backend) and communication (a
 communicator). NaN or infinity in a channel makes the statistics of that channel NaN, in the
@@ -27,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from syncbn_core.backends import backend_of
+from syncbn_core.backends import backend_of, fused_backend_of
 from syncbn_core.comm import Communicator, SingleCommunicator
 from syncbn_core.errors import (
     ArgumentError,
@@ -72,7 +75,8 @@ class Saved:
 
     `count`: values per channel over all members; None when the statistics were constants
     (running statistics in eval), through which no gradient flows. `clamped`: (C,) bool, where
-    eps_mode "clamp" made invstd a constant; None when nowhere.
+    eps_mode "clamp" made invstd a constant; None when nowhere. `device`: the statistics as the
+    kernels of a device take them, which know `clamped` themselves; None on the host.
     """
 
     x: Array
@@ -81,6 +85,7 @@ class Saved:
     weight: Array | None
     count: int | None
     clamped: Array | None = None
+    device: Any = None
 
 
 class Gradients(NamedTuple):
@@ -124,6 +129,22 @@ def batch_norm_forward(
     moments = local_moments(x, parallel=parallel)
     total = (communicator or _ALONE).merge_moments(moments)
     require_more_than_one_value(total.count, x.shape)
+    fused = fused_backend_of(x)
+    if fused is not None:
+        y, device = fused.finish_forward(
+            x,
+            total,
+            weight,
+            bias,
+            running_mean=running_mean,
+            running_var=running_var,
+            num_batches_tracked=num_batches_tracked,
+            momentum=momentum,
+            eps=eps,
+            eps_mode=eps_mode,
+            out=out,
+        )
+        return y, Saved(x, device.mean, device.invstd, weight, total.count, None, device)
     invstd = total.invstd(eps, eps_mode)
     y = normalize(x, total.mean, invstd, weight, bias, out=out, parallel=parallel)
     with np.errstate(**_SILENT):
@@ -150,8 +171,14 @@ def batch_norm_eval(
         x, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
     )
     check_out(x, out)
+    eps, eps_mode = check_eps(eps), check_eps_mode(eps_mode)
+    fused = fused_backend_of(x)
+    if fused is not None:
+        settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "out": out}
+        y, device = fused.finish_eval(x, running_mean, running_var, weight, bias, **settings)
+        return y, Saved(x, device.mean, device.invstd, weight, None, None, device)
     variance = np.asarray(running_var, dtype=np.float64)
-    invstd = invstd_from_var(variance, check_eps(eps), check_eps_mode(eps_mode))
+    invstd = invstd_from_var(variance, eps, eps_mode)
     mean = np.array(running_mean, dtype=np.float64)
     y = normalize(x, mean, invstd, weight, bias, out=out, parallel=parallel)
     return y, Saved(x, mean, invstd, weight, None)
@@ -180,9 +207,12 @@ def batch_norm_backward(
     backend_of(dy)
     if tuple(dy.shape) != tuple(x.shape):
         raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")
-    if dy.dtype.kind != "f":
+    _check_device("dy", dy, x)
+    if not _is_floating(dy.dtype):
         raise DTypeError(f"expected dy of a floating dtype, got {dy.dtype}")
     check_out(x, out)
+    if saved.device is not None:
+        return _fused_backward(dy, saved, communicator or _ALONE, out)
     sum_dy, sum_dy_xhat = backward_sums(x, dy, saved.mean, saved.invstd, parallel=parallel)
     dtype = (x if saved.weight is None else saved.weight).dtype
     with np.errstate(**_SILENT):
@@ -191,6 +221,18 @@ def batch_norm_backward(
     per_channel = (saved.mean, saved.invstd, saved.weight, *means)
     dx = backward_input(x, dy, *per_channel, out=out, parallel=parallel)
     return Gradients(dx, *gradients)
+
+
+def _fused_backward(
+    dy: Array, saved: Saved, communicator: Communicator, out: Array | None
+) -> Gradients:
+    fused = fused_backend_of(saved.x)
+    assert fused is not None
+    inputs = (saved.x, dy, saved.device, saved.weight)
+    sums, by_weight, by_bias = fused.local_sums(*inputs)
+    total = None if saved.count is None else communicator.all_reduce_sums(sums)
+    dx = fused.finish_backward(*inputs, total, out=out)
+    return Gradients(dx, by_weight, by_bias)
 
 
 def _means_over_members(
@@ -271,7 +313,7 @@ def check_input(x: Array, num_features: int | None = None) -> None:
             f"expected an array (N, C, *spatial) of rank 2 or more, got shape {shape}; "
             "a batch of scalars is x[:, None]"
         )
-    if x.dtype.kind != "f" or x.dtype.itemsize > 8:
+    if not _is_floating(x.dtype) or x.dtype.itemsize > 8:
         raise DTypeError(
             f"expected float16, float32 or float64, got {x.dtype}; convert it first, for "
             "example with x.astype(numpy.float32)"
@@ -283,22 +325,41 @@ def check_input(x: Array, num_features: int | None = None) -> None:
         )
 
 
+def _is_floating(dtype: Any) -> bool:
+    return bool(dtype.kind == "f" or dtype.name == "bfloat16")
+
+
+def _is_writable(array: Array) -> bool:
+    return bool(getattr(array.flags, "writeable", True))  # on a device every array is
+
+
+def _check_device(name: str, array: Array, x: Array) -> None:
+    """Raise unless `array` is an array of the kind of x, on its device."""
+    places = [getattr(a, "device", None) for a in (array, x)]
+    if backend_of(array) is not backend_of(x) or places[0] != places[1]:
+        raise DeviceError(
+            f"expected {name} to be of the kind of x ({_kind(x)}), got {_kind(array)}; "
+            "move both to one device"
+        )
+
+
+def _kind(array: Array) -> str:
+    kind = type(array)
+    return f"{kind.__module__}.{kind.__name__} on {getattr(array, 'device', None) or 'cpu'}"
+
+
 def check_per_channel(x: Array, **arrays: Array | None) -> None:
     """Raise unless each of `arrays` is None or a floating `(C,)` array of x's kind."""
     for name, array in arrays.items():
         if array is None:
             continue
-        if backend_of(array) is not backend_of(x):
-            raise DeviceError(
-                f"expected {name} to be of the kind of x ({type(x).__name__}), got "
-                f"{type(array).__name__}; move both to one device"
-            )
+        _check_device(name, array, x)
         if tuple(array.shape) != (x.shape[1],):
             raise ShapeError(
                 f"expected {name} of shape ({x.shape[1]},), one value per channel of x "
                 f"{tuple(x.shape)}, got {tuple(array.shape)}"
             )
-        if array.dtype.kind != "f":
+        if not _is_floating(array.dtype):
             raise DTypeError(f"expected {name} of a floating dtype, got {array.dtype}")
 
 
@@ -323,7 +384,7 @@ def check_running(
             "give an integer array of shape (), or a momentum"
         )
     if num_batches_tracked is not None:
-        backend_of(num_batches_tracked)
+        _check_device("num_batches_tracked", num_batches_tracked, x)
         if tuple(num_batches_tracked.shape) != ():
             raise ShapeError(
                 "expected num_batches_tracked of shape (), an integer array such as "
@@ -339,7 +400,7 @@ def check_running(
         "num_batches_tracked": num_batches_tracked,
     }
     for name, array in named.items():
-        if array is not None and not array.flags.writeable:
+        if array is not None and not _is_writable(array):
             raise ReadOnlyError(
                 f"expected a writable {name}, which training updates in place, got a read-only "
                 "array; copy it first"
@@ -350,13 +411,13 @@ def check_out(x: Array, out: Array | None) -> None:
     """Raise unless `out` is None or can take a result like x."""
     if out is None:
         return
-    backend_of(out)
+    _check_device("out", out, x)
     if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
         raise ShapeError(
             f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, as x, got "
             f"{tuple(out.shape)} and {out.dtype}"
         )
-    if not out.flags.writeable:
+    if not _is_writable(out):
         raise ReadOnlyError("expected a writable out, got a read-only array")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from syncbn_core import functional
+from syncbn_core.backends.devices import array_library, place_like, to_numpy
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
 from syncbn_core.moments import EpsMode, check_eps, check_eps_mode, check_momentum
@@ -35,6 +36,9 @@ class BatchNorm:
         track_running_stats: keep `running_mean`, `running_var`, `num_batches_tracked`; without
             them eval uses the statistics of the batch.
         dtype: of parameters and running statistics.
+        device: where those are, and the inputs have to be: "cpu" for NumPy arrays, "cuda" for CuPy
+            arrays on the current device, "cuda:1" for another; `BackendError` where something
+            that GPUs need is missing.
         communicator: the group; None is a group of one. Every member has a layer of its own.
         eps_mode: "plus" as in the formula, "clamp" for `1 / sqrt(max(var, eps))`.
 
@@ -54,6 +58,7 @@ class BatchNorm:
         track_running_stats: bool = True,
         *,
         dtype: Any = np.float32,
+        device: str = "cpu",
         communicator: Communicator | None = None,
         eps_mode: EpsMode = "plus",
     ) -> None:
@@ -68,13 +73,14 @@ class BatchNorm:
         self.eps_mode = check_eps_mode(eps_mode)
         self.communicator = communicator
         self.training = True
-        self.weight = np.ones(num_features, dtype) if affine else None
-        self.bias = np.zeros(num_features, dtype) if affine else None
-        self.weight_grad = np.zeros(num_features, dtype) if affine else None
-        self.bias_grad = np.zeros(num_features, dtype) if affine else None
-        self.running_mean = np.zeros(num_features, dtype) if track_running_stats else None
-        self.running_var = np.ones(num_features, dtype) if track_running_stats else None
-        self.num_batches_tracked = np.zeros((), np.int64) if track_running_stats else None
+        with array_library(device) as xp:
+            self.weight = xp.ones(num_features, dtype) if affine else None
+            self.bias = xp.zeros(num_features, dtype) if affine else None
+            self.weight_grad = xp.zeros(num_features, dtype) if affine else None
+            self.bias_grad = xp.zeros(num_features, dtype) if affine else None
+            self.running_mean = xp.zeros(num_features, dtype) if track_running_stats else None
+            self.running_var = xp.ones(num_features, dtype) if track_running_stats else None
+            self.num_batches_tracked = xp.zeros((), np.int64) if track_running_stats else None
         self._saved: functional.Saved | None = None
 
     def __repr__(self) -> str:
@@ -185,7 +191,7 @@ class BatchNorm:
 
 def _as_like(name: str, value: Any, array: Array) -> Array:
     """`value` in the dtype of `array`; `StateError` unless it is of numbers of that kind."""
-    value = np.asarray(value)
+    value = np.asarray(to_numpy(value))
     if value.dtype.kind not in "fiu":
         raise StateError(f"expected {name} of dtype {array.dtype}, got {value.dtype}")
-    return value.astype(array.dtype)
+    return place_like(value.astype(array.dtype), array)

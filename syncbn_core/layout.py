@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Layout", "layout_of", "writable_view"]
+__all__ = ["Layout", "layout_of", "layout_of_strides", "writable_view"]
 
 Array = Any
 
@@ -43,6 +43,11 @@ class Layout:
 def layout_of(array: Array) -> Layout | None:
     """Layout of an `(N, C, *spatial)` array of rank 2 or more, or None when it is not dense."""
     return _plan(array.shape, array.strides, array.itemsize)
+
+
+def layout_of_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
+    """`layout_of` for who has strides in elements, as torch's tensors do."""
+    return _plan(shape, strides, 1)
 
 
 @lru_cache(maxsize=1024)

@@ -73,6 +73,13 @@ class Moments:
             m2 = self.m2 + other.m2 + delta * delta * (self.count * other.count / count)
         return Moments(count, mean, m2)
 
+    def merge_with(self, others: Sequence[Moments]) -> Moments:
+        """Moments of this part and `others`, merged pairwise from the left."""
+        total = self
+        for part in others:
+            total = total.merge(part)
+        return total
+
     @property
     def var(self) -> Array:
         """Biased variance `m2 / count`, `(C,)`; zeros for an empty part."""
@@ -96,11 +103,8 @@ def invstd_from_var(var: Array, eps: float, eps_mode: EpsMode) -> Array:
 
 
 def merge_all(parts: Sequence[Moments]) -> Moments:
-    """Merge `parts` (at least one) pairwise from the left: in replica or rank order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.merge(part)
-    return total
+    """Merge `parts` (at least one) from the left: in replica or rank order."""
+    return parts[0].merge_with(parts[1:])
 
 
 def averaging_factor(momentum: float | None, num_batches_tracked: int) -> float:

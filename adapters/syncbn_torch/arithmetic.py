@@ -1,9 +1,10 @@
-"""The four steps of `syncbn_core.functional` on tensors.
+"""The steps of batch normalization on tensors, each where its kernels are.
 
-CPU tensors in float32 and float64 go to the kernels by DLPack, everything else to plain tensor
-operations. Per-channel values `(C,)` are wide (float64) and of the kind that goes with x: NumPy
-arrays beside the kernels, tensors on the device of x elsewhere. NumPy's small operations keep the
-interpreter lock; each of torch's gives it away, which is dear among replica threads.
+CPU tensors in float32 and float64 go to the kernels by DLPack, CUDA tensors by pointers
+(`cuda.py`), everything else to plain tensor operations. Per-channel values `(C,)` are wide
+(float64) and of the kind that goes with x: NumPy arrays beside the CPU kernels, whose small
+operations keep the interpreter lock (each of torch's gives it away, which is dear among replica
+threads), tensors on the device of x elsewhere.
 
 `parallel`: False keeps a step in the calling thread. Call these without a graph, as inside an
 autograd Function; results lie in memory as x does.
@@ -19,23 +20,23 @@ from torch import Tensor
 
 from syncbn_core import functional as core
 from syncbn_core.moments import Moments, invstd_from_var
+from syncbn_core.packed import PackedMoments
 from syncbn_torch import plain
-from syncbn_torch.interop import as_array, as_tensor, has_kernels
+from syncbn_torch.cuda import CudaStatistics, has_cuda_kernels
+from syncbn_torch.cuda import moments as cuda_moments
+from syncbn_torch.interop import as_array, has_kernels
+from syncbn_torch.statistics import Channelwise, RunningStatistics, Sums, silent, tensor_of
 
 __all__ = [
-    "Channelwise",
-    "backward_input",
-    "backward_reduce",
+    "HostStatistics",
+    "Statistics",
     "invstd",
     "moments",
-    "normalize",
+    "parameter_gradients",
     "place_like",
     "same_bits",
-    "silent",
-    "tensor_of",
+    "weighted",
 ]
-
-Channelwise = Any  # numpy.ndarray or Tensor, (C,) or (2, C)
 
 
 def _maybe(tensor: Tensor | None) -> Channelwise | None:
@@ -45,16 +46,6 @@ def _maybe(tensor: Tensor | None) -> Channelwise | None:
 def _threads(parallel: bool) -> bool:
     """`torch.set_num_threads(1)` means one thread for these kernels too."""
     return parallel and torch.get_num_threads() > 1
-
-
-def silent() -> np.errstate:
-    """For NumPy as for torch, infinity and NaN are numbers, not causes for warnings."""
-    return np.errstate(invalid="ignore", over="ignore")
-
-
-def tensor_of(values: Channelwise) -> Tensor:
-    """`values` as a tensor over the same memory."""
-    return values if isinstance(values, Tensor) else as_tensor(values)
 
 
 def place_like(values: Channelwise, x: Tensor) -> Channelwise:
@@ -79,65 +70,120 @@ def invstd(var: Channelwise, eps: float, eps_mode: Any) -> Channelwise:
     return invstd_from_var(var, eps, eps_mode)
 
 
+def weighted(sums: Channelwise, weight: Tensor | None) -> Channelwise:
+    """`sums` (2, C) times weight (C,)."""
+    if weight is None:
+        return sums
+    if isinstance(sums, Tensor):
+        return sums * weight
+    with silent():
+        return sums * as_array(weight)
+
+
+def parameter_gradients(
+    sums: Channelwise, x: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients by weight and bias from `sums` (2, C), in the dtype of weight."""
+    dtype = x.dtype if weight is None else weight.dtype
+    by_bias, by_weight = tensor_of(sums).to(dtype).unbind()
+    return by_weight, by_bias
+
+
 def moments(x: Tensor, *, parallel: bool) -> Moments:
     """Moments of this part; an empty x gives the empty part."""
     if has_kernels(x):
         return core.local_moments(as_array(x), parallel=_threads(parallel))
+    if has_cuda_kernels(x):
+        return cuda_moments(x)
     return plain.moments(x)
 
 
-def normalize(
-    x: Tensor,
-    mean: Channelwise,
-    invstd: Channelwise,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    parallel: bool,
-) -> Tensor:
-    """`y = (x - mean) * invstd * weight + bias`."""
-    if not has_kernels(x):
-        return plain.normalize(x, mean, invstd, weight, bias)
-    y = torch.empty_like(x)
-    per_channel = (mean, invstd, _maybe(weight), _maybe(bias))
-    core.normalize(as_array(x), *per_channel, out=as_array(y), parallel=_threads(parallel))
-    return y
+class HostStatistics:
+    """Moments of the whole batch for tensors on CPU and on devices without kernels."""
+
+    __slots__ = ("eps", "eps_mode", "invstd", "mean", "total")
+
+    def __init__(
+        self, total: Moments, mean: Channelwise, invstd: Channelwise, eps: float, eps_mode: str
+    ) -> None:
+        self.total = total
+        self.mean = mean
+        self.invstd = invstd
+        self.eps = eps
+        self.eps_mode = eps_mode
+
+    def normalize(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: RunningStatistics | None,
+        *,
+        parallel: bool,
+    ) -> Tensor:
+        """`y = (x - mean) * invstd * weight + bias`; running statistics are updated."""
+        if has_kernels(x):
+            y = torch.empty_like(x)
+            per_channel = (self.mean, self.invstd, _maybe(weight), _maybe(bias))
+            threads = _threads(parallel)
+            core.normalize(as_array(x), *per_channel, out=as_array(y), parallel=threads)
+        else:
+            y = plain.normalize(x, self.mean, self.invstd, weight, bias)
+        if running is not None:
+            running.update(self.total)
+        return y
+
+    def backward_reduce(
+        self, x: Tensor, dy: Tensor, weight: Tensor | None, *, parallel: bool
+    ) -> Sums:
+        """The sums of this member."""
+        sums: Channelwise
+        if has_kernels(x):
+            arrays = (as_array(x), as_array(dy), self.mean, self.invstd)
+            sums = np.stack(core.backward_sums(*arrays, parallel=_threads(parallel)))
+        else:
+            sums = torch.stack(plain.backward_reduce(x, dy, self.mean, self.invstd))
+        return Sums(weighted(sums, weight), *parameter_gradients(sums, x, weight))
+
+    def means(self, sums: Channelwise, x: Tensor) -> tuple[Channelwise, Channelwise]:
+        """`sums` (2, C) over the count; zero where "clamp" made the deviation a constant."""
+        mean_dy, mean_dy_xhat = place_like(sums, x) / max(self.total.count, 1)
+        if self.eps_mode == "clamp":
+            clamped = self.total.var < self.eps
+            if isinstance(sums, Tensor):
+                clamped = tensor_of(clamped).to(x.device)
+                mean_dy_xhat = mean_dy_xhat.masked_fill(clamped, 0.0)
+            else:
+                mean_dy_xhat = np.where(clamped, 0.0, mean_dy_xhat)
+        return mean_dy, mean_dy_xhat
+
+    def backward_input(
+        self, x: Tensor, dy: Tensor, weight: Tensor | None, total: Channelwise, *, parallel: bool
+    ) -> Tensor:
+        """dx from the sums over all members, `[2, C]`."""
+        means = self.means(total, x)
+        if not has_kernels(x):
+            return plain.backward_input(x, dy, self.mean, self.invstd, weight, *means)
+        dx = torch.empty_like(x)
+        arrays = (as_array(x), as_array(dy), self.mean, self.invstd, _maybe(weight))
+        threads = _threads(parallel)
+        core.backward_input(*arrays, *means, out=as_array(dx), parallel=threads)
+        return dx
 
 
-def backward_reduce(
-    x: Tensor, dy: Tensor, mean: Channelwise, invstd: Channelwise, *, parallel: bool
-) -> Channelwise:
-    """`[sum(dy), sum(dy * xhat)]`, `(2, C)`."""
-    if not has_kernels(x):
-        return torch.stack(plain.backward_reduce(x, dy, mean, invstd))
-    arrays = (as_array(x), as_array(dy), mean, invstd)
-    return np.stack(core.backward_sums(*arrays, parallel=_threads(parallel)))
+Statistics = HostStatistics | CudaStatistics
 
 
-def backward_input(
-    x: Tensor,
-    dy: Tensor,
-    mean: Channelwise,
-    invstd: Channelwise,
-    weight: Tensor | None,
-    mean_dy: Channelwise,
-    mean_dy_xhat: Channelwise,
-    *,
-    parallel: bool,
-) -> Tensor:
-    """`dx = invstd * (weight * dy - mean_dy - xhat * mean_dy_xhat)`."""
-    if not has_kernels(x):
-        return plain.backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat)
-    dx = torch.empty_like(x)
-    core.backward_input(
-        as_array(x),
-        as_array(dy),
-        mean,
-        invstd,
-        _maybe(weight),
-        mean_dy,
-        mean_dy_xhat,
-        out=as_array(dx),
-        parallel=_threads(parallel),
-    )
-    return dx
+def home_of(part: Moments) -> torch.device | None:
+    """The device of moments that are tensors."""
+    values = part.parts if isinstance(part, PackedMoments) else part.mean
+    return values.device if isinstance(values, Tensor) else None
+
+
+def moved(part: Moments, device: torch.device | None) -> Moments:
+    """`part` on a device; arrays stay where they are."""
+    if device is None:
+        return part
+    if isinstance(part, PackedMoments):
+        return PackedMoments(part.parts.to(device), part.count, part.join)
+    return Moments(part.count, part.mean.to(device), part.m2.to(device))

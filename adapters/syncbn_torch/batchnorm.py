@@ -9,6 +9,9 @@ with mean and (biased) variance per channel over the whole batch. Inside
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -23,26 +26,23 @@ from syncbn_core.errors import (
 )
 from syncbn_core.moments import (
     EpsMode,
-    Moments,
-    averaging_factor,
-    blend,
     check_eps,
     check_eps_mode,
     check_momentum,
 )
 from syncbn_torch import functional
-from syncbn_torch.arithmetic import Channelwise, silent, tensor_of
 from syncbn_torch.communicator import communicator_for
-from syncbn_torch.interop import as_array, has_kernels
+from syncbn_torch.interop import has_kernels
 from syncbn_torch.link import Link
-from syncbn_torch.plain import wide_dtype
 from syncbn_torch.replicate import CallbackContext
+from syncbn_torch.statistics import RunningStatistics
 
 __all__ = [
     "SyncBatchNorm",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "always_ours",
     "set_sbn_eps_mode",
 ]
 
@@ -182,64 +182,51 @@ class _SynchronizedBatchNorm(_BatchNorm):
             x = x.float()
             weight, bias = (None if p is None else p.float() for p in (weight, bias))
         settings: dict[str, Any] = {"eps": self.eps, "eps_mode": eps_mode}
+        running = self._running() if self.training else None
         if link is None:
-            y, total = functional.batch_norm(x, weight, bias, communicator=communicator, **settings)
-            update = True
+            settings["running"] = running
+            y, _ = functional.batch_norm(x, weight, bias, communicator=communicator, **settings)
         else:
             member, edge = functional.measure(x)
             call = functional.Call(self.eps, eps_mode, communicator)
             edge, merged = link.exchange(x, member, edge, call)
-            y = functional.normalize(x, edge, weight, bias, member)
-            total, update = member.call.total, merged and link.is_master
-        if update and self.training:
-            self._update_running(total)
+            mine = running if merged and link.is_master else None
+            y = functional.normalize(x, edge, weight, bias, member, mine)
         return y if y.dtype == input.dtype else y.to(input.dtype)
 
     def _by_torch(self, input: Tensor) -> Tensor:
-        mean, var, counter = self._tracked()
-        factor = self._factor(counter)
+        running = self._running() if self.training else RunningStatistics(None, None, None, 0.0)
+        mean, var, counter = running.mean, running.var, running.counter
+        factor = running.factor()
         y = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
         if counter is not None:
             counter.add_(1)
         return y
 
-    def _tracked(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Running mean, variance and counter where this forward has to update them."""
-        if not (self.training and self.track_running_stats):
-            return None, None, None
-        return self.running_mean, self.running_var, self.num_batches_tracked
-
-    def _factor(self, counter: Tensor | None) -> float:
-        """Share of this batch in the running statistics; none for an average without a counter."""
-        if self.momentum is None:
-            return 0.0 if counter is None else averaging_factor(None, int(counter) + 1)
-        return self.momentum
-
-    @torch.no_grad()
-    def _update_running(self, total: Moments) -> None:
-        mean, var, counter = self._tracked()
-        if mean is not None and var is not None and total.count > 0:
-            factor = self._factor(counter)
-            new_mean = _update(mean, total.mean, factor)
-            new_var = _update(var, total.unbiased_var, factor)
-            mean.copy_(new_mean)
-            var.copy_(new_var)
-        if counter is not None:
-            counter.add_(1)
-
-
-def _update(running: Tensor, batch: Channelwise, factor: float) -> Tensor:
-    """The new value of a running statistic, in float64."""
-    old = running.to(wide_dtype(running))
-    if isinstance(batch, Tensor):
-        return tensor_of(blend(old, batch.to(old.device), factor))
-    with silent():
-        return tensor_of(blend(as_array(old), batch, factor))
+    def _running(self) -> RunningStatistics:
+        """What a batch has to update."""
+        if not self.track_running_stats:
+            return RunningStatistics(None, None, None, self.momentum)
+        counter = self.num_batches_tracked
+        return RunningStatistics(self.running_mean, self.running_var, counter, self.momentum)
 
 
 # Elements from which forward and backward together were faster than torch's on one and on two
 # threads, by 1.1 to 2 times; for channels_last and (N, C) torch's were, or as fast.
 KERNEL_SIZE = 2_000_000
+
+
+_ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
+
+
+@contextmanager
+def always_ours(on: bool = True) -> Iterator[None]:
+    """Within it, a layer alone uses our kernels for inputs of any size: to compare the two."""
+    token = _ours_always.set(on)
+    try:
+        yield
+    finally:
+        _ours_always.reset(token)
 
 
 def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
@@ -248,6 +235,8 @@ def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True  # a kernel that is no torch operation can't be traced or transformed
+    if _ours_always.get():
+        return False
     planes = x.dim() > 2 and x.is_contiguous()
     return not (has_kernels(x) and planes and x.numel() >= KERNEL_SIZE)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from syncbn_core.errors import CommError
 from syncbn_core.moments import Moments, merge_all
-from syncbn_torch.arithmetic import Channelwise, tensor_of
 from syncbn_torch.interop import as_array
+from syncbn_torch.statistics import Channelwise, tensor_of
 
 __all__ = ["DistributedCommunicator", "communicator_for"]
 

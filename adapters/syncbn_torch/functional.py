@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,9 +32,11 @@ from torch.autograd import Function
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import Moments, merge_all, require_more_than_one_value
+from syncbn_core.packed import PackedMoments
 from syncbn_torch import arithmetic, plain
-from syncbn_torch.arithmetic import Channelwise, place_like, silent, tensor_of
-from syncbn_torch.interop import as_array
+from syncbn_torch.arithmetic import HostStatistics, Statistics, place_like
+from syncbn_torch.cuda import CudaStatistics
+from syncbn_torch.statistics import Channelwise, RunningStatistics, Sums, silent, tensor_of
 
 __all__ = [
     "Call",
@@ -62,7 +63,16 @@ class Pass:
 class Call:
     """One exchange of statistics: settings, members in order, and what came out."""
 
-    __slots__ = ("communicator", "eps", "eps_mode", "invstd", "members", "passes", "total")
+    __slots__ = (
+        "communicator",
+        "eps",
+        "eps_mode",
+        "invstd",
+        "members",
+        "passes",
+        "places",
+        "total",
+    )
 
     def __init__(self, eps: float, eps_mode: str, communicator: Communicator | None) -> None:
         self.eps = eps
@@ -70,7 +80,8 @@ class Call:
         self.communicator = communicator
         self.members: list[Member] = []
         self.total: Moments
-        self.invstd: Channelwise
+        self.invstd: Channelwise  # on the host
+        self.places: dict[Any, Tensor]  # packed moments on each device
         self.passes: dict[int, Pass] = {}
 
     def current_pass(self) -> Pass:
@@ -89,16 +100,26 @@ class Call:
 
     def merge(self, parts: Sequence[Moments], shape: Sequence[int]) -> None:
         """Set `total` and `invstd` from all parts; `BatchSizeError` for one value per channel."""
-        total = merge_all(parts)
+        home = arithmetic.home_of(parts[0])
+        total = merge_all([arithmetic.moved(part, home) for part in parts])
         if self.communicator is not None:
             total = self.communicator.merge_moments(total)
         require_more_than_one_value(total.count, shape)
         self.total = total
-        self.invstd = arithmetic.invstd(total.var, self.eps, self.eps_mode)
+        if isinstance(total, PackedMoments):
+            # Here, in the thread whose streams all that has been computed so far is on.
+            devices = {total.parts.device, *(arithmetic.home_of(part) for part in parts)}
+            self.places = {device: total.parts.to(device) for device in devices}
+        else:
+            self.invstd = arithmetic.invstd(total.var, self.eps, self.eps_mode)
 
-    def statistics(self, x: Tensor) -> tuple[Channelwise, Channelwise]:
-        """`(mean, invstd)` where x is."""
-        return place_like(self.total.mean, x), place_like(self.invstd, x)
+    def statistics(self, x: Tensor) -> Statistics:
+        """Statistics where x is."""
+        total = self.total
+        if isinstance(total, PackedMoments):
+            return CudaStatistics(self.places[x.device], self.eps, self.eps_mode)
+        mean, invstd = place_like(total.mean, x), place_like(self.invstd, x)
+        return HostStatistics(total, mean, invstd, self.eps, self.eps_mode)
 
     def differentiable_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`(mean, invstd)` where x is, as a function of every member's x that has a graph."""
@@ -122,26 +143,24 @@ class Call:
             )
         return self.communicator.all_reduce_sums(sums)
 
-    def means(self, sums: Channelwise) -> tuple[Channelwise, Channelwise]:
-        """`sums` (2, C) over the count; zero where "clamp" made the deviation a constant."""
-        mean_dy, mean_dy_xhat = sums / max(self.total.count, 1)
+    def means(self, sums: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`sums` (2, C) over the count, for passes that have a graph themselves."""
+        mean_dy, mean_dy_xhat = sums.to(x.device) / max(self.total.count, 1)
         if self.eps_mode == "clamp":
-            clamped = self.total.var < self.eps
-            if isinstance(sums, Tensor):
-                mean_dy_xhat = mean_dy_xhat.masked_fill(tensor_of(clamped).to(sums.device), 0.0)
-            else:
-                mean_dy_xhat = np.where(clamped, 0.0, mean_dy_xhat)
+            clamped = tensor_of(self.total.var < self.eps).to(x.device)
+            mean_dy_xhat = mean_dy_xhat.masked_fill(clamped, 0.0)
         return mean_dy, mean_dy_xhat
 
 
 class Member:
     """One member's share in a call."""
 
-    __slots__ = ("call", "local", "part")
+    __slots__ = ("call", "local", "part", "statistics")
 
     def __init__(self) -> None:
         self.call: Call
         self.part: Moments
+        self.statistics: Statistics
         self.local: weakref.ref[Any] | None = None  # ctx of the node that has x
 
     def live_x(self) -> Tensor | None:
@@ -170,12 +189,12 @@ class Local(Function):
         dy, weight, _ = current.given.pop(member, (None, None, None))
         if dy is None:  # this member's y is not part of the loss, but its x shaped the others'
             dy = torch.zeros_like(x)
-        means = (place_like(values, x) for values in call.means(current.sums))
         if torch.is_grad_enabled():
             statistics = call.differentiable_statistics(x)
+            means = call.means(current.sums, x)
             return plain.backward_input(x, dy, *statistics, weight, *means), None
-        statistics = call.statistics(x)
-        return arithmetic.backward_input(x, dy, *statistics, weight, *means, parallel=True), None
+        dx = member.statistics.backward_input(x, dy, weight, current.sums, parallel=True)
+        return dx, None
 
 
 class Merge(Function):
@@ -211,11 +230,12 @@ class Norm(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         member: Member,
+        running: RunningStatistics | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.member = member
-        statistics = member.call.statistics(x)
-        return arithmetic.normalize(x, *statistics, weight, bias, parallel=False)
+        member.statistics = member.call.statistics(x)
+        return member.statistics.normalize(x, weight, bias, running, parallel=False)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -225,16 +245,14 @@ class Norm(Function):
             live = member.live_x()
             x = x if live is None else live
             statistics = member.call.differentiable_statistics(x)
-            sums: Channelwise = torch.stack(plain.backward_reduce(x, dy, *statistics))
+            sums = _differentiable_sums(x, dy, *statistics, weight)
         else:
-            statistics = member.call.statistics(x)
-            sums = arithmetic.backward_reduce(x, dy, *statistics, parallel=True)
+            sums = member.statistics.backward_reduce(x, dy, weight, parallel=True)
         edge = None
         if ctx.needs_input_grad[1]:
-            given = (dy, weight, _weighted(sums, weight))
-            member.call.current_pass().given[member] = given
+            member.call.current_pass().given[member] = (dy, weight, sums.exchange)
             edge = dy.new_empty(0)
-        return None, edge, *_parameter_gradients(ctx, 2, sums, weight), None
+        return None, edge, *_parameter_gradients(ctx, 2, sums), None, None
 
 
 class Alone(Function):
@@ -242,12 +260,19 @@ class Alone(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        call: Call,
+        running: RunningStatistics | None,
     ) -> Tensor:
         call.merge([arithmetic.moments(x, parallel=True)], x.shape)
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        return arithmetic.normalize(x, *call.statistics(x), weight, bias, parallel=True)
+        ctx.statistics = call.statistics(x)
+        y: Tensor = ctx.statistics.normalize(x, weight, bias, running, parallel=True)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -256,42 +281,33 @@ class Alone(Function):
         again = torch.is_grad_enabled()
         if again:
             part = plain.moments(x)
-            statistics = (part.mean, plain.invstd_from_var(part.var, call.eps, call.eps_mode))
-            sums: Channelwise = torch.stack(plain.backward_reduce(x, dy, *statistics))
+            mean, invstd = part.mean, plain.invstd_from_var(part.var, call.eps, call.eps_mode)
+            sums = _differentiable_sums(x, dy, mean, invstd, weight)
         else:
-            statistics = call.statistics(x)
-            sums = arithmetic.backward_reduce(x, dy, *statistics, parallel=True)
+            sums = ctx.statistics.backward_reduce(x, dy, weight, parallel=True)
         dx = None
         # The collective takes place whether or not this member needs its result: others do.
         if ctx.needs_input_grad[0] or call.communicator is not None:
-            means = call.means(call.reduce(_weighted(sums, weight)))
+            total = call.reduce(sums.exchange)
             if again:
-                dx = plain.backward_input(x, dy, *statistics, weight, *means)
+                dx = plain.backward_input(x, dy, mean, invstd, weight, *call.means(total, x))
             else:
-                dx = arithmetic.backward_input(x, dy, *statistics, weight, *means, parallel=True)
-        return dx, *_parameter_gradients(ctx, 1, sums, weight), None
+                dx = ctx.statistics.backward_input(x, dy, weight, total, parallel=True)
+        return dx, *_parameter_gradients(ctx, 1, sums), None, None
 
 
-def _weighted(sums: Channelwise, weight: Tensor | None) -> Channelwise:
-    """`sums` (2, C) times weight (C,)."""
-    if weight is None:
-        return sums
-    if isinstance(sums, Tensor):
-        return sums * weight
-    with silent():
-        return sums * as_array(weight)
+def _differentiable_sums(
+    x: Tensor, dy: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+) -> Sums:
+    sums = torch.stack(plain.backward_reduce(x, dy, mean, invstd))
+    gradients = arithmetic.parameter_gradients(sums, x, weight)
+    return Sums(arithmetic.weighted(sums, weight), *gradients)
 
 
-def _parameter_gradients(
-    ctx: Any, first: int, sums: Channelwise, weight: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients by weight and bias, the inputs `first` and `first + 1` of a node."""
+def _parameter_gradients(ctx: Any, first: int, sums: Sums) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients by weight and bias, inputs `first` and `first + 1` of a node, where needed."""
     by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
-    if not (by_weight or by_bias):
-        return None, None
-    dtype = ctx.saved_tensors[0].dtype if weight is None else weight.dtype
-    sum_dy, sum_dy_xhat = tensor_of(sums).to(dtype).unbind()
-    return sum_dy_xhat if by_weight else None, sum_dy if by_bias else None
+    return sums.by_weight if by_weight else None, sums.by_bias if by_bias else None
 
 
 def measure(x: Tensor) -> tuple[Member, Tensor]:
@@ -309,14 +325,10 @@ def merge_members(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashab
     """
     members: list[Member] = [message[0] for _, message in messages]
     _, _, call, shape = messages[0][1]
-    channels = {identifier: len(message[0].part.mean) for identifier, message in messages}
+    channels = {identifier: message[3][1] for identifier, message in messages}
     if len(set(channels.values())) > 1:
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
-    parts = [member.part for member in members]
-    home = parts[0].mean
-    if isinstance(home, Tensor):
-        parts = [Moments(p.count, place_like(p.mean, home), place_like(p.m2, home)) for p in parts]
-    call.merge(parts, shape)
+    call.merge([member.part for member in members], shape)
     call.members = members
     for member in members:
         member.call = call
@@ -325,10 +337,15 @@ def merge_members(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashab
 
 
 def normalize(
-    x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None, member: Member
+    x: Tensor,
+    edge: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    member: Member,
+    running: RunningStatistics | None = None,
 ) -> Tensor:
-    """Second half of a member's forward, once its call is merged: y."""
-    y: Tensor = Norm.apply(x.detach(), edge, weight, bias, member)
+    """Second half of a member's forward, once its call is merged: y. Updates `running`."""
+    y: Tensor = Norm.apply(x.detach(), edge, weight, bias, member, running)
     return y
 
 
@@ -340,14 +357,16 @@ def batch_norm(
     eps: float,
     eps_mode: str,
     communicator: Communicator | None = None,
+    running: RunningStatistics | None = None,
 ) -> tuple[Tensor, Moments]:
     """`(y, moments of the whole batch)` for the one member of this process.
 
-    x (N, C, *spatial) and y of one dtype; weight, bias (C,) or None; moments float64.
+    x (N, C, *spatial) and y of one dtype; weight, bias (C,) or None; moments float64; `running` is
+    updated.
     Raises `BatchSizeError` for one value per channel over the group.
     """
     call = Call(eps, eps_mode, communicator)
-    y: Tensor = Alone.apply(x, weight, bias, call)
+    y: Tensor = Alone.apply(x, weight, bias, call, running)
     return y, call.total
 
 

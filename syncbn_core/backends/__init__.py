@@ -9,6 +9,9 @@ arguments and results are float64 `(C,)`; `weight` and `bias` may be None.
     backward_reduce(x, dy, mean, invstd, *, parallel) -> (sum_dy, sum_dy_xhat)
     backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, *, out, parallel) -> dx
 
+A backend for devices, where every launch counts, is fused too: `finish_forward`, `finish_eval`,
+`local_sums` and `finish_backward` take all that lies between two exchanges at once.
+
 Backends are found by the type of the array and imported on first use.
 """
 
@@ -21,12 +24,12 @@ from typing import Any, Protocol, cast
 from syncbn_core.errors import BackendError
 from syncbn_core.moments import Moments
 
-__all__ = ["Backend", "backend_of"]
+__all__ = ["Backend", "backend_of", "fused_backend_of"]
 
 Array = Any
 
 # Root package of the array type -> module.
-_MODULES = {"numpy": "syncbn_core.backends.numpy"}
+_MODULES = {"cupy": "syncbn_core.backends.cupy", "numpy": "syncbn_core.backends.numpy"}
 # NumPy's own that are no arrays to us: masks would be ignored, matrices stay 2-D, scalars are
 # not written in place.
 _UNLIKE_ARRAYS = {"MaskedArray", "matrix", "generic"}
@@ -74,6 +77,12 @@ def backend_of(array: Array) -> Backend:
     return _backend_of_type(kind)
 
 
+def fused_backend_of(array: Array) -> Any | None:
+    """The backend for `array`'s type if it is a fused one, else None."""
+    backend: Any = backend_of(array)
+    return backend if hasattr(backend, "finish_forward") else None
+
+
 @lru_cache(maxsize=64)
 def _backend_of_type(kind: type) -> Backend:
     bases = kind.__mro__ if _UNLIKE_ARRAYS.isdisjoint(b.__name__ for b in kind.__mro__) else ()
@@ -82,6 +91,6 @@ def _backend_of_type(kind: type) -> Backend:
         if name is not None:
             return cast(Backend, import_module(name))
     raise BackendError(
-        f"expected an array of {', '.join(sorted(_MODULES))}, got {kind.__module__}."
+        f"expected an array of {' or '.join(sorted(_MODULES))}, got {kind.__module__}."
         f"{kind.__qualname__}; convert it first, for example with numpy.asarray"
     )

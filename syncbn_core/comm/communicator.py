@@ -12,8 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
-from syncbn_core.errors import ArgumentError, ProtocolError, ShapeError
+from syncbn_core.comm.parcel import Parcel, combine_parcels, is_on_device
+from syncbn_core.errors import ArgumentError, DeviceError, ProtocolError, ShapeError
 from syncbn_core.moments import Moments, merge_all
+from syncbn_core.packed import PackedMoments
 
 __all__ = ["Communicator", "SingleCommunicator", "ThreadCommunicator", "thread_group"]
 
@@ -69,7 +71,7 @@ class ThreadCommunicator:
         return merged
 
     def all_reduce_sums(self, sums: Array) -> Array:
-        return self._exchange("all_reduce_sums", sums).copy()
+        return self._exchange("all_reduce_sums", sums).copy()  # members may share the reply
 
     def abort(self, error: BaseException) -> None:
         """Release every member: this one can't go on because of `error`."""
@@ -80,10 +82,11 @@ class ThreadCommunicator:
         self._master.leave(self.rank)
 
     def _exchange(self, operation: str, value: Any) -> Any:
-        message = (operation, value)
-        if self._pipe is None:
-            return self._master.run_master(message)
-        return self._pipe.run_slave(message)
+        on_device = is_on_device(value)
+        message = (operation, Parcel(value, self.size) if on_device else value)
+        pipe = self._pipe
+        reply = self._master.run_master(message) if pipe is None else pipe.run_slave(message)
+        return reply.open() if on_device else reply
 
 
 def thread_group(
@@ -111,11 +114,20 @@ def _combine(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]
             "run the same layers forward and backward in the same order"
         )
     values = [value for _, (_, value) in messages]
-    sizes = {np.shape(v.mean if isinstance(v, Moments) else v) for v in values}
+    parcels = [value for value in values if isinstance(value, Parcel)]
+    if parcels and len(parcels) < len(values):
+        raise DeviceError(
+            f"expected arrays on the host or on GPUs from all members, got {len(parcels)} of "
+            f"{len(values)} on GPUs; move them to one side"
+        )
+    sizes = {_shape(value.value if parcels else value) for value in values}
     if len(sizes) > 1:
         raise ShapeError(
             f"expected the same number of channels from every member, got shapes {sorted(sizes)}"
         )
+    if parcels:
+        replies = combine_parcels(parcels)
+        return [(rank, reply) for (rank, _), reply in zip(messages, replies, strict=True)]
     total: Any
     if operations == {"merge_moments"}:
         total = merge_all(values)
@@ -124,3 +136,9 @@ def _combine(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]
         for value in values[1:]:
             total += value
     return [(rank, total) for rank, _ in messages]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if isinstance(value, PackedMoments):
+        return (value.num_features,)
+    return tuple(np.shape(value.mean if isinstance(value, Moments) else value))

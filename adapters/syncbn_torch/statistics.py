@@ -1,0 +1,77 @@
+"""What passes between a layer and the steps: running statistics, and the sums of backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from syncbn_core.moments import Moments, averaging_factor, blend
+from syncbn_torch.interop import as_array, as_tensor
+from syncbn_torch.plain import wide_dtype
+
+__all__ = ["Channelwise", "RunningStatistics", "Sums", "silent", "tensor_of"]
+
+Channelwise = Any  # numpy.ndarray or Tensor, (C,) or (2, C)
+
+
+def silent() -> np.errstate:
+    """For NumPy as for torch, infinity and NaN are numbers, not causes for warnings."""
+    return np.errstate(invalid="ignore", over="ignore")
+
+
+def tensor_of(values: Channelwise) -> Tensor:
+    """`values` as a tensor over the same memory."""
+    return values if isinstance(values, Tensor) else as_tensor(values)
+
+
+class Sums(NamedTuple):
+    """What a member's backward adds up.
+
+    `exchange` [2, C], `sum(dy), sum(dy * xhat)` times weight, goes to all members; the gradients
+    by weight and bias, (C,), are the member's own.
+    """
+
+    exchange: Channelwise
+    by_weight: Tensor | None
+    by_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStatistics:
+    """The buffers of a layer that a batch has to update, and by how much."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    counter: Tensor | None
+    momentum: float | None
+
+    def factor(self) -> float:
+        """Share of the new batch, which the counter does not count yet; none without a counter."""
+        if self.momentum is None:
+            return 0.0 if self.counter is None else averaging_factor(None, int(self.counter) + 1)
+        return self.momentum
+
+    @torch.no_grad()
+    def update(self, total: Moments) -> None:
+        """Blend the moments of the whole batch in; of an empty batch, only count it."""
+        if self.mean is not None and self.var is not None and total.count > 0:
+            factor = self.factor()
+            new_mean = _blended(self.mean, total.mean, factor)
+            new_var = _blended(self.var, total.unbiased_var, factor)
+            self.mean.copy_(new_mean)
+            self.var.copy_(new_var)
+        if self.counter is not None:
+            self.counter.add_(1)
+
+
+def _blended(running: Tensor, batch: Channelwise, factor: float) -> Tensor:
+    """The new value of a running statistic, in float64."""
+    old = running.to(wide_dtype(running))
+    if isinstance(batch, Tensor):
+        return tensor_of(blend(old, batch.to(old.device), factor))
+    with silent():
+        return tensor_of(blend(as_array(old), batch, factor))

@@ -1,0 +1,70 @@
+"""Where arrays live: the array library of a device, and arrays moved to the kind of another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from syncbn_core.errors import ArgumentError, BackendError
+
+__all__ = ["array_library", "place_like", "to_numpy"]
+
+Array = Any
+
+
+@contextmanager
+def array_library(device: str) -> Iterator[Any]:
+    """NumPy for "cpu"; CuPy, with that device the current one, for "cuda" or "cuda:<number>".
+
+    Raises `ArgumentError` for other words, and `BackendError` that says what is missing and what
+    to install where CuPy's arrays can't be computed with.
+    """
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device) if isinstance(device, str) else None
+    if found is None:
+        raise ArgumentError(f'expected device "cpu", "cuda" or "cuda:<number>", got {device!r}')
+    if device == "cpu":
+        yield np
+        return
+    cupy = _cupy()
+    count = cupy.cuda.runtime.getDeviceCount()
+    number = cupy.cuda.runtime.getDevice() if found[1] is None else int(found[1])
+    if number >= count:
+        raise BackendError(f"expected one of {count} CUDA devices (from 0 on), got {device!r}")
+    with cupy.cuda.Device(number):
+        yield cupy
+
+
+def _cupy() -> Any:
+    """CuPy, on a machine where everything that the kernels need is there."""
+    from syncbn_core.backends.driver import missing
+
+    lacks = missing()
+    try:
+        import cupy
+    except ImportError as error:
+        lacks.append(f"CuPy can't be imported ({error}): {INSTALL}")
+    if lacks:
+        raise BackendError("expected a machine ready for CUDA; " + "; ".join(lacks))
+    return cupy
+
+
+INSTALL = 'pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
+
+
+def to_numpy(array: Any) -> Any:
+    """A CuPy array as a NumPy array; anything else as it is."""
+    return array.get() if type(array).__module__.partition(".")[0] == "cupy" else array
+
+
+def place_like(values: np.ndarray[Any, Any], array: Array) -> Array:
+    """NumPy's `values` as an array of the kind of `array`, on its device."""
+    if isinstance(array, np.ndarray):
+        return values
+    import cupy
+
+    with array.device:
+        return cupy.asarray(values)

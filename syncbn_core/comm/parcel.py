@@ -1,0 +1,120 @@
+"""How arrays on GPUs pass from thread to thread: by peer copies and events, never by the host.
+
+Every member works on a stream of its own (and maybe a device of its own), so whoever reads an
+array of another has to wait, on its stream, for the stream that writes it; and memory has to
+outlive its readers, which CuPy's pool only sees to within one stream. So a member brings an
+*inbox*, allocated on its own stream, and the combining member copies the result into it:
+
+    member      part written, inbox allocated, event `ready`
+    combiner    waits for every `ready`; combines; copies into the inboxes; event `done`
+    member      waits for `done`; goes on with its inbox
+
+Members on one stream of one device need none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from syncbn_core.moments import Moments, merge_all
+from syncbn_core.packed import PackedMoments
+
+__all__ = ["Parcel", "combine_parcels", "is_on_device"]
+
+Array = Any
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether `value` is a CuPy array, or moments packed in one."""
+    return type(_array_of(value)).__module__.partition(".")[0] == "cupy"
+
+
+class Parcel:
+    """What a member hands over: its part, and an inbox for the result of `size` members."""
+
+    def __init__(self, value: Any, size: int) -> None:
+        import cupy
+
+        self.value = value
+        array = _array_of(value)
+        self.device = array.device
+        with self.device:
+            self.stream = cupy.cuda.get_current_stream()
+            shape = (size, *array.shape[1:]) if isinstance(value, PackedMoments) else array.shape
+            self.inbox = cupy.empty(shape, array.dtype)
+            self.ready = self.stream.record()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Device and stream."""
+        return self.device.id, self.stream.ptr
+
+
+class Reply:
+    """A result in an inbox, there once `done` has come."""
+
+    def __init__(self, value: Any, done: Any) -> None:
+        self.value = value
+        self.done = done
+
+    def open(self) -> Any:
+        """The result, for use on the current stream of its device."""
+        if self.done is not None:
+            import cupy
+
+            with _array_of(self.value).device:
+                cupy.cuda.get_current_stream().wait_event(self.done)
+        return self.value
+
+
+def combine_parcels(parcels: Sequence[Parcel]) -> list[Reply]:
+    """A reply to each parcel, in their order; called by the first member, on its stream."""
+    home = parcels[0]
+    with home.device:
+        stream = home.stream
+        for parcel in parcels:
+            if parcel.place != home.place:
+                stream.wait_event(parcel.ready)
+        values = [_brought(parcel.value, home) for parcel in parcels]
+        if isinstance(home.value, Moments):
+            total: Any = merge_all(values)
+        else:
+            total = values[0].copy()
+            for value in values[1:]:
+                total += value
+        result = _array_of(total)
+        for parcel in parcels:
+            if parcel.place != home.place:
+                inbox = parcel.inbox[: len(result)]
+                inbox.data.copy_from_device_async(result.data, result.nbytes, stream)
+        done = stream.record()
+        return [
+            Reply(total, None)
+            if parcel.place == home.place
+            else Reply(_with_array(total, parcel.inbox[: len(result)]), done)
+            for parcel in parcels
+        ]
+
+
+def _array_of(value: Any) -> Array:
+    return value.parts if isinstance(value, PackedMoments) else value
+
+
+def _with_array(value: Any, array: Array) -> Any:
+    """`value` with another array of the same contents."""
+    if isinstance(value, PackedMoments):
+        return PackedMoments(array, value.count, value.join)
+    return array
+
+
+def _brought(value: Any, home: Parcel) -> Any:
+    """`value` on the device of `home`, by a peer copy on its stream where it is elsewhere."""
+    import cupy
+
+    array = _array_of(value)
+    if array.device == home.device:
+        return value
+    copy = cupy.empty(array.shape, array.dtype)
+    copy.data.copy_from_device_async(array.data, array.nbytes, home.stream)
+    return _with_array(value, copy)

@@ -1,0 +1,78 @@
+"""Moments that stay on a device, side by side in one array, until a kernel merges them.
+
+Merging two parts takes half a dozen small operations, each as dear to launch as a kernel over the
+whole activation. So here parts are only put together, `[P, 2 C + 1]` float64 with a row
+`count, mean, m2` per part, and the kernel that normalizes merges them, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from syncbn_core.moments import Moments
+
+__all__ = ["PackedMoments"]
+
+Array = Any  # cupy.ndarray or torch.Tensor
+
+
+class PackedMoments(Moments):
+    """`Moments` of one or many parts, merged when somebody asks for `mean` or `m2`.
+
+    `parts`: `[P, 2 C + 1]` float64; `count`: values per channel over all of them; `join`: the
+    array library's function that puts a list of such arrays together, where the first one is.
+    """
+
+    __slots__ = ("_merged", "join", "parts")
+
+    parts: Array
+    join: Callable[[list[Array]], Array]
+    _merged: tuple[Array, Array] | None
+
+    def __init__(self, parts: Array, count: int, join: Callable[[list[Array]], Array]) -> None:
+        for name, value in {"parts": parts, "count": count, "join": join, "_merged": None}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_features(self) -> int:
+        """C."""
+        return (int(self.parts.shape[1]) - 1) // 2
+
+    @property
+    def mean(self) -> Array:
+        """`(C,)`."""
+        return self._merge()[0]
+
+    @property
+    def m2(self) -> Array:
+        """`(C,)`."""
+        return self._merge()[1]
+
+    def merge(self, other: Moments) -> Moments:
+        return self.merge_with([other])
+
+    def merge_with(self, others: Sequence[Moments]) -> PackedMoments:
+        if not others:
+            return self
+        every = [self, *cast(Sequence[PackedMoments], others)]
+        count = sum(part.count for part in every)
+        return PackedMoments(self.join([part.parts for part in every]), count, self.join)
+
+    def _merge(self) -> tuple[Array, Array]:
+        merged = self._merged
+        if merged is None:
+            channels = self.num_features
+            counts, means, m2s = (
+                self.parts[:, :1],
+                self.parts[:, 1 : 1 + channels],
+                self.parts[:, 1 + channels :],
+            )
+            if len(self.parts) == 1:
+                merged = (means[0], m2s[0])
+            else:
+                mean = (counts * means).sum(0) / max(self.count, 1)
+                deviations = means - mean
+                merged = (mean, (m2s + counts * deviations * deviations).sum(0))
+            object.__setattr__(self, "_merged", merged)
+        return merged

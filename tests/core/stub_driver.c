@@ -1,0 +1,135 @@
+/* As much of the CUDA driver as syncbn_core.backends.driver calls, for machines without one.
+ *
+ * It runs nothing: it notes what was launched. The variables `stub_*` are set and read by
+ * test_driver.py. Handles need more than 32 bits, a parameter is 8 bytes, and what a context or a
+ * module owns is good nowhere else. With -DWITHOUT_LIBRARIES it is older than CUDA 12.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+enum { OK, INVALID_VALUE = 1, NO_DEVICE = 100, INVALID_DEVICE, INVALID_CONTEXT = 201,
+       INVALID_HANDLE = 400, NOT_FOUND = 500 };
+enum { DEVICES = 2, PARAMETERS = 8, LAUNCHES = 1 << 15, LOADS = 64 };
+
+#define HANDLE(kind, number) ((void *)(((uint64_t)(kind) << 40) + 0x100000000 + 8 * (number)))
+#define CONTEXT(device) HANDLE(1, device)
+#define MODULE(load) HANDLE(2, load)
+#define KERNEL(load) HANDLE(3, load)
+
+typedef struct {
+    void *function, *stream, *context;
+    uint32_t grid[3], block[3], shared, unused;
+    uint64_t parameters[PARAMETERS];
+} Launch;
+
+int stub_version = 13000, stub_devices = 1, stub_capabilities[DEVICES] = {90, 80};
+int stub_parameters;                                       /* that a kernel has */
+int stub_init_fails, stub_load_fails, stub_launch_fails;   /* with this CUresult */
+int stub_loads, stub_retained, stub_launched;
+char stub_images[LOADS][32], stub_entries[LOADS][32];
+Launch stub_launches[LAUNCHES];
+
+static void *owners[LOADS];                                /* of modules; NULL: of a library */
+static __thread void *current;
+
+int cuInit(unsigned flags) { return flags ? INVALID_VALUE : stub_init_fails; }
+
+int cuDriverGetVersion(int *version) { *version = stub_version; return OK; }
+
+int cuGetErrorName(int result, const char **text) {
+    *text = result == 2 ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : result == NO_DEVICE ? "CUDA_ERROR_NO_DEVICE"
+          : result == INVALID_DEVICE ? "CUDA_ERROR_INVALID_DEVICE"
+          : result == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : NULL;
+    return *text ? OK : INVALID_VALUE;
+}
+
+int cuGetErrorString(int result, const char **text) {
+    *text = result == 700 ? "an illegal memory access was encountered" : "words of the driver";
+    return OK;
+}
+
+int cuDeviceGetCount(int *count) { *count = stub_devices; return OK; }
+
+int cuDeviceGet(int *device, int ordinal) {
+    *device = ordinal;
+    return 0 <= ordinal && ordinal < stub_devices ? OK : INVALID_DEVICE;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    if (attribute != 75 && attribute != 76)
+        return INVALID_VALUE;
+    *value = attribute == 75 ? stub_capabilities[device] / 10 : stub_capabilities[device] % 10;
+    return OK;
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    __atomic_add_fetch(&stub_retained, 1, __ATOMIC_SEQ_CST);
+    *context = CONTEXT(device);
+    return OK;
+}
+
+int cuCtxGetCurrent(void **context) { *context = current; return OK; }
+
+int cuCtxSetCurrent(void *context) { current = context; return OK; }
+
+static int load(void **module, const char *image, void *owner) {
+    if (stub_load_fails)
+        return stub_load_fails;
+    int number = __atomic_fetch_add(&stub_loads, 1, __ATOMIC_SEQ_CST);
+    strncpy(stub_images[number], image, sizeof *stub_images - 1);
+    owners[number] = owner;
+    *module = MODULE(number);
+    return OK;
+}
+
+static int find(void **function, void *module, const char *name) {
+    for (int number = 0; number < stub_loads; number++)
+        if (MODULE(number) == module) {
+            strncpy(stub_entries[number], name, sizeof *stub_entries - 1);
+            *function = KERNEL(number);
+            return OK;
+        }
+    return NOT_FOUND;
+}
+
+int cuModuleLoadData(void **module, const char *image) {
+    return current ? load(module, image, current) : INVALID_CONTEXT;
+}
+
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    return find(function, module, name);
+}
+
+#ifndef WITHOUT_LIBRARIES
+int cuLibraryLoadData(void **library, const char *image, void *a, void *b, unsigned options,
+                      void *c, void *d, unsigned others) {
+    return a || b || options || c || d || others ? INVALID_VALUE : load(library, image, NULL);
+}
+
+int cuLibraryGetKernel(void **kernel, void *library, const char *name) {
+    return find(kernel, library, name);
+}
+#endif
+
+int cuLaunchKernel(void *function, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t bx, uint32_t by,
+                   uint32_t bz, uint32_t shared, void *stream, void **parameters, void **extra) {
+    if (stub_launch_fails)
+        return stub_launch_fails;
+    if (!current)
+        return INVALID_CONTEXT;
+    int number = 0;
+    while (number < stub_loads && KERNEL(number) != function)
+        number++;
+    if (number == stub_loads || (owners[number] && owners[number] != current))
+        return INVALID_HANDLE;
+    if (extra)
+        return INVALID_VALUE;
+    int index = __atomic_fetch_add(&stub_launched, 1, __ATOMIC_SEQ_CST) % LAUNCHES;
+    Launch launch = {function, stream, current, {gx, gy, gz}, {bx, by, bz}, shared, 0, {0}};
+    for (int k = 0; k < stub_parameters; k++)
+        memcpy(&launch.parameters[k], parameters[k], 8);
+    stub_launches[index] = launch;
+    return OK;
+}

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ON_THIS_MACHINE = find_spec("numba_cuda") is not None and not os.environ.get("NUMBA_ENABLE_CUDASIM")
+collect_ignore_glob = [] if ON_THIS_MACHINE else ["*"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--ptx-table", help="where to keep the table of all kernels, as JSON")
+
+
+def _tool(name: str) -> str | None:
+    for root in map(Path, sys.path):
+        for folder in ("nvidia/cu13/bin", "nvidia/cuda_nvcc/bin"):
+            if (root / folder / name).is_file():
+                return str(root / folder / name)
+    return shutil.which(name)
+
+
+@pytest.fixture(scope="session")
+def tools(monkeypatch_session):
+    found = [_tool(name) for name in ("ptxas", "cuobjdump")]
+    if None in found:
+        pytest.skip("ptxas or cuobjdump is missing")
+    # cuobjdump calls nvdisasm
+    folders = {str(Path(tool).parent) for tool in [*found, _tool("nvdisasm")] if tool}
+    monkeypatch_session.setenv("PATH", os.pathsep.join([*folders, os.environ["PATH"]]))
+    return tuple(found)
+
+
+@pytest.fixture(scope="session")
+def monkeypatch_session():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ptx")
+
+
+_TABLE: dict = {}
+
+
+@pytest.fixture(scope="session")
+def table():
+    return _TABLE
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not _TABLE:
+        return
+    columns = ("registers", "spilled", "stack", "shared", "wide_loads", "wide_stores")
+    terminalreporter.section("CUDA kernels through ptxas")
+    titles = "  ".join(f"{column:>11}" for column in columns)
+    terminalreporter.write_line(f"{'kernel':48}{titles}")
+    rows = []
+    for (kernel, capability), result in _TABLE.items():
+        name, dtype, lanes, ragged = kernel
+        arch = f"sm_{capability[0]}{capability[1]}"
+        label = f"{name} {dtype} x{lanes}{' ragged' if ragged else ''} {arch}"
+        numbers = {column: getattr(result, column) for column in columns}
+        line = "  ".join(f"{number:>11}" for number in numbers.values())
+        terminalreporter.write_line(f"{label:48}{line}")
+        rows.append({"kernel": name, "dtype": dtype, "lanes": lanes, "ragged": ragged})
+        rows[-1] |= {"arch": arch, **numbers, "instructions": result.instructions}
+    where = config.getoption("--ptx-table")
+    if where:
+        Path(where).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
