@@ -20,19 +20,32 @@ Array = Any  # cupy.ndarray or torch.Tensor
 class PackedMoments(Moments):
     """`Moments` of one or many parts, merged when somebody asks for `mean` or `m2`.
 
-    `parts`: `[P, 2 C + 1]` float64; `count`: values per channel over all of them; `join`: the
-    array library's function that puts a list of such arrays together, where the first one is.
+    `parts`: `[P, 2 C + 1]` float64; `count`: values per channel over all of them, None where only
+    the device knows (asking for it then waits for the device); `join`: the array library's
+    function that puts a list of such arrays together, where the first one is.
     """
 
-    __slots__ = ("_merged", "join", "parts")
+    __slots__ = ("_merged", "join", "known_count", "parts")
 
     parts: Array
     join: Callable[[list[Array]], Array]
     _merged: tuple[Array, Array] | None
 
-    def __init__(self, parts: Array, count: int, join: Callable[[list[Array]], Array]) -> None:
-        for name, value in {"parts": parts, "count": count, "join": join, "_merged": None}.items():
+    known_count: int | None
+
+    def __init__(
+        self, parts: Array, count: int | None, join: Callable[[list[Array]], Array]
+    ) -> None:
+        fields = {"parts": parts, "known_count": count, "join": join, "_merged": None}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def count(self) -> int:
+        """Values per channel."""
+        if self.known_count is None:
+            object.__setattr__(self, "known_count", int(self.parts[:, 0].sum()))
+        return cast(int, self.known_count)
 
     @property
     def num_features(self) -> int:
@@ -56,7 +69,9 @@ class PackedMoments(Moments):
         if not others:
             return self
         every = [self, *cast(Sequence[PackedMoments], others)]
-        count = sum(part.count for part in every)
+        counts = [part.known_count for part in every]
+        known = [count for count in counts if count is not None]
+        count = sum(known) if len(known) == len(counts) else None
         return PackedMoments(self.join([part.parts for part in every]), count, self.join)
 
     def _merge(self) -> tuple[Array, Array]:

@@ -185,5 +185,5 @@ def moved(part: Moments, device: torch.device | None) -> Moments:
     if device is None:
         return part
     if isinstance(part, PackedMoments):
-        return PackedMoments(part.parts.to(device), part.count, part.join)
+        return PackedMoments(part.parts.to(device), part.known_count, part.join)
     return Moments(part.count, part.mean.to(device), part.m2.to(device))

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from syncbn_core.errors import CommError
 from syncbn_core.moments import Moments, merge_all
+from syncbn_core.packed import PackedMoments
+from syncbn_torch.cuda import collapse
 from syncbn_torch.interop import as_array
 from syncbn_torch.statistics import Channelwise, tensor_of
 
@@ -34,14 +36,23 @@ class DistributedCommunicator:
             )
 
     def merge_moments(self, moments: Moments) -> Moments:
-        """Moments over all ranks, bitwise the same on each; an empty part takes part."""
+        """Moments over all ranks, bitwise the same on each; an empty part takes part.
+
+        Packed moments stay on their device, where the next kernel merges them: nothing waits, and
+        the count over all ranks is known there only.
+        """
+        if isinstance(moments, PackedMoments):
+            own = collapse(moments).parts
+            parts = own.new_empty(self.size, own.shape[1])
+            dist.all_gather_into_tensor(parts, own, group=self._group)
+            return PackedMoments(parts, None, torch.cat)
         mean, m2 = tensor_of(moments.mean), tensor_of(moments.m2)
         packed = torch.cat([mean.new_tensor([float(moments.count)]), mean, m2])
         gathered = [torch.empty_like(packed) for _ in range(self.size)]
         dist.all_gather(gathered, packed, group=self._group)
         kind = (lambda t: t) if isinstance(moments.mean, Tensor) else as_array
-        parts = [(int(p[0]), *p[1:].view(2, -1)) for p in gathered]
-        return merge_all([Moments(count, kind(mean), kind(m2)) for count, mean, m2 in parts])
+        every = [(int(p[0]), *p[1:].view(2, -1)) for p in gathered]
+        return merge_all([Moments(count, kind(mean), kind(m2)) for count, mean, m2 in every])
 
     def all_reduce_sums(self, sums: Channelwise) -> Channelwise:
         """Elementwise sum over all ranks; a new array, or tensor, as `sums` is."""

@@ -304,4 +304,4 @@ def collapse(part: PackedMoments) -> PackedMoments:
     into = parts.new_empty(1, parts.shape[1])
     run = _Runner(parts.device)
     kernels.merge_parts(run, _pointer(parts), len(parts), part.num_features, _pointer(into))
-    return PackedMoments(into, part.count, torch.cat)
+    return PackedMoments(into, part.known_count, torch.cat)

@@ -99,12 +99,16 @@ class Call:
         return current
 
     def merge(self, parts: Sequence[Moments], shape: Sequence[int]) -> None:
-        """Set `total` and `invstd` from all parts; `BatchSizeError` for one value per channel."""
+        """Set `total` and `invstd` from all parts; `BatchSizeError` for one value per channel.
+
+        Not where only a device knows the count, over GPUs of several processes: asking waits.
+        """
         home = arithmetic.home_of(parts[0])
         total = merge_all([arithmetic.moved(part, home) for part in parts])
         if self.communicator is not None:
             total = self.communicator.merge_moments(total)
-        require_more_than_one_value(total.count, shape)
+        if not isinstance(total, PackedMoments) or total.known_count is not None:
+            require_more_than_one_value(total.count, shape)
         self.total = total
         if isinstance(total, PackedMoments):
             # Here, in the thread whose streams all that has been computed so far is on.

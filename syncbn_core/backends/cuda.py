@@ -52,6 +52,7 @@ Pointer = Any  # an int on a device
 BLOCKS = 1056
 ROWS_PER_THREAD = 8  # in an elementwise kernel over rows
 MAX_GRID_Y = 65535
+MAX_PARTS = 16  # that every block of `normalize` merges for itself; more are merged once before
 
 # One letter per argument: q an integer or pointer, d a float64.
 _ARGUMENTS = {
@@ -142,7 +143,8 @@ def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Sou
         build=build,
         codes=_ARGUMENTS[name],
         threads=threads,
-        min_blocks=3 if name == "planes_normalize" else 1,  # else 16-bit ones spill registers
+        # without, ptxas aims at more blocks by spilling registers in some of these
+        min_blocks=3 if name.endswith(("normalize", "backward_input")) else 1,
         files=_FILES,
     )
 
@@ -262,6 +264,11 @@ def normalize(
     Statistics go into `into`; running statistics are updated. With `size` 0 the running
     statistics are those to normalize by. An empty x has its statistics and updates too.
     """
+    keep = None
+    if size > MAX_PARTS:
+        one, keep = run.scratch(2 * x.channels + 1)
+        merge_parts(run, parts, size, x.channels, one)
+        parts, size = one, 1
     tail = (
         parameters.weight,
         parameters.weight_code,
@@ -284,12 +291,13 @@ def normalize(
         kernel = source("rows_normalize", x.dtype, cut.lanes, False, run.threads)
         head = (x.pointer, y.pointer, x.outer * x.inner, x.channels, cut.width, piece)
         run.launch(kernel, (cut.tiles, blocks), *head, *tail)
-        return
-    total = x.outer * x.channels * x.inner
-    lanes = _plane_lanes(x, y)
-    kernel = source("planes_normalize", x.dtype, lanes, x.inner % lanes != 0, run.threads)
-    grid = (_pieces(run.threads, lanes, total), 1)
-    run.launch(kernel, grid, x.pointer, y.pointer, total, x.channels, x.inner, *tail)
+    else:
+        total = x.outer * x.channels * x.inner
+        lanes = _plane_lanes(x, y)
+        kernel = source("planes_normalize", x.dtype, lanes, x.inner % lanes != 0, run.threads)
+        grid = (_pieces(run.threads, lanes, total), 1)
+        run.launch(kernel, grid, x.pointer, y.pointer, total, x.channels, x.inner, *tail)
+    del keep
 
 
 def backward_reduce(

@@ -104,7 +104,7 @@ def _array_of(value: Any) -> Array:
 def _with_array(value: Any, array: Array) -> Any:
     """`value` with another array of the same contents."""
     if isinstance(value, PackedMoments):
-        return PackedMoments(array, value.count, value.join)
+        return PackedMoments(array, value.known_count, value.join)
     return array
 
 

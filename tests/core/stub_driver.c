@@ -26,7 +26,7 @@ typedef struct {
 int stub_version = 13000, stub_devices = 1, stub_capabilities[DEVICES] = {90, 80};
 int stub_parameters;                                       /* that a kernel has */
 int stub_init_fails, stub_load_fails, stub_launch_fails;   /* with this CUresult */
-int stub_loads, stub_retained, stub_launched;
+int stub_loads, stub_retained, stub_asked, stub_launched;  /* asked: to launch */
 char stub_images[LOADS][32], stub_entries[LOADS][32];
 Launch stub_launches[LAUNCHES];
 
@@ -115,6 +115,7 @@ int cuLibraryGetKernel(void **kernel, void *library, const char *name) {
 
 int cuLaunchKernel(void *function, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t bx, uint32_t by,
                    uint32_t bz, uint32_t shared, void *stream, void **parameters, void **extra) {
+    __atomic_add_fetch(&stub_asked, 1, __ATOMIC_SEQ_CST);
     if (stub_launch_fails)
         return stub_launch_fails;
     if (!current)

@@ -333,6 +333,8 @@ class ndarray:  # noqa: N801
             nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             memptr = MemoryPointer(Block(nbytes, f"{dtype} {shape}"), 0)
         start = memptr.ptr - memptr.mem.ptr
+        if strides is None and 0 in shape:
+            strides = (0,) * len(shape)  # CuPy's, of an empty array
         self._a = np.ndarray(shape, dtype, memptr.mem.raw, start, strides, order)
         self.data = memptr
 

@@ -499,6 +499,18 @@ def test_merge_parts_is_the_merge_of_moments(rng):
     np.testing.assert_allclose(into.array, moments_of(np.concatenate(parts)), rtol=1e-13)
 
 
+@pytest.mark.parametrize("members", [cuda.MAX_PARTS, cuda.MAX_PARTS + 1, 40])
+def test_many_members_are_merged_before(members, rng):
+    x = view_of(Case("rows", 6, 4, 1), rng.normal(size=(6, 4, 1)), "float64")
+    every = rng.normal(3, 2, (members, 5, 4, 3))
+    parts = Memory(np.concatenate([moments_of(part) for part in every]))
+    into, y, run = Memory.empty(13, "float64"), empty_like(x), Runner()
+    settings = {"eps": EPS, "clamp": False}
+    cuda.normalize(run, x, y, cuda.Parameters(), parts, members, into, **settings)
+    np.testing.assert_allclose(into.array, statistics_of(every.reshape(-1, 4, 3)), rtol=1e-12)
+    assert len(run.launched) == (1 if members <= cuda.MAX_PARTS else 2)
+
+
 def test_argument_codes_are_those_of_the_kernels():
     for name, codes in cuda._ARGUMENTS.items():
         kernel = cuda.source(name, "float32", 4, False, 8).build()

@@ -1,0 +1,795 @@
+"""Kernels by the CUDA driver, on `stub_driver.c`, a driver that notes what it is told.
+
+The compiler is a stand-in too, but for the last tests, which need numba-cuda and no device.
+"""
+
+import ctypes
+import math
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from syncbn_core.backends import driver
+from syncbn_core.backends.driver import Code, Source
+from syncbn_core.errors import BackendError
+
+C_FILE = Path(__file__).with_name("stub_driver.c")
+OUT_OF_MEMORY, INVALID_CONTEXT, ILLEGAL_ADDRESS = 2, 201, 700
+
+
+class Launch(ctypes.Structure):
+    """As in stub_driver.c."""
+
+    _fields_ = (
+        ("function", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+        ("context", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("parameters", ctypes.c_uint64 * 8),
+    )
+
+
+class Stub:
+    """A stub of its own, with its variables `stub_*` as attributes."""
+
+    def __init__(self, path: Path) -> None:
+        self.__dict__["path"] = path
+        self.__dict__["library"] = ctypes.CDLL(str(path))
+
+    def __getattr__(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self.library, f"stub_{name}").value
+
+    def __setattr__(self, name: str, value: int) -> None:
+        ctypes.c_int.in_dll(self.library, f"stub_{name}").value = value
+
+    def set_capabilities(self, *values: int) -> None:
+        self.devices = len(values)
+        (ctypes.c_int * 2).in_dll(self.library, "stub_capabilities")[: len(values)] = values
+
+    def make_current(self, context: int) -> None:
+        self.library.cuCtxSetCurrent(ctypes.c_void_p(context))
+
+    def launches(self) -> list[Launch]:
+        return list((Launch * self.launched).in_dll(self.library, "stub_launches"))
+
+    def images(self) -> list[bytes]:
+        texts = (ctypes.c_char * 32 * self.loads).in_dll(self.library, "stub_images")
+        return [text.value for text in texts]
+
+
+class Compiler:
+    """Stands in for `compile_source`: notes what it was to compile."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[int, int]]] = []
+        self.error: Exception | None = None
+
+    def __call__(self, source: Source, capability: tuple[int, int]) -> Code:
+        self.calls.append((source.key, capability))
+        if self.error is not None:
+            raise self.error
+        return Code("entry", "", b"\x7fELF %s %d.%d" % (source.key.encode(), *capability))
+
+
+class Machine(NamedTuple):
+    stub: Stub
+    compiler: Compiler
+    cache: Path  # directory of the disk cache
+    restart: Callable[[], None]  # forget what a process remembers
+
+
+@pytest.fixture(scope="session")
+def stub_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The stub as a shared library: "new", and "old" from before CUDA 12."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs a C compiler, on Linux")
+    folder = tmp_path_factory.mktemp("driver")
+    paths = {"new": folder / "new.so", "old": folder / "old.so"}
+    for name, path in paths.items():
+        options = ["-DWITHOUT_LIBRARIES"] if name == "old" else []
+        command = [compiler, "-Wall", "-shared", "-fPIC", *options, "-o", str(path), str(C_FILE)]
+        subprocess.run(command, check=True, timeout=60)
+    return paths
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """`forget()`, and nothing of other tests is remembered in this one, or of it in others."""
+
+    def forget() -> None:
+        driver._driver.cache_clear()
+        driver.compute_capability.cache_clear()
+        monkeypatch.setattr(driver, "_kernels", {})
+        monkeypatch.setattr(driver, "_loaded", {})
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("NUMBA_ENABLE_CUDASIM", raising=False)
+    forget()
+    yield forget
+    forget()
+
+
+def machine_with(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]
+) -> Machine:
+    copy = folder / "libstub.so"  # a library of its own has variables of its own
+    shutil.copy(path, copy)
+    stub, compiler = Stub(copy), Compiler()
+    monkeypatch.setattr(driver, "_open", lambda: stub.library)
+    monkeypatch.setattr(driver, "compile_source", compiler)
+    monkeypatch.setenv("SYNCBN_CACHE_DIR", str(folder / "cache"))
+    return Machine(stub, compiler, folder / "cache", forget)
+
+
+@pytest.fixture
+def machine(
+    stub_paths: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forgetful: Callable[[], None],
+) -> Machine:
+    return machine_with(stub_paths["new"], tmp_path, monkeypatch, forgetful)
+
+
+@pytest.fixture
+def old_machine(
+    stub_paths: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forgetful: Callable[[], None],
+) -> Machine:
+    return machine_with(stub_paths["old"], tmp_path, monkeypatch, forgetful)
+
+
+def no_function() -> Callable[..., None]:
+    raise AssertionError("compiled")
+
+
+def source_of(codes: str = "q", key: str = "kernel", **options: Any) -> Source:
+    return Source(key, no_function, codes, options.pop("threads", 256), **options)
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+# ------------------------------------------------------------------------------ launch
+
+
+@pytest.mark.parametrize(
+    ("codes", "values"),
+    [
+        ("q", [0]),
+        ("qqqq", [1, -1, 2**63 - 1, -(2**63)]),
+        ("qqq", [2**32 + 5, 0x7F00_1234_5678, True]),
+        ("dddd", [0.1, -0.0, math.inf, 5e-324]),
+        ("d", [math.nan]),
+        ("qdqdqdqd", [7, 7.0, -7, -7.0, 2**53 + 1, 2.0**53, 3, 1e308]),
+        ("d", [3]),
+        ("", []),
+    ],
+)
+def test_arguments_arrive_bit_for_bit(machine: Machine, codes: str, values: list[float]) -> None:
+    machine.stub.parameters = len(codes)
+    driver.kernel_for(source_of(codes), 0).launch((1, 1), 0, *values)
+    (launch,) = machine.stub.launches()
+    assert bytes(launch.parameters)[: 8 * len(codes)] == struct.pack("<" + codes, *values)
+
+
+def test_grid_block_and_stream_arrive(machine: Machine) -> None:
+    kernel = driver.kernel_for(source_of("q", threads=192), 0)
+    kernel.launch((2**31 - 1, 65535), 2**45 + 16, 1)
+    kernel.launch((3, 2), 0, 1)
+    first, second = machine.stub.launches()
+    assert (*first.grid, *first.block, first.shared) == (2**31 - 1, 65535, 1, 192, 1, 1, 0)
+    assert (*second.grid, *second.block, second.shared) == (3, 2, 1, 192, 1, 1, 0)
+    assert (first.stream, second.stream) == (2**45 + 16, 0)
+
+
+@pytest.mark.parametrize("arguments", [(), (1,), (1, 2, 3), (1, "2")])
+def test_other_arguments_than_declared_are_refused(
+    machine: Machine, arguments: tuple[Any, ...]
+) -> None:
+    kernel = driver.kernel_for(source_of("qq"), 0)
+    with pytest.raises(struct.error):
+        kernel.launch((1, 1), 0, *arguments)
+    assert machine.stub.launched == 0
+
+
+def test_threads_do_not_mix_their_arguments(machine: Machine) -> None:
+    threads, times, size = 6, 3000, 8
+    machine.stub.parameters = size
+    kernels = [driver.kernel_for(source_of("q" * size, f"kernel {k}"), 0) for k in range(2)]
+    start = threading.Barrier(threads)
+
+    def member(rank: int) -> None:
+        start.wait()
+        for i in range(times):
+            first = (rank * times + i) << 8
+            kernels[i % 2].launch((1, 1), 0, *range(first, first + size))
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(member, range(threads)))
+    launches = machine.stub.launches()
+    firsts = [launch.parameters[0] for launch in launches]
+    assert sorted(firsts) == [n << 8 for n in range(threads * times)]
+    for launch, first in zip(launches, firsts, strict=True):
+        assert list(launch.parameters) == list(range(first, first + size))
+
+
+def test_failing_launch_names_kernel_device_grid_block_and_error(machine: Machine) -> None:
+    kernel = driver.kernel_for(source_of("q", "planes_moments-float32"), 0)
+    machine.stub.launch_fails = ILLEGAL_ADDRESS
+    with pytest.raises(BackendError) as caught:
+        kernel.launch((34, 5), 0, 1)
+    for part in (
+        "planes_moments-float32",
+        "device 0",
+        "(34, 5)",
+        "256 threads",
+        "CUDA_ERROR_ILLEGAL_ADDRESS",
+        "an illegal memory access was encountered",
+    ):
+        assert part in str(caught.value)
+    machine.stub.launch_fails = 0
+    kernel.launch((1, 1), 0, 1)
+    assert machine.stub.launched == 1
+
+
+def test_error_that_the_driver_has_no_name_for_keeps_its_number(machine: Machine) -> None:
+    kernel = driver.kernel_for(source_of(), 0)
+    machine.stub.launch_fails = 12345
+    with pytest.raises(BackendError, match="unknown \\(12345\\)"):
+        kernel.launch((1, 1), 0, 1)
+
+
+# ---------------------------------------------------------------------------- contexts
+
+
+def test_without_a_context_the_primary_one_of_the_device_is_made_current(
+    machine: Machine,
+) -> None:
+    machine.stub.set_capabilities(90, 90)
+    driver.kernel_for(source_of(), 1).launch((1, 1), 0, 1)
+    assert machine.stub.retained == 1
+    (launch,) = machine.stub.launches()
+    primary = ctypes.c_void_p()
+    machine.stub.library.cuDevicePrimaryCtxRetain(ctypes.byref(primary), 1)
+    assert launch.context == primary.value
+
+
+def test_context_of_the_caller_stays(machine: Machine) -> None:
+    machine.stub.make_current(2**40)
+    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    assert machine.stub.retained == 0
+    assert machine.stub.launches()[0].context == 2**40
+
+
+def test_thread_without_a_context_gets_that_of_the_device(machine: Machine) -> None:
+    machine.stub.set_capabilities(90, 90)
+    kernels = [driver.kernel_for(source_of(), device) for device in range(2)]
+    for kernel in kernels:
+        in_thread(lambda kernel=kernel: kernel.launch((1, 1), 0, 1))
+    first, second = machine.stub.launches()
+    assert second.context != first.context != 0
+    assert machine.stub.retained == 3  # once for the thread of the test
+
+
+def test_invalid_context_is_not_tried_again(machine: Machine) -> None:
+    kernel = driver.kernel_for(source_of(), 0)
+    machine.stub.launch_fails = INVALID_CONTEXT
+    with pytest.raises(BackendError, match=r"unknown \(201\)"):
+        kernel.launch((1, 1), 0, 1)
+    assert machine.stub.asked == 1
+
+
+# ----------------------------------------------------------------------------- loading
+
+
+def test_devices_of_one_capability_share_one_load(machine: Machine) -> None:
+    machine.stub.set_capabilities(90, 90)
+    for _ in range(2):
+        for device in range(2):
+            driver.kernel_for(source_of(), device).launch((1, 1), 0, 1)
+    assert machine.stub.loads == 1
+    assert machine.compiler.calls == [("kernel", (9, 0))]
+
+
+def test_each_capability_has_its_own_code(machine: Machine) -> None:
+    machine.stub.set_capabilities(90, 86)
+    for device in range(2):
+        driver.kernel_for(source_of(), device).launch((1, 1), 0, 1)
+    assert machine.compiler.calls == [("kernel", (9, 0)), ("kernel", (8, 6))]
+    assert machine.stub.images() == [b"\x7fELF kernel 9.0", b"\x7fELF kernel 8.6"]
+    assert len({launch.function for launch in machine.stub.launches()}) == 2
+
+
+def test_entry_is_looked_up_by_name(machine: Machine) -> None:
+    driver.kernel_for(source_of(), 0)
+    entries = (ctypes.c_char * 32).in_dll(machine.stub.library, "stub_entries")
+    assert entries.value == b"entry"
+
+
+def test_threads_that_come_at_once_get_the_one_kernel(machine: Machine) -> None:
+    start = threading.Barrier(8)
+
+    def member(_: int) -> driver.Kernel:
+        start.wait()
+        return driver.kernel_for(source_of(), 0)
+
+    with ThreadPoolExecutor(8) as pool:
+        kernels = set(pool.map(member, range(8)))
+    assert len(kernels) == machine.stub.loads == len(machine.compiler.calls) == 1
+
+
+def test_failed_load_is_forgotten(machine: Machine) -> None:
+    machine.stub.load_fails = OUT_OF_MEMORY
+    with pytest.raises(BackendError, match=r"kernel .*CUDA_ERROR_OUT_OF_MEMORY"):
+        driver.kernel_for(source_of(), 0)
+    assert not machine.cache.exists()
+    machine.stub.load_fails = 0
+    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    assert machine.stub.loads == machine.stub.launched == 1
+
+
+def test_failed_compilation_is_forgotten(machine: Machine) -> None:
+    machine.compiler.error = BackendError("no compiler today")
+    with pytest.raises(BackendError, match="no compiler today"):
+        driver.kernel_for(source_of(), 0)
+    assert not machine.cache.exists()
+    machine.compiler.error = None
+    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+
+
+def test_driver_without_libraries_loads_once_per_context(old_machine: Machine) -> None:
+    stub = old_machine.stub
+    stub.set_capabilities(90, 90)
+    kernel = driver.kernel_for(source_of(), 0)
+    for context in (2**40, 2**41, 2**40):
+        stub.make_current(context)
+        kernel.launch((1, 1), 0, 1)
+    assert stub.loads == 3  # the first in the context that kernel_for made
+    assert [launch.context for launch in stub.launches()] == [2**40, 2**41, 2**40]
+    in_thread(lambda: kernel.launch((1, 1), 0, 1))
+    assert stub.loads == 3
+    assert len(old_machine.compiler.calls) == 1
+
+
+def test_device_too_old_is_refused(machine: Machine) -> None:
+    machine.stub.set_capabilities(90, 61)
+    with pytest.raises(BackendError, match=r"device 1: expected .* 7\.0 .* got 6\.1; use"):
+        driver.kernel_for(source_of(), 1)
+    assert machine.compiler.calls == []
+
+
+def test_device_that_is_not_there_is_refused(machine: Machine) -> None:
+    with pytest.raises(BackendError, match=r"cuDeviceGet .*CUDA_ERROR_INVALID_DEVICE"):
+        driver.kernel_for(source_of(), 1)
+
+
+def test_capability_and_count_of_devices(machine: Machine) -> None:
+    machine.stub.set_capabilities(90, 121)
+    assert driver.device_count() == 2
+    assert [driver.compute_capability(device) for device in range(2)] == [(9, 0), (12, 1)]
+
+
+def test_without_a_driver_there_are_no_devices(
+    monkeypatch: pytest.MonkeyPatch, forgetful: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(driver, "_open", cannot_open)
+    assert driver.device_count() == 0
+    with pytest.raises(BackendError, match="driver can't be loaded"):
+        driver.kernel_for(source_of(), 0)
+
+
+def test_driver_that_does_not_start_has_no_devices(machine: Machine) -> None:
+    machine.stub.init_fails = 100
+    assert driver.device_count() == 0
+    machine.stub.init_fails = 0
+    assert driver.device_count() == 1
+
+
+# -------------------------------------------------------------------------- disk cache
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def test_next_process_does_not_compile(machine: Machine) -> None:
+    driver.kernel_for(source_of(), 0)
+    machine.restart()
+    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    assert len(machine.compiler.calls) == 1
+    assert machine.stub.images() == [b"\x7fELF kernel 9.0"] * 2
+
+
+def test_next_process_imports_no_numba(machine: Machine, fresh_python: Callable[..., str]) -> None:
+    driver.kernel_for(source_of(), 0)
+    code = f"""
+import ctypes, sys
+from syncbn_core.backends import driver
+driver._open = lambda: ctypes.CDLL({str(machine.stub.path)!r})
+driver.kernel_for(driver.Source("kernel", None, "q", 256), 0).launch((1, 1), 0, 1)
+print([name for name in ("numba", "cuda", "cupy", "torch") if name in sys.modules])
+"""
+    assert fresh_python(code).strip() == "[]"
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut short": lambda content: content[:-1],
+    "longer": lambda content: content + b"\0",
+    "one bit of the code": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "one bit of the checksum": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "another entry": lambda content: content.replace(b"entry", b"other"),
+    "something else": lambda content: b"\xff" * 100,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_compiled_anew(machine: Machine, damage: str) -> None:
+    driver.kernel_for(source_of(), 0)
+    (path,) = files_in(machine.cache)
+    intact = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](intact))
+    machine.restart()
+    driver.kernel_for(source_of(), 0)
+    assert len(machine.compiler.calls) == 2
+    assert set(machine.stub.images()) == {b"\x7fELF kernel 9.0"}
+    assert path.read_bytes() == intact
+
+
+def test_code_that_can_not_be_linked_is_kept_as_ptx(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "compile_source", lambda *_: Code("entry", ".version 9.4", b""))
+    driver.kernel_for(source_of(), 0)
+    machine.restart()
+    monkeypatch.setattr(driver, "compile_source", machine.compiler)
+    driver.kernel_for(source_of(), 0)
+    assert machine.compiler.calls == []
+    assert machine.stub.images() == [b".version 9.4"] * 2  # the stub reads up to a zero byte
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": "another"},
+        {"codes": "d"},
+        {"threads": 128},
+        {"min_blocks": 2},
+        {"max_registers": 40},
+    ],
+)
+def test_other_kernel_has_another_file(machine: Machine, change: dict[str, Any]) -> None:
+    source = source_of()
+    driver.kernel_for(source, 0)
+    machine.restart()
+    driver.kernel_for(replace(source, **change), 0)
+    assert len(machine.compiler.calls) == len(files_in(machine.cache)) == 2
+
+
+def test_changed_source_file_is_compiled_anew(machine: Machine, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.py"
+    source = source_of(files=(str(file),))
+    for text, expected in (("a = 1", 1), ("a = 1", 1), ("a = 2", 2), ("a = 1", 2)):
+        file.write_text(text)
+        machine.restart()
+        driver.kernel_for(source, 0)
+        assert len(machine.compiler.calls) == expected
+
+
+def test_other_compiler_compiles_anew(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.kernel_for(source_of(), 0)
+    machine.restart()
+    monkeypatch.setattr(driver, "_versions", lambda: ("numba-cuda 99",))
+    driver.kernel_for(source_of(), 0)
+    assert len(machine.compiler.calls) == 2
+
+
+def test_installed_compilers_are_told_apart() -> None:
+    assert f"numba {metadata.version('numba')}" in driver._versions()
+    assert find_spec("numba_cuda") is None or "numba-cuda" in str(driver._versions())
+
+
+def test_other_capability_has_another_file(machine: Machine) -> None:
+    for capability in (90, 80, 90):
+        machine.stub.set_capabilities(capability)
+        machine.restart()
+        driver.kernel_for(source_of(), 0)
+    assert machine.compiler.calls == [("kernel", (9, 0)), ("kernel", (8, 0))]
+
+
+def test_without_its_source_files_nothing_is_kept(machine: Machine, tmp_path: Path) -> None:
+    source = source_of(files=(str(tmp_path / "package.zip" / "kernels.py"),))
+    driver.kernel_for(source, 0).launch((1, 1), 0, 1)
+    assert not machine.cache.exists()
+
+
+def test_place_that_can_not_be_written_is_no_error(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SYNCBN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_failed_write_leaves_no_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    assert files_in(machine.cache) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has another folder")
+def test_cache_is_in_the_folder_of_the_user(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYNCBN_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    driver.kernel_for(source_of(), 0)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    machine.restart()
+    driver.kernel_for(source_of(), 0)
+    (first,) = files_in(tmp_path / "xdg" / "syncbn")
+    (second,) = files_in(tmp_path / "home" / ".cache" / "syncbn")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_processes_that_write_at_once_never_see_half_a_file(
+    tmp_path: Path, fresh_python: Callable[..., str]
+) -> None:
+    code = """
+import pathlib, sys
+from syncbn_core.backends.driver import Code, _store, _stored
+path = pathlib.Path(%r, "cache", "kernel")
+codes = [Code("entry", "", b"\\x7fELF" + bytes([n]) * 1_000_000) for n in range(4)]
+for turn in range(100):
+    _store(path, codes[(turn + %d) %% 4])
+    assert _stored(path) in codes, "half a file"
+"""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: fresh_python(code % (str(tmp_path), n)), range(4)))
+    assert [path.name for path in files_in(tmp_path / "cache")] == ["kernel"]
+
+
+# --------------------------------------------------------------------- what is missing
+
+
+def cannot_open() -> ctypes.CDLL:
+    raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+def linker_of(*version: int) -> Callable[[], Any]:
+    return lambda: SimpleNamespace(version=lambda: version)
+
+
+@pytest.fixture
+def equipped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """With everything: the test takes one thing away."""
+    monkeypatch.setattr(driver, "find_spec", lambda name: object())
+    monkeypatch.setattr(driver, "_linker", linker_of(13, 0))
+    return machine
+
+
+def only_missing() -> str:
+    (sentence,) = driver.missing()
+    with pytest.raises(BackendError, match=re.escape(sentence)):
+        driver.require()
+    return sentence
+
+
+def test_nothing_is_missing(equipped: Machine) -> None:
+    assert driver.missing() == []
+    driver.require()
+
+
+def test_missing_driver(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_open", cannot_open)
+    sentence = only_missing()
+    assert "NVIDIA driver can't be loaded (libcuda.so.1" in sentence
+    assert "install it" in sentence
+
+
+def test_driver_that_does_not_start(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    equipped.stub.init_fails = 100
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    sentence = only_missing()
+    assert "CUDA_ERROR_NO_DEVICE" in sentence
+    assert "nvidia-smi" in sentence
+    assert "CUDA_VISIBLE_DEVICES is '7'" in sentence
+
+
+def test_driver_without_a_device(equipped: Machine) -> None:
+    equipped.stub.devices = 0
+    sentence = only_missing()
+    assert "shows no device" in sentence
+    assert "CUDA_VISIBLE_DEVICES" not in sentence
+
+
+def test_driver_that_lacks_a_function(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(driver._FUNCTIONS, "cuFromTheFuture", ())
+    assert "expected a driver with cuFromTheFuture" in only_missing()
+
+
+def test_old_device(equipped: Machine) -> None:
+    equipped.stub.set_capabilities(61, 52)
+    assert "expected compute capability 7.0 (Volta) or newer, got 6.1" in only_missing()
+
+
+def test_one_device_that_is_new_enough_will_do(equipped: Machine) -> None:
+    equipped.stub.set_capabilities(61, 90)
+    assert driver.missing() == []
+
+
+def test_volta_needs_cuda_12(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    equipped.stub.set_capabilities(70)
+    assert 'pip install "syncbn[cuda12]"' in only_missing()
+    monkeypatch.setattr(driver, "_linker", linker_of(12, 9))
+    assert driver.missing() == []
+
+
+def test_missing_numba_cuda(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "find_spec", lambda name: None)
+    sentence = only_missing()
+    assert "numba-cuda is not installed" in sentence
+    assert '"syncbn[cuda12]"' in sentence
+    assert '"syncbn[cuda13]"' in sentence
+
+
+def test_missing_linker(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_linker", lambda: None)
+    sentence = only_missing()
+    assert "nvJitLink can't be loaded" in sentence
+    assert '"syncbn[cuda12]"' in sentence
+
+
+def test_driver_older_than_the_packages(equipped: Machine) -> None:
+    equipped.stub.version = 12040
+    sentence = only_missing()
+    assert "takes code for CUDA 12" in sentence
+    assert "makes it for CUDA 13" in sentence
+
+
+def test_simulator_is_no_device(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    assert "unset it" in only_missing()
+
+
+def test_everything_that_is_missing_is_in_one_sentence(
+    equipped: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_open", cannot_open)
+    monkeypatch.setattr(driver, "find_spec", lambda name: None)
+    assert len(driver.missing()) == 2
+    with pytest.raises(BackendError, match=r"^expected a machine .*libcuda.*; numba-cuda is not"):
+        driver.require()
+
+
+# ------------------------------------------------------------------------- compilation
+
+
+def test_numba_without_numba_cuda_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "_numba_cuda_redirector", None)
+    monkeypatch.setitem(sys.modules, "numba.cuda", ModuleType("numba.cuda"))
+    with pytest.raises(BackendError, match=r"kernel .* not that of .*numba-cuda; pip install"):
+        driver.compile_source(source_of(), (9, 0))
+
+
+needs_numba_cuda = pytest.mark.skipif(find_spec("numba_cuda") is None, reason="needs numba-cuda")
+
+
+def scale_kernel() -> Callable[..., None]:
+    """`y = x * factor` for n numbers; a function is called, as in the kernels of the package."""
+    import numba
+    from numba import cuda
+    from numba.cuda.extending import register_jitable
+
+    @register_jitable
+    def scaled(value, factor):
+        return value * factor
+
+    def scale(x, y, n, factor):
+        shared = cuda.shared.array(256, numba.float64)
+        i = cuda.threadIdx.x
+        if i < n:
+            shared[i] = scaled(x + i, factor)
+            cuda.syncthreads()
+            shared[i] += y
+
+    warnings.warn("this must not reach the user", stacklevel=1)
+    return scale
+
+
+SCALE = Source("scale", scale_kernel, "qqqd", 256)
+
+
+@needs_numba_cuda
+def test_compiles_without_a_device_for_any_capability() -> None:
+    codes = [driver.compile_source(SCALE, capability) for capability in ((9, 0), (8, 0))]
+    for code, number in zip(codes, (90, 80), strict=True):
+        assert f".target sm_{number}\n" in code.ptx
+        assert f".visible .entry {code.entry}(" in code.ptx
+        assert code.ptx.count(".param .") == 4
+        assert code.image == code.cubin
+        assert code.cubin.startswith(b"\x7fELF")
+        assert code.entry.encode() in code.cubin
+    assert codes[0].cubin != codes[1].cubin
+
+
+@needs_numba_cuda
+def test_limits_of_threads_blocks_and_registers_are_in_the_code() -> None:
+    code = driver.compile_source(replace(SCALE, threads=96, min_blocks=3, max_registers=40), (9, 0))
+    assert re.search(r"\)\n\.maxnreg 40\n\.maxntid 96\b.*\n\.minnctapersm 3\n", code.ptx)
+    assert code.cubin
+    assert ".maxnreg" not in driver.compile_source(SCALE, (9, 0)).ptx
+
+
+@needs_numba_cuda
+def test_device_newer_than_the_compiler_gets_ptx() -> None:
+    code = driver.compile_source(SCALE, (99, 0))
+    assert code.cubin == b""
+    assert code.image == code.ptx.encode() + b"\0"
+    assert re.search(r"\.target sm_\d+\n", code.ptx)
+
+
+@needs_numba_cuda
+def test_without_a_linker_the_driver_gets_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_linker", lambda: None)
+    code = driver.compile_source(SCALE, (9, 0))
+    assert code.image == code.ptx.encode() + b"\0"
+
+
+@needs_numba_cuda
+def test_kernel_that_does_not_compile_is_named() -> None:
+    source = replace(SCALE, key="wrong kernel", codes="q")
+    with pytest.raises(BackendError, match=r"wrong kernel to compile .* 9\.0, got \w+Error"):
+        driver.compile_source(source, (9, 0))
+
+
+@needs_numba_cuda
+def test_numba_asks_for_its_device_as_before() -> None:
+    from numba.cuda import api, dispatcher
+
+    driver.compile_source(SCALE, (9, 0))
+    assert dispatcher.get_current_device is api.get_current_device
+
+
+@needs_numba_cuda
+def test_words_of_the_linker_are_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry kernel() { nonsense; }"
+    monkeypatch.setattr(driver, "_to_ptx", lambda *_: wrong)
+    with pytest.raises(BackendError, match=r"(?s)nvJitLink, ERROR_PTX_COMPILE.*nonsense"):
+        driver.compile_source(SCALE, (9, 0))
+
+
+@needs_numba_cuda
+def test_compiled_kernel_passes_through_the_disk_cache(tmp_path: Path) -> None:
+    code = driver.compile_source(SCALE, (9, 0))
+    driver._store(tmp_path / "kernel", code)
+    assert driver._stored(tmp_path / "kernel") == replace(code, ptx="")
