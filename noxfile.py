@@ -13,7 +13,17 @@ import nox
 
 nox.needs_version = ">=2025.2.9"
 # `tests` comes last: its closing line is what one wants to see at the end.
-nox.options.sessions = ["lint", "types", "wheel", "examples", "tests_oldest", "tests_core", "tests"]
+nox.options.sessions = [
+    "lint",
+    "types",
+    "wheel",
+    "examples",
+    "tests_oldest",
+    "tests_core",
+    "tests_cuda",
+    "tests_simulator",
+    "tests",
+]
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 # A missing Python 3.12 or 3.13 is skipped and listed as skipped, also where CI is set.
@@ -77,6 +87,31 @@ def tests_core(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, "-e", ".", *groups("test"))
     fresh_numba_cache(session)
     session.run("pytest", *(session.posargs or ["tests/core"]))
+
+
+@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+def tests_cuda(session: nox.Session) -> None:
+    """What can be tested of the CUDA kernels without a device: compiler, ptxas, clear errors."""
+    session.install(*CONSTRAINTS, "-e", ".[cuda13]", *groups("test", "ptx"))
+    fresh_numba_cache(session)
+    tests = ["tests/core/test_driver.py", "tests/core/test_no_device.py", "tests/ptx"]
+    session.run("pytest", *(session.posargs or tests))
+    # the packages of the other CUDA, and their error where no device is there
+    other = fresh_directory(session, "cuda12")
+    session.run("python", "-m", "venv", str(other))
+    python = str(other / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+    install = [python, "-m", "pip", "install", "--quiet", *CONSTRAINTS, "-e", ".[cuda12]"]
+    session.run(*install, *groups("test"), external=True)
+    session.run(python, "-m", "pytest", *tests[:2], external=True)
+    shutil.rmtree(other)
+
+
+@nox.session(python=TORCH_PYTHON, tags=["cuda"])
+def tests_simulator(session: nox.Session) -> None:
+    """The CUDA kernels, and torch and CuPy on them, in Numba's simulator."""
+    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test"))
+    session.env["NUMBA_ENABLE_CUDASIM"] = "1"
+    session.run("pytest", *(session.posargs or ["tests/simulator"]))
 
 
 @nox.session(python=OLDEST_PYTHON)

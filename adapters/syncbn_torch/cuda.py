@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from syncbn_core.backends import cuda as kernels
 from syncbn_core.backends import driver
+from syncbn_core.backends.compiler import Source
 from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_core.moments import Moments
 from syncbn_core.packed import PackedMoments
@@ -81,7 +82,7 @@ class _Runner:
         self.index: int = device.index
         self.stream: int = torch._C._cuda_getCurrentRawStream(device.index)
 
-    def launch(self, source: driver.Source, grid: tuple[int, int], *arguments: Any) -> None:
+    def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
         kernel = driver.kernel_for(source, self.index)
         if torch.cuda.current_device() == self.index:
             kernel.launch(grid, self.stream, *arguments)

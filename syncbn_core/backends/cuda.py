@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from syncbn_core.backends.driver import Source
+from syncbn_core.backends.compiler import Source
 from syncbn_core.kernels.cuda_constants import (
     CODES,
     MIN_INNER,

@@ -17,7 +17,8 @@ from typing import Any
 import cupy
 
 from syncbn_core.backends import cuda
-from syncbn_core.backends.driver import Source, kernel_for, require
+from syncbn_core.backends.compiler import Source
+from syncbn_core.backends.driver import kernel_for, require
 from syncbn_core.layout import Layout, layout_of
 from syncbn_core.moments import EpsMode, Moments
 from syncbn_core.packed import PackedMoments

@@ -40,6 +40,7 @@ def array_library(device: str) -> Iterator[Any]:
 
 def _cupy() -> Any:
     """CuPy, on a machine where everything that the kernels need is there."""
+    from syncbn_core.backends.compiler import INSTALL
     from syncbn_core.backends.driver import missing
 
     lacks = missing()
@@ -50,9 +51,6 @@ def _cupy() -> Any:
     if lacks:
         raise BackendError("expected a machine ready for CUDA; " + "; ".join(lacks))
     return cupy
-
-
-INSTALL = 'pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
 
 
 def to_numpy(array: Any) -> Any:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from syncbn_core.backends import driver
-from syncbn_core.backends.driver import Code, Source
+from syncbn_core.backends import compiler, driver
+from syncbn_core.backends.compiler import Code, Source
 from syncbn_core.errors import BackendError
 
 C_FILE = Path(__file__).with_name("stub_driver.c")
@@ -503,14 +503,14 @@ def test_changed_source_file_is_compiled_anew(machine: Machine, tmp_path: Path) 
 def test_other_compiler_compiles_anew(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.kernel_for(source_of(), 0)
     machine.restart()
-    monkeypatch.setattr(driver, "_versions", lambda: ("numba-cuda 99",))
+    monkeypatch.setattr(compiler, "versions", lambda: ("numba-cuda 99",))
     driver.kernel_for(source_of(), 0)
     assert len(machine.compiler.calls) == 2
 
 
 def test_installed_compilers_are_told_apart() -> None:
-    assert f"numba {metadata.version('numba')}" in driver._versions()
-    assert find_spec("numba_cuda") is None or "numba-cuda" in str(driver._versions())
+    assert f"numba {metadata.version('numba')}" in compiler.versions()
+    assert find_spec("numba_cuda") is None or "numba-cuda" in str(compiler.versions())
 
 
 def test_other_capability_has_another_file(machine: Machine) -> None:
@@ -566,12 +566,12 @@ def test_processes_that_write_at_once_never_see_half_a_file(
 ) -> None:
     code = """
 import pathlib, sys
-from syncbn_core.backends.driver import Code, _store, _stored
+from syncbn_core.backends.compiler import Code, store, stored
 path = pathlib.Path(%r, "cache", "kernel")
 codes = [Code("entry", "", b"\\x7fELF" + bytes([n]) * 1_000_000) for n in range(4)]
 for turn in range(100):
-    _store(path, codes[(turn + %d) %% 4])
-    assert _stored(path) in codes, "half a file"
+    store(path, codes[(turn + %d) %% 4])
+    assert stored(path) in codes, "half a file"
 """
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: fresh_python(code % (str(tmp_path), n)), range(4)))
@@ -593,7 +593,7 @@ def linker_of(*version: int) -> Callable[[], Any]:
 def equipped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """With everything: the test takes one thing away."""
     monkeypatch.setattr(driver, "find_spec", lambda name: object())
-    monkeypatch.setattr(driver, "_linker", linker_of(13, 0))
+    monkeypatch.setattr(driver, "linker", linker_of(13, 0))
     return machine
 
 
@@ -650,7 +650,7 @@ def test_one_device_that_is_new_enough_will_do(equipped: Machine) -> None:
 def test_volta_needs_cuda_12(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     equipped.stub.set_capabilities(70)
     assert 'pip install "syncbn[cuda12]"' in only_missing()
-    monkeypatch.setattr(driver, "_linker", linker_of(12, 9))
+    monkeypatch.setattr(driver, "linker", linker_of(12, 9))
     assert driver.missing() == []
 
 
@@ -663,7 +663,7 @@ def test_missing_numba_cuda(equipped: Machine, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_missing_linker(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_linker", lambda: None)
+    monkeypatch.setattr(driver, "linker", lambda: None)
     sentence = only_missing()
     assert "nvJitLink can't be loaded" in sentence
     assert '"syncbn[cuda12]"' in sentence
@@ -698,7 +698,7 @@ def test_numba_without_numba_cuda_does_not_compile(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "_numba_cuda_redirector", None)
     monkeypatch.setitem(sys.modules, "numba.cuda", ModuleType("numba.cuda"))
     with pytest.raises(BackendError, match=r"kernel .* not that of .*numba-cuda; pip install"):
-        driver.compile_source(source_of(), (9, 0))
+        compiler.compile_source(source_of(), (9, 0))
 
 
 needs_numba_cuda = pytest.mark.skipif(find_spec("numba_cuda") is None, reason="needs numba-cuda")
@@ -731,7 +731,7 @@ SCALE = Source("scale", scale_kernel, "qqqd", 256)
 
 @needs_numba_cuda
 def test_compiles_without_a_device_for_any_capability() -> None:
-    codes = [driver.compile_source(SCALE, capability) for capability in ((9, 0), (8, 0))]
+    codes = [compiler.compile_source(SCALE, capability) for capability in ((9, 0), (8, 0))]
     for code, number in zip(codes, (90, 80), strict=True):
         assert f".target sm_{number}\n" in code.ptx
         assert f".visible .entry {code.entry}(" in code.ptx
@@ -744,15 +744,17 @@ def test_compiles_without_a_device_for_any_capability() -> None:
 
 @needs_numba_cuda
 def test_limits_of_threads_blocks_and_registers_are_in_the_code() -> None:
-    code = driver.compile_source(replace(SCALE, threads=96, min_blocks=3, max_registers=40), (9, 0))
+    code = compiler.compile_source(
+        replace(SCALE, threads=96, min_blocks=3, max_registers=40), (9, 0)
+    )
     assert re.search(r"\)\n\.maxnreg 40\n\.maxntid 96\b.*\n\.minnctapersm 3\n", code.ptx)
     assert code.cubin
-    assert ".maxnreg" not in driver.compile_source(SCALE, (9, 0)).ptx
+    assert ".maxnreg" not in compiler.compile_source(SCALE, (9, 0)).ptx
 
 
 @needs_numba_cuda
 def test_device_newer_than_the_compiler_gets_ptx() -> None:
-    code = driver.compile_source(SCALE, (99, 0))
+    code = compiler.compile_source(SCALE, (99, 0))
     assert code.cubin == b""
     assert code.image == code.ptx.encode() + b"\0"
     assert re.search(r"\.target sm_\d+\n", code.ptx)
@@ -760,8 +762,8 @@ def test_device_newer_than_the_compiler_gets_ptx() -> None:
 
 @needs_numba_cuda
 def test_without_a_linker_the_driver_gets_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_linker", lambda: None)
-    code = driver.compile_source(SCALE, (9, 0))
+    monkeypatch.setattr(compiler, "linker", lambda: None)
+    code = compiler.compile_source(SCALE, (9, 0))
     assert code.image == code.ptx.encode() + b"\0"
 
 
@@ -769,27 +771,27 @@ def test_without_a_linker_the_driver_gets_ptx(monkeypatch: pytest.MonkeyPatch) -
 def test_kernel_that_does_not_compile_is_named() -> None:
     source = replace(SCALE, key="wrong kernel", codes="q")
     with pytest.raises(BackendError, match=r"wrong kernel to compile .* 9\.0, got \w+Error"):
-        driver.compile_source(source, (9, 0))
+        compiler.compile_source(source, (9, 0))
 
 
 @needs_numba_cuda
 def test_numba_asks_for_its_device_as_before() -> None:
     from numba.cuda import api, dispatcher
 
-    driver.compile_source(SCALE, (9, 0))
+    compiler.compile_source(SCALE, (9, 0))
     assert dispatcher.get_current_device is api.get_current_device
 
 
 @needs_numba_cuda
 def test_words_of_the_linker_are_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry kernel() { nonsense; }"
-    monkeypatch.setattr(driver, "_to_ptx", lambda *_: wrong)
+    monkeypatch.setattr(compiler, "_to_ptx", lambda *_: wrong)
     with pytest.raises(BackendError, match=r"(?s)nvJitLink, ERROR_PTX_COMPILE.*nonsense"):
-        driver.compile_source(SCALE, (9, 0))
+        compiler.compile_source(SCALE, (9, 0))
 
 
 @needs_numba_cuda
 def test_compiled_kernel_passes_through_the_disk_cache(tmp_path: Path) -> None:
-    code = driver.compile_source(SCALE, (9, 0))
-    driver._store(tmp_path / "kernel", code)
-    assert driver._stored(tmp_path / "kernel") == replace(code, ptx="")
+    code = compiler.compile_source(SCALE, (9, 0))
+    compiler.store(tmp_path / "kernel", code)
+    assert compiler.stored(tmp_path / "kernel") == replace(code, ptx="")

@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from syncbn_core.backends import cuda, driver
+from syncbn_core.backends import compiler, cuda
 from syncbn_core.kernels.cuda_constants import SIZES, THREADS, lanes_of
 
 CAPABILITIES = [(8, 0), (9, 0)]
@@ -49,7 +49,7 @@ class Built:
 @cache
 def built(kernel, capability, tools, folder):
     ptxas, cuobjdump = tools
-    code = driver.compile_source(cuda.source(*kernel, THREADS), capability)
+    code = compiler.compile_source(cuda.source(*kernel, THREADS), capability)
     name = "-".join(map(str, (*kernel, *capability)))
     cubin = folder / f"{name}.cubin"
     (folder / f"{name}.ptx").write_text(code.ptx)

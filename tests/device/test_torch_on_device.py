@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+import syncbn_torch  # noqa: E402
+from syncbn_torch import batchnorm, cuda  # noqa: E402
+
+DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
+SHAPES = [
+    (8, 64, 56, 56),
+    (4, 3, 113, 57),
+    (32, 130, 7, 7),
+    (32, 256, 14, 14),
+    (2, 2048, 1, 1),
+    (6, 1, 33, 5),
+    (5, 8, 2, 1),
+    (300, 96),
+    (64, 7, 3),
+    (2, 16, 8, 9, 10),
+    (1, 4, 700, 900),
+]
+
+
+@pytest.fixture(autouse=True)
+def ours():
+    with batchnorm.always_ours():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back():
+    yield
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def layer_for(channels, device, **settings):
+    torch.manual_seed(channels)
+    layer = syncbn_torch.SyncBatchNorm(channels, **settings).to(device)
+    with torch.no_grad():
+        layer.weight.normal_(1, 0.3)
+        layer.bias.normal_()
+        layer.running_mean.normal_()
+    return layer
+
+
+def twin_of(layer):
+    """Torch's layer, in float64, with the state of ours."""
+    twin = nn.BatchNorm1d(layer.num_features, layer.eps, layer.momentum).double()
+    twin._check_input_dim = lambda input: None
+    twin.to(layer.weight.device).load_state_dict(copy.deepcopy(layer.state_dict()))
+    return twin
+
+
+def batch(shape, dtype, device, channels_last=False):
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = (torch.randn(shape, generator=generator) * 2 + 3).to(device, getattr(torch, dtype))
+    if channels_last and len(shape) in (4, 5):
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        x = x.contiguous(memory_format=formats[len(shape)])
+    return x
+
+
+def close(actual, expected, tolerance):
+    scale = 1 + expected.abs().max().item() if expected.numel() else 1
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=tolerance, atol=tolerance * scale
+    )
+
+
+def run_both(layer, x, dy):
+    twin = twin_of(layer)
+    wide = x.detach().double().requires_grad_()
+    expected = twin(wide)
+    expected.backward(dy.double())
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    pairs = [(y, expected), (x.grad, wide.grad)]
+    pairs += zip(layer.parameters(), twin.parameters(), strict=True)
+    ours = [a.grad if isinstance(a, nn.Parameter) else a for a, _ in pairs]
+    theirs = [b.grad if isinstance(b, nn.Parameter) else b for _, b in pairs]
+    names = ["y", "dx", "dweight", "dbias", "running_mean", "running_var"]
+    ours += [layer.running_mean, layer.running_var]
+    theirs += [twin.running_mean, twin.running_var]
+    return dict(zip(names, zip(ours, theirs, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_layer_equals_torch_in_float64(shape, channels_last, dtype, device):
+    layer = layer_for(shape[1], device, dtype=torch.float64 if dtype == "float64" else None)
+    x = batch(shape, dtype, device, channels_last)
+    dy = torch.randn(shape).to(x)
+    for name, (actual, expected) in run_both(layer, x, dy).items():
+        activation = name in ("y", "dx")
+        tolerance = DTYPES[dtype if activation or dtype == "float64" else "float32"]
+        close(actual, expected, tolerance if activation else tolerance * 10)
+    assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("mean", [1e3, 1e6])
+@pytest.mark.parametrize("shape", [(32, 16, 28, 28), (32, 16, 7, 7), (4096, 16)], ids=str)
+def test_digits_survive_a_large_mean(shape, mean, device):
+    layer = layer_for(shape[1], device)
+    x = (torch.randn(shape, dtype=torch.float64) + mean).float().to(device)
+    dy = torch.randn(shape).to(device)
+    for name, (actual, expected) in run_both(layer, x, dy).items():
+        close(actual, expected, 1e-5 if name in ("y", "dx") else 1e-4)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("shape", [(4, 6, 8, 8), (4, 6, 7, 7), (40, 8)], ids=str)
+def test_misaligned_storage(shape, dtype, offset, device):
+    layer = layer_for(shape[1], device, dtype=torch.float64 if dtype == "float64" else None)
+    size = torch.Size(shape).numel()
+    buffer = torch.randn(size + 8).to(device, getattr(torch, dtype))
+    x = buffer[offset : offset + size].view(shape)
+    dy = torch.randn(shape).to(x)
+    for name, (actual, expected) in run_both(layer, x, dy).items():
+        close(actual, expected, DTYPES[dtype] * (1 if name in ("y", "dx") else 10))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_results_are_bitwise_the_same_on_every_run(channels_last, dtype, device, only_cuda):
+    x = batch((16, 24, 33, 31), dtype, device, channels_last)
+    dy = torch.randn(x.shape).to(x)
+    seen = set()
+    for _ in range(5):
+        layer = layer_for(24, device, dtype=torch.float64 if dtype == "float64" else None)
+        own = x.detach().requires_grad_()
+        y = layer(own)
+        y.backward(dy)
+        tensors = (y, own.grad, layer.weight.grad, layer.bias.grad, layer.running_var)
+        parts = (t.detach().contiguous().view(torch.uint8).cpu() for t in tensors)
+        seen.add(b"".join(p.numpy().tobytes() for p in parts))
+    assert len(seen) == 1
+
+
+def test_nothing_waits_for_the_device(device, only_cuda):
+    layer = layer_for(64, device)
+    x = batch((8, 64, 14, 14), "float32", device).requires_grad_()
+    layer(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_capture_in_a_graph(dtype, channels_last, momentum, device, only_cuda):
+    layer = layer_for(32, device, momentum=momentum)
+    start = copy.deepcopy(layer.state_dict())
+    eager = copy.deepcopy(layer)
+    x = batch((16, 32, 28, 28), dtype, device, channels_last).requires_grad_()
+    dy = torch.randn(x.shape).to(x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            layer(x).backward(dy)
+    torch.cuda.current_stream().wait_stream(side)
+    layer.load_state_dict(start)
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+        y.backward(dy)
+    layer.load_state_dict(start)
+    for step in range(3):
+        fresh = batch((16, 32, 28, 28), dtype, device) + step
+        with torch.no_grad():
+            x.copy_(fresh)
+        graph.replay()
+        own = x.detach().clone().requires_grad_()
+        eager.zero_grad(set_to_none=True)
+        expected = eager(own)
+        expected.backward(dy)
+        for actual, wanted in [
+            (y, expected),
+            (x.grad, own.grad),
+            (layer.weight.grad, eager.weight.grad),
+            (layer.running_mean, eager.running_mean),
+            (layer.running_var, eager.running_var),
+            (layer.num_batches_tracked, eager.num_batches_tracked),
+        ]:
+            assert torch.equal(actual, wanted)
+
+
+def test_streams_do_not_disturb_each_other(device, only_cuda):
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    layers = [layer_for(8, device) for _ in streams]
+    inputs = [batch((16, 8, 40, 40), "float32", device) + i for i in range(4)]
+    torch.cuda.synchronize()
+    outputs = []
+    for _ in range(20):
+        outputs = []
+        for stream, layer, x in zip(streams, layers, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append(layer(x))
+    torch.cuda.synchronize()
+    for layer, x, y in zip(layers, inputs, outputs, strict=True):
+        expected = F.batch_norm(x, None, None, layer.weight, layer.bias, True)
+        close(y, expected, 2e-5)
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("rows", [9, 7, 2])
+def test_replicas_on_one_device_equal_the_undivided_batch(rows, eps_mode, device):
+    layer = layer_for(6, device, eps_mode=eps_mode).double()
+    single = copy.deepcopy(layer)
+    model = syncbn_torch.DataParallelWithCallback(layer, device_ids=[device] * 3)
+    x = batch((rows, 6, 5, 5), "float64", device)
+    dy = torch.randn(x.shape).to(x)
+    one, many = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(many).backward(dy)
+    single(one).backward(dy)
+    close(many.grad, one.grad, 1e-11)
+    for ours, theirs in zip(layer.parameters(), single.parameters(), strict=True):
+        close(ours.grad, theirs.grad, 1e-11)
+    for ours, theirs in zip(layer.buffers(), single.buffers(), strict=True):
+        close(ours, theirs, 1e-12)
+
+
+@pytest.mark.parametrize("side_streams", [False, True])
+def test_replicas_on_several_devices(side_streams, only_cuda):
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs two devices")
+    layer = layer_for(16, torch.device("cuda", 0)).double()
+    single = copy.deepcopy(layer)
+    model = syncbn_torch.DataParallelWithCallback(layer, device_ids=list(range(count)))
+    x = batch((4 * count + 1, 16, 9, 9), "float64", torch.device("cuda", 0))
+    dy = torch.randn(x.shape).to(x)
+    one, many = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with contextlib.ExitStack() as stack:
+        for device in range(count if side_streams else 0):
+            torch.cuda.synchronize(device)
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        model(many).backward(dy)
+    torch.cuda.synchronize()
+    single(one).backward(dy)
+    close(many.grad, one.grad, 1e-11)
+    close(layer.running_var, single.running_var, 1e-12)
+
+
+def test_more_than_2_to_the_31_elements(device, only_cuda):
+    free, _ = torch.cuda.mem_get_info()
+    if free < 30 << 30:
+        pytest.skip("needs 30 GB")
+    for shape in [(2, 2, 1 << 30), (1 << 29, 8)]:
+        x = torch.empty(shape, dtype=torch.float16, device=device).normal_()
+        part = x[-1] if len(shape) == 3 else x[-1000:]
+        part += 1
+        layer = layer_for(shape[1], device)
+        with torch.no_grad():
+            y = layer(x)
+            mean = x.float().mean((0, 2) if len(shape) == 3 else 0)
+            var = x.float().var((0, 2) if len(shape) == 3 else 0, correction=0)
+            tail, result = x[-1:].double(), y[-1:].double()
+            view = (1, -1, 1)[: x.dim()]
+            expected = (tail - mean.double().view(view)) / (var.double().view(view) + 1e-5).sqrt()
+            expected = expected * layer.weight.double().view(view) + layer.bias.double().view(view)
+        close(result, expected, 5e-3)
+        del x, y, part
+
+
+def test_mixed_precision_and_gradient_scaling(device):
+    layer = layer_for(8, device)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3).to(device), layer, nn.ReLU())
+    x = torch.randn(4, 3, 16, 16, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = model(x)
+    y.float().square().sum().backward()
+    assert y.dtype is torch.bfloat16
+    assert torch.isfinite(model[0].weight.grad).all()
+
+
+def test_second_derivatives(device):
+    layer = layer_for(3, device).double()
+    twin = twin_of(layer)
+    grads = []
+    for module in (layer, twin):
+        x = batch((3, 3, 2, 4), "float64", device).requires_grad_()
+        (first,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        grads.append(torch.autograd.grad(first.pow(2).sum(), x)[0])
+    close(grads[0], grads[1], 1e-8)
+
+
+def test_the_kernels_are_ours(device, only_cuda):
+    assert cuda.has_cuda_kernels(torch.zeros(1, device=device))
+    layer = layer_for(8, device)
+    x = batch((4, 8, 16, 16), "float32", device).requires_grad_()
+    layer(x).sum().backward()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    for step in ("planes_moments", "planes_normalize", "planes_backward"):
+        assert any(step in name for name in names), names
