@@ -212,7 +212,7 @@ def batch_norm_backward(
         raise DTypeError(f"expected dy of a floating dtype, got {dy.dtype}")
     check_out(x, out)
     if saved.device is not None:
-        return _fused_backward(dy, saved, communicator or _ALONE, out)
+        return _fused_backward(dy, saved, communicator, out)
     sum_dy, sum_dy_xhat = backward_sums(x, dy, saved.mean, saved.invstd, parallel=parallel)
     dtype = (x if saved.weight is None else saved.weight).dtype
     with np.errstate(**_SILENT):
@@ -224,14 +224,17 @@ def batch_norm_backward(
 
 
 def _fused_backward(
-    dy: Array, saved: Saved, communicator: Communicator, out: Array | None
+    dy: Array, saved: Saved, communicator: Communicator | None, out: Array | None
 ) -> Gradients:
     fused = fused_backend_of(saved.x)
     assert fused is not None
     inputs = (saved.x, dy, saved.device, saved.weight)
     sums, by_weight, by_bias = fused.local_sums(*inputs)
-    total = None if saved.count is None else communicator.all_reduce_sums(sums)
-    dx = fused.finish_backward(*inputs, total, out=out)
+    if saved.count is None:  # constant statistics: no gradient flows through them
+        sums = None
+    elif communicator is not None:
+        sums = communicator.all_reduce_sums(sums)
+    dx = fused.finish_backward(*inputs, sums, out=out)
     return Gradients(dx, by_weight, by_bias)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from syncbn_core import functional
-from syncbn_core.backends.devices import array_library, place_like, to_numpy
+from syncbn_core.backends.devices import array_library, device_of, place_like, to_numpy
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
 from syncbn_core.moments import EpsMode, check_eps, check_eps_mode, check_momentum
@@ -140,8 +140,9 @@ class BatchNorm:
         gradients = functional.batch_norm_backward(dy, self._saved, communicator=self.communicator)
         self._saved = None
         if self.weight_grad is not None and self.bias_grad is not None:
-            self.weight_grad += gradients.weight
-            self.bias_grad += gradients.bias
+            with device_of(self.weight_grad):
+                self.weight_grad += gradients.weight
+                self.bias_grad += gradients.bias
         return gradients.x
 
     def parameters(self) -> list[Array]:
@@ -155,11 +156,16 @@ class BatchNorm:
     def zero_grad(self) -> None:
         """Set the gradients to zero."""
         for gradient in self.gradients():
-            gradient[...] = 0
+            with device_of(gradient):
+                gradient[...] = 0
 
     def state_dict(self) -> dict[str, Array]:
         """Copies of parameters and running statistics, under the names that PyTorch uses."""
-        return {name: array.copy() for name, array in self._state().items()}
+        state = {}
+        for name, array in self._state().items():
+            with device_of(array):
+                state[name] = array.copy()
+        return state
 
     def load_state_dict(self, state: dict[str, Array]) -> None:
         """Copy `state` into the layer; `StateError` unless names and shapes fit exactly."""
@@ -176,7 +182,8 @@ class BatchNorm:
                 )
         new = {name: _as_like(name, state[name], array) for name, array in own.items()}
         for name, array in own.items():
-            array[...] = new[name]
+            with device_of(array):
+                array[...] = new[name]
 
     def _state(self) -> dict[str, Array]:
         named = {

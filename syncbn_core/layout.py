@@ -52,6 +52,8 @@ def layout_of_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layou
 
 @lru_cache(maxsize=1024)
 def _plan(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Layout | None:
+    if 0 in shape:  # nothing lies anywhere; CuPy gives strides of 0
+        return Layout(tuple(range(len(shape))), shape[0], shape[1], prod(shape[2:]))
     # Axes of size 1 have arbitrary strides; outermost, they leave a single channel one long run.
     long_axes = [axis for axis, size in enumerate(shape) if size != 1]
     long_axes.sort(key=lambda axis: -strides[axis])

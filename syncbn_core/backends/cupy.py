@@ -38,6 +38,7 @@ __all__ = [
 Array = Any  # cupy.ndarray
 
 _TICKETS = 4096  # at first; as many as a reduction has channels or tiles
+_LEGACY_STREAMS = (0, 1)  # never captured
 _PER_THREAD_STREAM = 2  # one handle, another stream in every thread
 _tickets: dict[tuple[int, int, int], Array] = {}
 
@@ -100,7 +101,7 @@ class _Runner:
     def tickets(self, size: int) -> tuple[Any, Array]:
         """Zeros of this stream; a captured graph has its own, it may run beside its stream."""
         stream = self.stream
-        if stream > _PER_THREAD_STREAM and cupy.cuda.runtime.streamIsCapturing(stream):
+        if stream not in _LEGACY_STREAMS and cupy.cuda.runtime.streamIsCapturing(stream):
             array = cupy.zeros(size, cupy.int32)
         else:
             thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0

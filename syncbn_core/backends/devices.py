@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from syncbn_core.errors import ArgumentError, BackendError
 
-__all__ = ["array_library", "place_like", "to_numpy"]
+__all__ = ["array_library", "device_of", "place_like", "to_numpy"]
 
 Array = Any
 
@@ -53,9 +53,15 @@ def _cupy() -> Any:
     return cupy
 
 
+def device_of(array: Array) -> AbstractContextManager[Any]:
+    """Makes the device of a CuPy array the current one, as CuPy's own operations want it."""
+    device: AbstractContextManager[Any] = array.device if _is_cupy(array) else nullcontext()
+    return device
+
+
 def to_numpy(array: Any) -> Any:
     """A CuPy array as a NumPy array; anything else as it is."""
-    return array.get() if type(array).__module__.partition(".")[0] == "cupy" else array
+    return array.get() if _is_cupy(array) else array
 
 
 def place_like(values: np.ndarray[Any, Any], array: Array) -> Array:
@@ -66,3 +72,7 @@ def place_like(values: np.ndarray[Any, Any], array: Array) -> Array:
 
     with array.device:
         return cupy.asarray(values)
+
+
+def _is_cupy(array: Any) -> bool:
+    return type(array).__module__.partition(".")[0] == "cupy"

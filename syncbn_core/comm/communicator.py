@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
-from syncbn_core.comm.parcel import Parcel, combine_parcels, is_on_device
-from syncbn_core.errors import ArgumentError, DeviceError, ProtocolError, ShapeError
+from syncbn_core.comm.parcel import Parcel, combine_parcels, copy_of, is_on_device
+from syncbn_core.errors import ArgumentError, DeviceError, DTypeError, ProtocolError, ShapeError
 from syncbn_core.moments import Moments, merge_all
 from syncbn_core.packed import PackedMoments
 
@@ -51,7 +51,7 @@ class SingleCommunicator:
         return moments
 
     def all_reduce_sums(self, sums: Array) -> Array:
-        return sums.copy()
+        return copy_of(sums)
 
 
 class ThreadCommunicator:
@@ -71,7 +71,7 @@ class ThreadCommunicator:
         return merged
 
     def all_reduce_sums(self, sums: Array) -> Array:
-        return self._exchange("all_reduce_sums", sums).copy()  # members may share the reply
+        return copy_of(self._exchange("all_reduce_sums", sums))  # members may share the reply
 
     def abort(self, error: BaseException) -> None:
         """Release every member: this one can't go on because of `error`."""
@@ -120,11 +120,15 @@ def _combine(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]
             f"expected arrays on the host or on GPUs from all members, got {len(parcels)} of "
             f"{len(values)} on GPUs; move them to one side"
         )
-    sizes = {_shape(value.value if parcels else value) for value in values}
+    contents = [value.value for value in parcels] if parcels else values
+    sizes = set(map(_shape, contents))
     if len(sizes) > 1:
         raise ShapeError(
             f"expected the same number of channels from every member, got shapes {sorted(sizes)}"
         )
+    dtypes = {str(getattr(value, "dtype", None)) for value in contents}
+    if len(dtypes) > 1:
+        raise DTypeError(f"expected one dtype from every member, got {', '.join(sorted(dtypes))}")
     if parcels:
         replies = combine_parcels(parcels)
         return [(rank, reply) for (rank, _), reply in zip(messages, replies, strict=True)]
@@ -140,5 +144,5 @@ def _combine(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]
 
 def _shape(value: Any) -> tuple[int, ...]:
     if isinstance(value, PackedMoments):
-        return (value.num_features,)
+        return tuple(value.parts.shape)
     return tuple(np.shape(value.mean if isinstance(value, Moments) else value))

@@ -9,25 +9,37 @@ outlive its readers, which CuPy's pool only sees to within one stream. So a memb
     combiner    waits for every `ready`; combines; copies into the inboxes; event `done`
     member      waits for `done`; goes on with its inbox
 
-Members on one stream of one device need none of that.
+Members on one stream of one device need none of that. The default stream "per thread" has one
+handle, and is another stream in every thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from syncbn_core.moments import Moments, merge_all
 from syncbn_core.packed import PackedMoments
 
-__all__ = ["Parcel", "combine_parcels", "is_on_device"]
+__all__ = ["Parcel", "combine_parcels", "copy_of", "is_on_device"]
 
 Array = Any
+
+_PER_THREAD_STREAM = 2
 
 
 def is_on_device(value: Any) -> bool:
     """Whether `value` is a CuPy array, or moments packed in one."""
     return type(_array_of(value)).__module__.partition(".")[0] == "cupy"
+
+
+def copy_of(array: Array) -> Array:
+    """A copy where `array` is; CuPy's own would come to the current device."""
+    if not is_on_device(array):
+        return array.copy()
+    with array.device:
+        return array.copy()
 
 
 class Parcel:
@@ -36,19 +48,20 @@ class Parcel:
     def __init__(self, value: Any, size: int) -> None:
         import cupy
 
-        self.value = value
         array = _array_of(value)
         self.device = array.device
         with self.device:
+            if not array.flags.c_contiguous:
+                array = array.copy()
+            self.value = _with_array(value, array)
             self.stream = cupy.cuda.get_current_stream()
-            shape = (size, *array.shape[1:]) if isinstance(value, PackedMoments) else array.shape
+            shape = array.shape
+            if isinstance(value, PackedMoments):  # the result has the parts of all
+                shape = (size * shape[0], *shape[1:])
             self.inbox = cupy.empty(shape, array.dtype)
             self.ready = self.stream.record()
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Device and stream."""
-        return self.device.id, self.stream.ptr
+        thread = threading.get_ident() if self.stream.ptr == _PER_THREAD_STREAM else 0
+        self.place = (self.device.id, self.stream.ptr, thread)
 
 
 class Reply:
@@ -86,13 +99,12 @@ def combine_parcels(parcels: Sequence[Parcel]) -> list[Reply]:
         result = _array_of(total)
         for parcel in parcels:
             if parcel.place != home.place:
-                inbox = parcel.inbox[: len(result)]
-                inbox.data.copy_from_device_async(result.data, result.nbytes, stream)
+                parcel.inbox.data.copy_from_device_async(result.data, result.nbytes, stream)
         done = stream.record()
         return [
             Reply(total, None)
             if parcel.place == home.place
-            else Reply(_with_array(total, parcel.inbox[: len(result)]), done)
+            else Reply(_with_array(total, parcel.inbox), done)
             for parcel in parcels
         ]
 
