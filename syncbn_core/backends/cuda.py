@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from math import isqrt
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,9 +49,17 @@ __all__ = [
 
 Pointer = Any  # an int on a device
 
-# Blocks that a reduction aims at: enough for 132 multiprocessors with several each.
-BLOCKS = 1056
-ROWS_PER_THREAD = 8  # in an elementwise kernel over rows
+# Blocks that a reduction aims at: over planes some goes of what 132 multiprocessors run at once, so
+# that the last go is a small part; over rows, where each hands on sums of many channels, just one.
+BLOCKS = 2112
+ROW_BLOCKS = {1: 396, 2: 396, 4: 396, 8: 264}  # by lanes
+LONE_GROUP = 32  # splits of rows that one block adds up; more are added up in groups
+# An elementwise kernel over rows: rows per thread, and blocks from which on they grow.
+ROWS_PER_THREAD = (4, 32)
+ROW_PIECES = 3168
+# Threads side by side over rows. What blocks hand on, and look up, is in proportion to it; 256
+# bytes of a row are enough for the memory.
+MAX_WIDTH = 32
 MAX_GRID_Y = 65535
 MAX_PARTS = 16  # that every block of `normalize` merges for itself; more are merged once before
 
@@ -60,9 +69,9 @@ _ARGUMENTS = {
     "planes_normalize": "q" * 11 + "d" + "q" * 5 + "d" + "q",
     "planes_backward_reduce": "q" * 17,
     "planes_backward_input": "q" * 10 + "dq",
-    "rows_moments": "q" * 8,
+    "rows_moments": "q" * 9,
     "rows_normalize": "q" * 12 + "d" + "q" * 5 + "d" + "q",
-    "rows_backward_reduce": "q" * 15,
+    "rows_backward_reduce": "q" * 16,
     "rows_backward_input": "q" * 11 + "dq",
     "merge_parts": "q" * 4,
 }
@@ -192,18 +201,44 @@ def _tiles(threads: int, x: View, *others: View) -> _Tiles:
     if x.channels % lanes or not _aligned(x, *others):
         lanes = 1
     vectors = x.channels // lanes
-    tiles = -(-vectors // max(1, min(32, threads // lanes)))
+    tiles = -(
+        -vectors // max(1, min(MAX_WIDTH if lanes == 1 else MAX_WIDTH // 2, threads // lanes))
+    )
     width = -(-vectors // tiles)
     return _Tiles(lanes, width, threads // width, tiles)
 
 
-def _row_splits(cut: _Tiles, rows: int) -> int:
-    return max(1, min(BLOCKS // cut.tiles, rows // (cut.height * UNROLL), MAX_GRID_Y))
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """How the rows of a tile are shared by blocks, and those by `groups` of `group` blocks."""
+
+    splits: int
+    group: int
+    groups: int
+
+    @property
+    def places(self) -> int:
+        """Partial sums of a tile."""
+        return self.splits + self.groups
+
+    @property
+    def counters(self) -> int:
+        return self.groups + 1
+
+
+def _row_splits(cut: _Tiles, rows: int) -> _Splits:
+    splits = max(
+        1, min(ROW_BLOCKS[cut.lanes] // cut.tiles, rows // (cut.height * UNROLL), MAX_GRID_Y)
+    )
+    group = splits if splits <= LONE_GROUP else isqrt(splits - 1) + 1
+    return _Splits(splits, group, -(-splits // group))
 
 
 def _row_piece(cut: _Tiles, rows: int) -> tuple[int, int]:
     """Rows per block of an elementwise kernel, and the number of blocks (at least one)."""
-    piece = max(cut.height * ROWS_PER_THREAD, -(-rows // MAX_GRID_Y))
+    least, most = ROWS_PER_THREAD
+    wanted = round(rows * cut.tiles / (cut.height * ROW_PIECES * UNROLL)) * UNROLL
+    piece = max(cut.height * min(max(wanted, least), most), -(-rows // MAX_GRID_Y))
     return piece, max(1, -(-rows // piece))
 
 
@@ -227,19 +262,20 @@ def moments(run: Runner, x: View, into: Pointer) -> None:
     head: tuple[Any, ...]
     if _is_rows(x):
         cut = _tiles(run.threads, x)
-        splits = _row_splits(cut, x.outer)
+        plan = _row_splits(cut, x.outer)
+        splits, counters = plan.splits, cut.tiles * plan.counters
         name, lanes, ragged, channels = "rows_moments", cut.lanes, False, cut.tiles
-        head = (x.pointer, x.outer, x.channels, cut.width, splits)
-        span = cut.width * cut.lanes
+        head = (x.pointer, x.outer, x.channels, cut.width, splits, plan.group)
+        pairs = cut.tiles * plan.places * cut.width * cut.lanes
     else:
         walk = _walk(run.threads, x)
         splits = walk.splits
         name, lanes, ragged, channels = "planes_moments", walk.lanes, walk.ragged, x.channels
         head = (x.pointer, walk.skew, x.outer, x.channels, x.inner, walk.slots, splits)
-        span = 1
+        pairs, counters = x.channels * splits, x.channels
     if splits > 1:
-        partials, keep = run.scratch(channels * splits * 2 * span)
-        tickets, keep_too = run.tickets(channels)
+        partials, keep = run.scratch(2 * pairs)
+        tickets, keep_too = run.tickets(counters)
         keeps = [keep, keep_too]
     kernel = source(name, x.dtype, lanes, ragged, run.threads)
     run.launch(kernel, (channels, splits), *head, partials, tickets, into)
@@ -320,19 +356,20 @@ def backward_reduce(
     head: tuple[Any, ...]
     if _is_rows(x):
         cut = _tiles(run.threads, x, dy)
-        splits = _row_splits(cut, x.outer)
+        plan = _row_splits(cut, x.outer)
+        splits, counters = plan.splits, cut.tiles * plan.counters
         name, lanes, ragged, channels = "rows_backward_reduce", cut.lanes, False, cut.tiles
-        head = (x.pointer, dy.pointer, x.outer, x.channels, cut.width, splits)
-        span = cut.width * cut.lanes
+        head = (x.pointer, dy.pointer, x.outer, x.channels, cut.width, splits, plan.group)
+        pairs = cut.tiles * plan.places * cut.width * cut.lanes
     else:
         walk = _walk(run.threads, x, dy)
         splits, sizes = walk.splits, (x.outer, x.channels, x.inner, walk.slots)
         name, lanes, ragged = "planes_backward_reduce", walk.lanes, walk.ragged
-        channels, span = x.channels, 1
+        channels, pairs, counters = x.channels, x.channels * splits, x.channels
         head = (x.pointer, dy.pointer, walk.skew, *sizes, splits)
     if splits > 1:
-        partials, keep = run.scratch(channels * splits * 2 * span)
-        tickets, keep_too = run.tickets(channels)
+        partials, keep = run.scratch(2 * pairs)
+        tickets, keep_too = run.tickets(counters)
         keeps = [keep, keep_too]
     kernel = source(name, x.dtype, lanes, ragged, run.threads)
     weight = (parameters.weight, parameters.weight_code, code)

@@ -43,24 +43,96 @@ from syncbn_core.kernels.cuda_statistics import (
 float32, float64, int32, int64 = types.float32, types.float64, types.int32, types.int64
 
 
+def _zero(work):
+    @device
+    def zero(v):
+        return work(0)
+
+    return zero
+
+
 @device
-def _add_splits(partials, tile, splits, span, tid, threads, firsts, seconds):
-    """Sums of all splits of a tile of `span` channels, into the first `span` shared numbers."""
-    groups = quotient(threads, span)
-    group = quotient(tid, span)
-    channel = tid - group * span
-    first = 0.0
-    second = 0.0
-    if group < groups:
-        k = group
-        while k < splits:
-            here = (tile * splits + k) * 2 * span + channel
-            first += load_f64(partials, here)
-            second += load_f64(partials, here + span)
-            k += groups
-        firsts[tid] = first
-        seconds[tid] = second
-    add_up(firsts, seconds, tid, 1, span, groups)
+def _pair(partials, at, span, there):
+    """Two sums of a channel; zeros where there are none."""
+    if not there:
+        return 0.0, 0.0
+    return load_f64(partials, at), load_f64(partials, at + span)
+
+
+@device
+def _put(partials, number, span, tid, firsts, seconds):
+    """The first `span` shared numbers into place `number`, for other blocks."""
+    if tid < span:
+        at = number * 2 * span + tid
+        store_f64(partials, at, firsts[tid])
+        store_f64(partials, at + span, seconds[tid])
+        fence()
+
+
+@device
+def _take(partials, number, size, span, tid, threads, firsts, seconds):
+    """Sums over `size` places from `number` on, into the first `span` shared numbers."""
+    height = quotient(threads, span)
+    row = quotient(tid, span)
+    channel = tid - row * span
+    step = height * 2 * span
+    f0 = f1 = f2 = f3 = 0.0
+    s0 = s1 = s2 = s3 = 0.0
+    if row < height:
+        k = row
+        at = (number + k) * 2 * span + channel
+        while k < size:  # four on their way: one block alone has few loads to hide latency with
+            a0, b0 = _pair(partials, at, span, True)
+            a1, b1 = _pair(partials, at + step, span, k + height < size)
+            a2, b2 = _pair(partials, at + 2 * step, span, k + 2 * height < size)
+            a3, b3 = _pair(partials, at + 3 * step, span, k + 3 * height < size)
+            f0, f1, f2, f3 = f0 + a0, f1 + a1, f2 + a2, f3 + a3
+            s0, s1, s2, s3 = s0 + b0, s1 + b1, s2 + b2, s3 + b3
+            k += 4 * height
+            at += 4 * step
+        firsts[tid] = (f0 + f1) + (f2 + f3)
+        seconds[tid] = (s0 + s1) + (s2 + s3)
+    add_up(firsts, seconds, tid, 1, span, height)
+
+
+@device
+def _comes_last(tickets, number, size, tid, flag):
+    """Whether `size - 1` blocks have come here before this one, which then sees their numbers."""
+    barrier()
+    if tid == 0:
+        flag[0] = int32(ticket(tickets, number) == size - 1)
+    barrier()
+    if flag[0] == 0:
+        return False
+    fence()
+    if tid == 0:
+        reset(tickets, number)
+    return True
+
+
+@device
+def _has_all(partials, tickets, tile, k, splits, group, span, tid, threads, firsts, seconds, flag):
+    """Whether this block is the one that has the sums of all splits of its tile, in shared memory.
+
+    Splits are added up in groups, by the last block of each, and groups by the last of those: one
+    block alone would be as long at it as all blocks were at the activation.
+    """
+    groups = quotient(splits + group - 1, group)
+    place = tile * (splits + groups)
+    counter = tile * (groups + 1)
+    mine = quotient(k, group)
+    members = min(group, splits - mine * group)
+    _put(partials, place + k, span, tid, firsts, seconds)
+    if not _comes_last(tickets, counter + mine, members, tid, flag):
+        return False
+    _take(partials, place + mine * group, members, span, tid, threads, firsts, seconds)
+    if groups == 1:
+        return True
+    _put(partials, place + splits + mine, span, tid, firsts, seconds)
+    if not _comes_last(tickets, counter + groups, groups, tid, flag):
+        return False
+    _take(partials, place + splits, groups, span, tid, threads, firsts, seconds)
+    return True
 
 
 def rows_moments(dtype, lanes, threads):
@@ -69,18 +141,13 @@ def rows_moments(dtype, lanes, threads):
     load, _ = vector_access(dtype, lanes)
     load_one, _ = number_access(dtype)
     share = work(1 / UNROLL)
-
-    @device
-    def zero(v):
-        return work(0)
-
-    zeros = each_lane(lanes, zero)
+    zeros = each_lane(lanes, _zero(work))
     places = threads * lanes
 
-    def kernel(x, rows, channels, width, splits, partials, tickets, moments):
+    def kernel(x, rows, channels, width, splits, group, partials, tickets, moments):
         firsts = cuda.shared.array(places, float64)
         seconds = cuda.shared.array(places, float64)
-        is_last = cuda.shared.array(1, int32)
+        flag = cuda.shared.array(1, int32)
         own_firsts = cuda.local.array(lanes, float64)
         own_seconds = cuda.local.array(lanes, float64)
         pivots = cuda.local.array(lanes, work)
@@ -131,21 +198,9 @@ def rows_moments(dtype, lanes, threads):
                 seconds[tid * lanes + v] = own_seconds[v]
         add_up(firsts, seconds, tid, lanes, width, height)
         if splits > 1:
-            if tid < span:
-                here = (tile * splits + k) * 2 * span + tid
-                store_f64(partials, here, firsts[tid])
-                store_f64(partials, here + span, seconds[tid])
-                fence()
-            barrier()
-            if tid == 0:
-                is_last[0] = int32(ticket(tickets, tile) == splits - 1)
-            barrier()
-            if is_last[0] == 0:
+            everything = (tile, k, splits, group, span, tid, int64(threads), firsts, seconds, flag)
+            if not _has_all(partials, tickets, *everything):
                 return
-            fence()
-            _add_splits(partials, tile, splits, span, tid, int64(threads), firsts, seconds)
-            if tid == 0:
-                reset(tickets, tile)
         c = tile * span + tid
         if tid < span and c < channels:
             pivot = float64(load_one(x, c))
@@ -158,12 +213,7 @@ def rows_backward_reduce(dtype, lanes, threads):
     """Sums of dy and `dy * xhat`, and the gradients of weight and bias; grid (tiles, splits)."""
     work = KINDS[dtype].work
     load, _ = vector_access(dtype, lanes)
-
-    @device
-    def zero(v):
-        return work(0)
-
-    zeros = each_lane(lanes, zero)
+    zeros = each_lane(lanes, _zero(work))
     places = threads * lanes
 
     def kernel(
@@ -173,6 +223,7 @@ def rows_backward_reduce(dtype, lanes, threads):
         channels,
         width,
         splits,
+        group,
         partials,
         tickets,
         statistics,
@@ -185,7 +236,7 @@ def rows_backward_reduce(dtype, lanes, threads):
     ):
         firsts = cuda.shared.array(places, float64)
         seconds = cuda.shared.array(places, float64)
-        is_last = cuda.shared.array(1, int32)
+        flag = cuda.shared.array(1, int32)
         own_firsts = cuda.local.array(lanes, float64)
         own_seconds = cuda.local.array(lanes, float64)
         nears = cuda.local.array(lanes, work)
@@ -225,21 +276,9 @@ def rows_backward_reduce(dtype, lanes, threads):
                 seconds[tid * lanes + v] = own_seconds[v]
         add_up(firsts, seconds, tid, lanes, width, height)
         if splits > 1:
-            if tid < span:
-                here = (tile * splits + k) * 2 * span + tid
-                store_f64(partials, here, firsts[tid])
-                store_f64(partials, here + span, seconds[tid])
-                fence()
-            barrier()
-            if tid == 0:
-                is_last[0] = int32(ticket(tickets, tile) == splits - 1)
-            barrier()
-            if is_last[0] == 0:
+            everything = (tile, k, splits, group, span, tid, int64(threads), firsts, seconds, flag)
+            if not _has_all(partials, tickets, *everything):
                 return
-            fence()
-            _add_splits(partials, tile, splits, span, tid, int64(threads), firsts, seconds)
-            if tid == 0:
-                reset(tickets, tile)
         c = tile * span + tid
         if tid < span and c < channels:
             near = float64(work(load_f64(statistics, 1 + c)))
@@ -271,6 +310,7 @@ def rows_normalize(dtype, lanes, threads):
         return (x[v] - nears[v]) * scales[v] + shifts[v]
 
     results = each_lane(lanes, result)
+    zeros = each_lane(lanes, _zero(work))
 
     @device
     def pick(v, table, at):
@@ -311,6 +351,13 @@ def rows_normalize(dtype, lanes, threads):
         column = (tid - row * width) * lanes
         span = width * lanes
         base = tile * span + column
+        r = k * piece + row
+        stop = min((k + 1) * piece, rows) if row < height and base < channels else int64(0)
+        at = r * channels + base
+        step = height * channels
+        # on their way while the table is made
+        v0 = load(x, at) if r < stop else zeros()
+        v1 = load(x, at + step) if r + height < stop else zeros()
         c = tile * span + tid
         if tid < span and c < channels:
             count, mean, m2, invstd = channel_statistics(
@@ -331,26 +378,18 @@ def rows_normalize(dtype, lanes, threads):
                 if c == 0 and given(tracked) and factor >= 0.0:
                     write_count(tracked, read_count(tracked) + 1)
         barrier()
-        if row >= height or base >= channels:
+        if r >= stop:
             return
         near, scale, shift = picks(nears, column), picks(scales, column), picks(shifts, column)
-        stop = min((k + 1) * piece, rows)
-        r = k * piece + row
-        at = r * channels + base
-        step = height * channels
-        while r + 3 * height < stop:
-            v0, v1 = load(x, at), load(x, at + step)
-            v2, v3 = load(x, at + 2 * step), load(x, at + 3 * step)
+        while r < stop:  # two are loaded while the two before are stored
+            v2 = load(x, at + 2 * step) if r + 2 * height < stop else zeros()
+            v3 = load(x, at + 3 * step) if r + 3 * height < stop else zeros()
             store(y, at, results(v0, near, scale, shift))
-            store(y, at + step, results(v1, near, scale, shift))
-            store(y, at + 2 * step, results(v2, near, scale, shift))
-            store(y, at + 3 * step, results(v3, near, scale, shift))
-            r += 4 * height
-            at += 4 * step
-        while r < stop:
-            store(y, at, results(load(x, at), near, scale, shift))
-            r += height
-            at += step
+            if r + height < stop:
+                store(y, at + step, results(v1, near, scale, shift))
+            r += 2 * height
+            at += 2 * step
+            v0, v1 = v2, v3
 
     return kernel
 
@@ -365,6 +404,7 @@ def rows_backward_input(dtype, lanes, threads):
         return dy[v] * of_dys[v] + ((x[v] - nears[v]) * of_xs[v] + shifts[v])
 
     results = each_lane(lanes, result)
+    zeros = each_lane(lanes, _zero(work))
 
     @device
     def pick(v, table, at):
@@ -399,6 +439,12 @@ def rows_backward_input(dtype, lanes, threads):
         column = (tid - row * width) * lanes
         span = width * lanes
         base = tile * span + column
+        r = k * piece + row
+        stop = min((k + 1) * piece, rows) if row < height and base < channels else int64(0)
+        at = r * channels + base
+        step = height * channels
+        # on their way while the table is made
+        v0, g0 = (load(x, at), load(dy, at)) if r < stop else (zeros(), zeros())
         c = tile * span + tid
         if tid < span and c < channels:
             near, of_dy, of_x, shift = gradient_slopes(
@@ -409,25 +455,16 @@ def rows_backward_input(dtype, lanes, threads):
             of_xs[tid] = of_x
             shifts[tid] = shift
         barrier()
-        if row >= height or base >= channels:
+        if r >= stop:
             return
         near, of_dy = picks(nears, column), picks(of_dys, column)
         of_x, shift = picks(of_xs, column), picks(shifts, column)
-        stop = min((k + 1) * piece, rows)
-        r = k * piece + row
-        at = r * channels + base
-        step = height * channels
-        while r + height < stop:
-            v0, v1 = load(x, at), load(x, at + step)
-            g0, g1 = load(dy, at), load(dy, at + step)
+        while r < stop:  # the next are loaded while these are stored
+            at_next, r_next = at + step, r + height
+            there = r_next < stop
+            v1, g1 = (load(x, at_next), load(dy, at_next)) if there else (zeros(), zeros())
             store(dx, at, results(v0, g0, near, of_dy, of_x, shift))
-            store(dx, at + step, results(v1, g1, near, of_dy, of_x, shift))
-            r += 2 * height
-            at += 2 * step
-        while r < stop:
-            store(dx, at, results(load(x, at), load(dy, at), near, of_dy, of_x, shift))
-            r += height
-            at += step
+            at, r, v0, g0 = at_next, r_next, v1, g1
 
     return kernel
 

@@ -11,7 +11,10 @@ from syncbn_core.backends import cuda
 from syncbn_core.kernels import cuda_constants
 
 # NaN and infinity on purpose; the simulator computes with NumPy's numbers.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("short_groups"),
+]
 
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
 EPS = 1e-5

@@ -1,0 +1,123 @@
+"""Bytes that each CUDA kernel moves, as a function of the shape.
+
+An activation of B bytes takes at least 3 B forward (statistics read x, normalization reads it
+again and writes y) and 5 B backward (the sums read x and dy, the gradient reads both again and
+writes dx): that is `read` and `written`. What all blocks share is small, or in a cache, and
+counted apart: statistics, parameters and partial sums, and the pivot that every thread of a
+reduction asks for. The counts are exact; tests hold them against those of a simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import lcm
+
+from syncbn_core.backends import cuda
+from syncbn_core.backends.cuda import SIZES, THREADS, View
+from syncbn_core.kernels.cuda_constants import UNROLL
+
+__all__ = ["Traffic", "backward_input", "backward_reduce", "moments", "normalize"]
+
+_F64 = 8
+_TICKET = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes: `read`, `written` of activations, `shared_read`, `shared_written` of all else."""
+
+    read: int
+    written: int
+    shared_read: int
+    shared_written: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def _nbytes(x: View) -> int:
+    return x.outer * x.channels * x.inner * SIZES[x.dtype]
+
+
+def _handed_on(places: int, span: int, counters: int) -> tuple[int, int]:
+    """Read and written when blocks hand `span` pairs of sums to the last of them, by tickets."""
+    both = places * (2 * span * _F64 + _TICKET)
+    return both, both + counters * _TICKET
+
+
+def _reduction(threads: int, x: View, *others: View) -> tuple[int, int, int]:
+    """Read and written for splits, and how often one number per channel is read by all."""
+    if cuda._is_rows(x):
+        cut = cuda._tiles(threads, x, *others)
+        plan = cuda._row_splits(cut, x.outer)
+        again = plan.groups if plan.groups > 1 else 0
+        places, counters = plan.splits + again, plan.groups + (again > 0)
+        splits, span, size = plan.splits, cut.width * cut.lanes, cut.tiles
+        per_channel = cut.height * x.channels * splits + x.channels
+    else:
+        splits, span, size = cuda._walk(threads, x, *others).splits, 1, x.channels
+        places, counters = splits, 1
+        per_channel = x.channels * splits * threads
+    if splits == 1:
+        return 0, 0, per_channel
+    return *_handed_on(size * places, span, size * counters), per_channel
+
+
+def _entries(threads: int, x: View, *others: View) -> int:
+    """How often a block of an elementwise kernel looks up a channel."""
+    if cuda._is_rows(x):
+        cut = cuda._tiles(threads, x, *others)
+        return x.channels * cuda._row_piece(cut, x.outer)[1]
+    total = x.outer * x.channels * x.inner
+    lanes = cuda._plane_lanes(x, *others)
+    pieces = cuda._pieces(threads, lanes, total)
+    both = (total - 1) // lcm(threads * UNROLL * lanes, x.inner)  # where one of each ends
+    return pieces + x.outer * x.channels - 1 - both
+
+
+def moments(x: View, *, threads: int = THREADS) -> Traffic:
+    """Of an x that is not empty."""
+    read, written, pivots = _reduction(threads, x)
+    packed = (2 * x.channels + 1) * _F64
+    return Traffic(_nbytes(x), 0, read + pivots * SIZES[x.dtype], written + packed)
+
+
+def normalize(
+    x: View,
+    y: View,
+    *,
+    parts: int = 1,
+    parameters: int = 8,
+    running: int = 4,
+    counter: bool = True,
+    threads: int = THREADS,
+) -> Traffic:
+    """Of moments in `parts` parts, none empty, at most `cuda.MAX_PARTS`.
+
+    `parameters`: bytes of weight and bias per channel; `running`: of a running statistic, 0 for
+    none; `counter`: whether the kernel increments one.
+    """
+    channels = x.channels
+    each = 3 * parts * _F64 + parameters
+    updates = 2 * channels * running + (8 if counter else 0)
+    statistics = (3 * channels + 1) * _F64
+    entries = _entries(threads, x, y)
+    return Traffic(_nbytes(x), _nbytes(x), entries * each + updates, statistics + updates)
+
+
+def backward_reduce(
+    x: View, dy: View, *, weight: int = 4, gradients: int = 8, threads: int = THREADS
+) -> Traffic:
+    """`weight`: bytes of it per channel, 0 for none; `gradients`: of those of weight and bias."""
+    read, written, means = _reduction(threads, x, dy)
+    channels = x.channels
+    read += means * _F64 + channels * (2 * _F64 + weight)
+    return Traffic(2 * _nbytes(x), 0, read, written + channels * (2 * _F64 + gradients))
+
+
+def backward_input(
+    x: View, dy: View, dx: View, *, weight: int = 4, threads: int = THREADS
+) -> Traffic:
+    """With sums over all members."""
+    each = 6 * _F64 + weight  # mean, invstd, count, m2 and two sums
+    return Traffic(2 * _nbytes(x), _nbytes(x), _entries(threads, x, dy, dx) * each, 0)
