@@ -30,6 +30,7 @@ _CODES = {getattr(torch, name): code for name, code in kernels.CODES.items()}
 _NAMES = {getattr(torch, name): name for name in kernels.SIZES}
 
 _TICKETS = 4096  # at first; as many as a reduction has channels or tiles
+_LEGACY_STREAMS = (0, 1)  # never captured
 _PER_THREAD_STREAM = 2  # one handle, another stream in every thread
 _tickets: dict[tuple[int, int, int], Tensor] = {}
 
@@ -90,6 +91,12 @@ class _Runner:
             with torch.cuda.device(self.index):
                 kernel.launch(grid, self.stream, *arguments)
 
+    def _captures(self) -> bool:
+        if torch.cuda.current_device() == self.index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.index):
+            return torch.cuda.is_current_stream_capturing()
+
     def scratch(self, size: int) -> tuple[Any, Tensor]:
         tensor = torch.empty(size, dtype=torch.float64, device=self.device)
         return _pointer(tensor), tensor
@@ -97,7 +104,7 @@ class _Runner:
     def tickets(self, size: int) -> tuple[Any, Tensor]:
         """Zeros of this stream; a captured graph has its own, it may run beside its stream."""
         stream = self.stream
-        if stream > _PER_THREAD_STREAM and torch.cuda.is_current_stream_capturing():
+        if stream not in _LEGACY_STREAMS and self._captures():
             tensor = torch.zeros(size, dtype=torch.int32, device=self.device)
         else:
             thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0

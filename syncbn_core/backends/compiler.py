@@ -48,7 +48,7 @@ class Source:
     function; `codes`: a letter per argument, "q" for an integer or pointer, "d" for a float64;
     `threads` per block, of which `min_blocks` shall fit on a multiprocessor (1 leaves it to the
     compiler); `max_registers` per thread, 0 for as many as that leaves; `files`: sources whose
-    change makes a kernel stale.
+    change makes a kernel stale; `oldest`: compute capability that its instructions need.
     """
 
     key: str
@@ -58,6 +58,7 @@ class Source:
     min_blocks: int = 1
     max_registers: int = 0
     files: tuple[str, ...] = ()
+    oldest: tuple[int, int] = (7, 0)
 
 
 @dataclass(frozen=True, slots=True)

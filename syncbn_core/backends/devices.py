@@ -47,7 +47,13 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        lacks.append(f"CuPy can't be imported ({error}): {INSTALL}")
+        absent = getattr(error, "name", None) == "cupy"
+        lack = "CuPy is not installed" if absent else f"CuPy can't be imported ({error})"
+        hinted = [number for number, other in enumerate(lacks) if INSTALL in other]
+        if hinted:  # one hint is enough
+            lacks.insert(hinted[0], lack)
+        else:
+            lacks.append(f"{lack}: {INSTALL}")
     if lacks:
         raise BackendError("expected a machine ready for CUDA; " + "; ".join(lacks))
     return cupy

@@ -237,6 +237,11 @@ def _load(source: Source, device: int) -> Kernel:
     capability = compute_capability(device)
     if capability < OLDEST:
         raise BackendError(f"device {device}: {_too_old(capability)}")
+    if capability < source.oldest:
+        raise BackendError(
+            "expected compute capability {}.{} or newer for kernel {}, got {}.{} (device {}); use "
+            "float16 or float32 there".format(*source.oldest, source.key, *capability, device)
+        )
     driver.adopt(device)
     loaded = _loaded.get((source.key, capability))
     if loaded is None:

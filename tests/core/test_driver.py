@@ -382,6 +382,14 @@ def test_device_too_old_is_refused(machine: Machine) -> None:
     assert machine.compiler.calls == []
 
 
+def test_device_too_old_for_a_kernel_is_refused(machine: Machine) -> None:
+    machine.stub.set_capabilities(75)
+    driver.kernel_for(source_of(), 0)
+    with pytest.raises(BackendError, match=r"8\.0 or newer for kernel new, got 7\.5 .*use float16"):
+        driver.kernel_for(source_of(key="new", oldest=(8, 0)), 0)
+    assert len(machine.compiler.calls) == 1
+
+
 def test_device_that_is_not_there_is_refused(machine: Machine) -> None:
     with pytest.raises(BackendError, match=r"cuDeviceGet .*CUDA_ERROR_INVALID_DEVICE"):
         driver.kernel_for(source_of(), 1)

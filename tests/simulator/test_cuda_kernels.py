@@ -129,6 +129,7 @@ def test_moments_equal_the_reference(case, dtype, rng):
     assert (into.written == 1).all()
     assert x.memory.written_bytes == 0
     assert len(run.launched) == 1
+    assert not run.counters.array.any(), "tickets are zeros again"
     assert x.memory.read_bytes - x.memory.array.nbytes <= extra_reads(case, run, x)
 
 
@@ -424,6 +425,7 @@ def test_backward_equals_the_reference(case, dtype, rng):
         memory.read_bytes = 0
     assert (sums.written == 1).all()
     assert len(run.launched) == 1
+    assert not run.counters.array.any(), "tickets are zeros again"
 
     total = np.concatenate([sum_dy * weight, sum_dy_xhat * weight])
     cuda.backward_input(
