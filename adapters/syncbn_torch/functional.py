@@ -36,6 +36,7 @@ from syncbn_core.packed import PackedMoments
 from syncbn_torch import arithmetic, plain
 from syncbn_torch.arithmetic import HostStatistics, Statistics, place_like
 from syncbn_torch.cuda import CudaStatistics
+from syncbn_torch.handover import Handover
 from syncbn_torch.statistics import Channelwise, RunningStatistics, Sums, silent, tensor_of
 
 __all__ = [
@@ -56,8 +57,8 @@ class Pass:
 
     def __init__(self) -> None:
         # Of each member whose y is part of the loss: dy, weight, weighted sums (2, C).
-        self.given: dict[Member, tuple[Tensor, Tensor | None, Channelwise]] = {}
-        self.sums: Channelwise = None  # over all members
+        self.given: dict[Member, tuple[Tensor, Tensor | None, Handover]] = {}
+        self.sums: Handover  # over all members
 
 
 class Call:
@@ -193,11 +194,12 @@ class Local(Function):
         dy, weight, _ = current.given.pop(member, (None, None, None))
         if dy is None:  # this member's y is not part of the loss, but its x shaped the others'
             dy = torch.zeros_like(x)
+        sums = current.sums.on(x.device)
         if torch.is_grad_enabled():
             statistics = call.differentiable_statistics(x)
-            means = call.means(current.sums, x)
+            means = call.means(sums, x)
             return plain.backward_input(x, dy, *statistics, weight, *means), None
-        dx = member.statistics.backward_input(x, dy, weight, current.sums, parallel=True)
+        dx = member.statistics.backward_input(x, dy, weight, sums, parallel=True)
         return dx, None
 
 
@@ -215,11 +217,11 @@ class Merge(Function):
         call: Call = ctx.call
         current = call.current_pass()
         given = [current.given[member][2] for member in call.members if member in current.given]
-        total = given[0]
+        total = given[0].value
         with silent():
             for sums in given[1:]:
-                total = total + (sums.to(total.device) if isinstance(sums, Tensor) else sums)
-        current.sums = call.reduce(total)
+                total = total + (sums.on(total.device) if isinstance(total, Tensor) else sums.value)
+        current.sums = Handover(call.reduce(total))
         return None, *ctx.edges
 
 
@@ -254,7 +256,7 @@ class Norm(Function):
             sums = member.statistics.backward_reduce(x, dy, weight, parallel=True)
         edge = None
         if ctx.needs_input_grad[1]:
-            member.call.current_pass().given[member] = (dy, weight, sums.exchange)
+            member.call.current_pass().given[member] = (dy, weight, Handover(sums.exchange))
             edge = dy.new_empty(0)
         return None, edge, *_parameter_gradients(ctx, 2, sums), None, None
 
