@@ -162,7 +162,6 @@ class Stream:
                 self.ptr = Stream._next
             self.device_id = _get_device()
         self._before = []
-        self.capturing = False
 
     def __eq__(self, other):
         return isinstance(other, Stream) and self.ptr == other.ptr
@@ -171,7 +170,7 @@ class Stream:
         return self.ptr
 
     @property
-    def key(self):
+    def _key(self):
         """Which stream of the hardware this is, here and now."""
         device = _get_device() if self.device_id == -1 else self.device_id
         return device, self.ptr, threading.get_ident() if self.ptr == PER_THREAD else 0
@@ -208,14 +207,14 @@ class Stream:
     def record(self, event=None):
         if event is None:
             event = Event()
-        if event.device_id != self.key[0]:
+        if event.device_id != self._key[0]:
             raise RuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
-        event.snapshot = races.record(self.key)
+        event.snapshot = races.record(self._key)
         return event
 
     def wait_event(self, event):
         if event.snapshot is not None:
-            races.wait(self.key, event.snapshot)
+            races.wait(self._key, event.snapshot)
 
 
 Stream.null = Stream(null=True)
@@ -253,7 +252,7 @@ class Block:
             Block._free += -(-max(nbytes, 1) // 512) * 512
         self.raw = np.full(nbytes, 0xFF, np.uint8)
         self.device_id = _get_device()
-        self.stream = get_current_stream().key
+        self.stream = get_current_stream()._key
         self.what = f"{what} of {_where()}"
         races.access(self, self.stream, True, "its allocation")
 
@@ -278,23 +277,23 @@ class MemoryPointer:
     def device(self):
         return Device(self.device_id)
 
-    def bytes(self, size):
+    def _bytes(self, size):
         start = self.ptr - self.mem.ptr
         assert 0 <= start <= start + size <= self.mem.raw.size, f"beyond the end of {self.mem}"
         return self.mem.raw[start : start + size]
 
     def copy_from_device_async(self, src, size, stream=None):
         if size > 0:
-            key = (stream or get_current_stream()).key
+            key = (stream or get_current_stream())._key
             races.access(src.mem, key, False, f"copy from, {_where()}")
             races.access(self.mem, key, True, f"copy into, {_where()}")
-            self.bytes(size)[...] = src.bytes(size)
+            self._bytes(size)[...] = src._bytes(size)
 
     def memset_async(self, value, size, stream=None):
         if size > 0:
-            key = (stream or get_current_stream()).key
+            key = (stream or get_current_stream())._key
             races.access(self.mem, key, True, f"memset, {_where()}")
-            self.bytes(size)[...] = value
+            self._bytes(size)[...] = value
 
 
 # ------------------------------------------------------------------------------ arrays
@@ -302,7 +301,7 @@ class MemoryPointer:
 
 def _compute(name, reads, writes=()):
     """Log an operation on the current stream of the current device."""
-    current, key = _get_device(), get_current_stream().key
+    current, key = _get_device(), get_current_stream()._key
     for array in (*reads, *writes):
         if array.data.device_id != current:
             raise ValueError(
