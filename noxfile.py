@@ -109,7 +109,7 @@ def tests_cuda(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON, tags=["cuda"])
 def tests_simulator(session: nox.Session) -> None:
     """The CUDA kernels, and torch and CuPy on them, in Numba's simulator."""
-    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test"))
+    session.install(*CONSTRAINTS, "-e", ".[torch,examples]", *groups("test"))
     session.env["NUMBA_ENABLE_CUDASIM"] = "1"
     session.run("pytest", *(session.posargs or ["tests/simulator"]))
 
@@ -186,4 +186,5 @@ def examples(session: nox.Session) -> None:
     picture = Path(session.create_tmp()) / "digits.png"
     session.run("python", "examples/digits.py", "--epochs", "1", "--output", str(picture))
     session.run("python", "examples/numpy_training.py")
+    session.run("python", "examples/cupy_pipeline.py")
     session.run("python", "examples/word_count.py")

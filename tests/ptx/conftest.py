@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import sys
+from datetime import date
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,4 +77,14 @@ def pytest_terminal_summary(terminalreporter, config):
         rows[-1] |= {"arch": arch, **numbers, "instructions": result.instructions}
     where = config.getoption("--ptx-table")
     if where:
-        Path(where).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        packages = ("numba-cuda", "nvidia-nvjitlink", "nvidia-cuda-nvcc")
+        head = {"date": str(date.today()), **{name: _version(name) for name in packages}}
+        lines = ",\n".join(map(json.dumps, [head, *rows]))
+        Path(where).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def _version(package):
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

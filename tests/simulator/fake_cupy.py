@@ -399,10 +399,18 @@ class ndarray:  # noqa: N801
         _binary(np.add, True),
         _binary(np.add, in_place=True),
     )
-    __sub__, __rsub__ = _binary(np.subtract), _binary(np.subtract, True)
-    __mul__, __rmul__ = _binary(np.multiply), _binary(np.multiply, True)
+    __sub__, __rsub__, __isub__ = (
+        _binary(np.subtract),
+        _binary(np.subtract, True),
+        _binary(np.subtract, in_place=True),
+    )
+    __mul__, __rmul__, __imul__ = (
+        _binary(np.multiply),
+        _binary(np.multiply, True),
+        _binary(np.multiply, in_place=True),
+    )
     __truediv__, __rtruediv__ = _binary(np.divide), _binary(np.divide, True)
-    __pow__ = _binary(np.power)
+    __pow__, __matmul__ = _binary(np.power), _binary(np.matmul)
     __lt__, __gt__ = _binary(np.less), _binary(np.greater)
     __le__, __ge__ = _binary(np.less_equal), _binary(np.greater_equal)
     __eq__, __ne__ = _binary(np.equal), _binary(np.not_equal)
@@ -489,9 +497,15 @@ class ndarray:  # noqa: N801
         return self._view(values)
 
     def sum(self, axis=None, dtype=None, out=None, keepdims=False):
-        values = np.asarray(self._a.sum(axis, dtype, keepdims=keepdims))
+        return self._reduced("sum", self._a.sum(axis, dtype, keepdims=keepdims))
+
+    def max(self, axis=None, out=None, keepdims=False):
+        return self._reduced("max", self._a.max(axis, keepdims=keepdims))
+
+    def _reduced(self, name, values):
+        values = np.asarray(values)
         new = _empty(values.shape, values.dtype)
-        _compute("sum", [self], [new])
+        _compute(name, [self], [new])
         new._a[...] = values
         return new
 
@@ -564,6 +578,14 @@ def _joined(name, function, arrays, axis, out):
     return new
 
 
+def exp(x):
+    return np.exp(x)
+
+
+def maximum(x, y):
+    return np.maximum(x, y)
+
+
 def may_share_memory(a, b, max_work=None):
     return np.may_share_memory(a._a, b._a)
 
@@ -571,9 +593,10 @@ def may_share_memory(a, b, max_work=None):
 def install():
     """The module; the same classes every time."""
     module = ModuleType("cupy")
+    module.__version__ = "14"
     for function in (
         *(ndarray, empty, zeros, ones, full, asarray, ascontiguousarray),
-        *(concatenate, stack, may_share_memory),
+        *(concatenate, stack, exp, maximum, may_share_memory),
     ):
         setattr(module, function.__name__, function)
     for name in ("float16", "float32", "float64", "int32", "int64"):

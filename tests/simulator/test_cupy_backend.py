@@ -5,7 +5,7 @@ the device, and the same calls with NumPy arrays in float64 for what is right.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import re
 import sys
 import threading
@@ -896,6 +896,25 @@ def test_a_communicator_may_answer_with_plain_moments(rng):
     expected, kept = functional.batch_norm_forward(host)
     close(y, expected, "float64")
     close(dx, functional.batch_norm_backward(host, kept).x, "float64")
+
+
+def test_the_example_trains_on_streams_as_it_does_on_numpy():
+    for package in ("sklearn", "rich", "tqdm"):
+        pytest.importorskip(package)
+    path = Path(__file__).parents[2] / "examples" / "cupy_pipeline.py"
+    spec = importlib.util.spec_from_file_location("cupy_pipeline", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    # the simulator is slow
+    example.TRAINED, example.BATCH = 1795, 4
+    example.SHARES = {1: [0, 4], 3: [0, 1, 2, 4]}
+    xp, which = example.array_library()
+    assert xp is sys.modules["cupy"]
+    assert which.startswith("On CuPy")
+    alone, _ = example.train(np, 1, steps=2)[0]
+    for state, _ in example.train(xp, 3, steps=2):
+        for name, values in alone.items():
+            close(state[name], values, "float64", name)
 
 
 # ----------------------------------------------------------------------- order, and its checker
