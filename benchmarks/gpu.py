@@ -1,0 +1,401 @@
+"""Speed and error of a lone layer on a GPU, beside torch's kernels and what memory allows.
+
+    floor: forward 3 B / bandwidth, backward 5 B / bandwidth
+
+B: bytes of the activation; bandwidth: that of a device copy, bytes read and written, in this run.
+Forward reads x twice and writes y; backward reads x and dy twice and writes dx.
+
+Device time is that of a CUDA graph over buffers that together exceed three times the L2 cache;
+the replay before it is still running when the timed one is launched. Outputs are kept, so that
+these rotate too. Contenders take turns within a case. Torch's counters of batches, a kernel of
+its own for each layer, are left out; ours is counted.
+
+    python benchmarks/gpu.py --seconds 240      # on a machine with a GPU
+    python benchmarks/gpu.py --dry-run          # is this script in order? No figure means anything
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import signal
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import gpu_report
+import torch
+from gpu_timers import Cpu, Cuda, Sample, describe
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from syncbn_torch import SyncBatchNorm, plain
+from syncbn_torch.batchnorm import always_ours
+
+EPS, MOMENTUM = 1e-5, 0.1
+RESULTS = ("y", "dx", "dweight", "dbias")
+ROUNDS = 5
+MOST_BUFFERS, MOST_BYTES = 512, 20e9
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DENSE = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+LARGE = 100e6  # bytes from which bandwidth alone should count
+RESNET = """64,112,112 64,56,56 256,56,56 128,56,56 128,28,28 512,28,28 256,28,28 256,14,14
+    1024,14,14 512,14,14 512,7,7 2048,7,7"""
+RESNET_SHAPES = [tuple(map(int, shape.split(","))) for shape in RESNET.split()]
+SHAPES = [(n, *shape) for n in (256, 32, 2) for shape in RESNET_SHAPES]
+SHAPES += [(2, 256, 128, 128), (2, 16, 64, 128, 128), (4096, 1024)]
+ERROR_SHAPES = [(32, 64, 56, 56), (32, 512, 7, 7), (4096, 1024)]
+HOST_SHAPES = [(2, 64, 56, 56), (2, 512, 7, 7), (32, 256, 14, 14)]
+DRY_LARGE, DRY_SHAPES = 1000, [(2, 8, 6, 6), (2, 3, 4, 3, 2), (3, 4, 2, 2), (9, 5)]
+
+# ------------------------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """An activation (N, C, *spatial) in a dtype and a layout."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str  # "NCHW", "channels_last"; "NC" has only one
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} {self.layout}"
+
+    def tensor(self, device: torch.device, mean: float = 0.0) -> Tensor:
+        x = (torch.randn(self.shape, device=device) + mean).to(DTYPES[self.dtype])
+        dense = DENSE[x.dim()] if self.layout == "channels_last" else torch.contiguous_format
+        return x.contiguous(memory_format=dense)
+
+
+def cases_of(shapes: Sequence[tuple[int, ...]]) -> list[Case]:
+    layouts = {True: ("NCHW", "channels_last"), False: ("NC",)}
+    return [
+        Case(shape, dtype, layout)
+        for shape in shapes
+        for dtype, layout in product(DTYPES, layouts[len(shape) > 2])
+    ]
+
+
+# -------------------------------------------------------------------------- contenders
+
+
+class Parameters:
+    """Parameters and running statistics, the same for every contender."""
+
+    def __init__(self, x: Tensor) -> None:
+        channels = x.shape[1]
+        generator = torch.Generator().manual_seed(channels)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        values = torch.randn(2, channels, generator=generator).to(x.device, wide)
+        self.weight, self.bias = nn.Parameter(1 + 0.1 * values[0]), nn.Parameter(values[1])
+        self.mean, self.var = torch.zeros_like(values[0]), torch.ones_like(values[0])
+
+
+Net = Callable[[Tensor], Tensor]
+
+
+def ours(p: Parameters) -> Net:
+    layer = SyncBatchNorm(len(p.weight), EPS, MOMENTUM, device=p.weight.device)
+    layer.weight, layer.bias = p.weight, p.bias
+    return layer
+
+
+def by_torch(p: Parameters, cudnn: bool) -> Net:
+    settings = (p.weight, p.bias, p.mean, p.var, True, MOMENTUM, EPS, cudnn)
+    return lambda x: torch.batch_norm(x, *settings)  # what F.batch_norm calls
+
+
+def by_operations(p: Parameters) -> Net:
+    def forward(x: Tensor) -> Tensor:
+        axes, count = [axis for axis in range(x.dim()) if axis != 1], x.numel() // x.shape[1]
+        wide = x.float()
+        mean = wide.mean(axes)
+        m2 = (wide - plain.column(mean, x)).square().sum(axes)
+        with torch.no_grad():
+            p.mean.lerp_(mean, MOMENTUM)
+            p.var.lerp_(m2 / (count - 1), MOMENTUM)
+        return plain.normalize(x, mean, (m2 / count + EPS).rsqrt(), p.weight, p.bias)
+
+    return forward
+
+
+class OneMemberSync(Function):
+    """The kernels of `nn.SyncBatchNorm` in their order; its collectives have nobody to talk to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, p: Parameters, mask: bool
+    ) -> Tensor:
+        x = _as_torch_wants(x)
+        channels, size = x.shape[1], x.numel() // x.shape[1]
+        mean, invstd = torch.batch_norm_stats(x, EPS)
+        packed = torch.cat([mean, invstd, mean.new_full((1,), size)])
+        means, invstds, counts = packed.view(1, -1).split(channels, dim=1)
+        if mask and not torch.cuda.is_current_stream_capturing():  # drops empty members; waits
+            present = counts.squeeze(-1) >= 1
+            means, invstds, counts = means[present], invstds[present], counts[present]
+        settings = (p.mean, p.var, MOMENTUM, EPS, counts.view(-1))
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(x, means, invstds, *settings)
+        ctx.save_for_backward(x, weight, mean, invstd, counts.to(torch.int32))
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, EPS)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight, mean, invstd, counts = ctx.saved_tensors
+        dy = _as_torch_wants(dy)
+        sums = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)
+        sum_dy, sum_dy_xmu = torch.cat(sums[:2]).split(len(mean))
+        settings = (mean, invstd, weight, sum_dy, sum_dy_xmu, counts)
+        dx = torch.batch_norm_backward_elemt(dy, x, *settings)
+        return dx, sums[2], sums[3], None, None
+
+
+def _as_torch_wants(x: Tensor) -> Tensor:
+    dense = x.dim() in DENSE and x.is_contiguous(memory_format=DENSE[x.dim()])
+    return x if dense else x.contiguous()
+
+
+def by_torch_sync(p: Parameters, mask: bool) -> Net:
+    return lambda x: OneMemberSync.apply(x, p.weight, p.bias, p, mask)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`build(parameters)` is a layer in training."""
+
+    name: str
+    build: Callable[[Parameters], Net]
+    needs_cuda: bool = False
+    most: int = MOST_BUFFERS  # one that fills the cache by itself needs fewer
+
+
+CONTENDERS = [
+    Contender("ours", ours),
+    Contender("torch cudnn", lambda p: by_torch(p, True), needs_cuda=True),
+    Contender("torch native", lambda p: by_torch(p, False)),
+    Contender("torch sync", lambda p: by_torch_sync(p, True), needs_cuda=True),
+    Contender("plain operations", by_operations, most=32),
+]
+# Without the masks no host time is spent on waiting for the device.
+UNMASKED = Contender("torch sync, no masks", lambda p: by_torch_sync(p, False), needs_cuda=True)
+
+# ------------------------------------------------------------------------ measurements
+
+
+class Trial:
+    """A contender on buffers of a case: what speed, host time and error are measured of."""
+
+    def __init__(self, build: Callable[[Parameters], Net], sets: Sequence[tuple[Tensor, Tensor]]):
+        self.p = Parameters(sets[0][0])
+        self.net, self.sets = build(self.p), sets
+        self.outputs: list[Tensor] = []
+
+    def _gradients(self, y: Tensor, i: int, again: bool = False) -> tuple[Tensor, ...]:
+        x, dy = self.sets[i % len(self.sets)]
+        return torch.autograd.grad(y, (x, self.p.weight, self.p.bias), dy, retain_graph=again)
+
+    def forward(self, i: int) -> Tensor:
+        return self.net(self.sets[i % len(self.sets)][0]).detach()
+
+    def both(self, i: int) -> tuple[Tensor, ...]:
+        y = self.net(self.sets[i % len(self.sets)][0])
+        return y.detach(), *self._gradients(y, i)
+
+    def ready_for_backward(self) -> None:
+        self.outputs = [self.net(x) for x, _ in self.sets]
+
+    def backward(self, i: int) -> tuple[Tensor, ...]:
+        return self._gradients(self.outputs[i % len(self.sets)], i, again=True)
+
+
+def buffers(case: Case, count: int, timer: Cuda, mean: float = 0.0) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of x and dy."""
+    torch.manual_seed(0)
+    device, make = timer.device, case.tensor
+    return [(make(device, mean).requires_grad_(), make(device)) for _ in range(count)]
+
+
+def contenders_for(timer: Cuda, *more: Contender) -> list[Contender]:
+    every = [*CONTENDERS, *more]
+    return [c for c in every if timer.device.type == "cuda" or not c.needs_cuda]
+
+
+def with_medians(row: dict[str, Any]) -> dict[str, Any]:
+    sampled = {key.removesuffix("_samples"): row[key] for key in row if key.endswith("_samples")}
+    return {key: statistics.median(samples) for key, samples in sampled.items()} | row
+
+
+def measure_bandwidth(timer: Cuda) -> float:
+    source = torch.ones(timer.copied, dtype=torch.uint8, device=timer.device)
+    target = torch.empty_like(source)
+    sample, _ = timer.prepare(lambda i: target.copy_(source), 10, 1)
+    return 2 * timer.copied / statistics.median(sample() for _ in range(3 * ROUNDS))
+
+
+def measure_speed(case: Case, timer: Cuda, bandwidth: float, large: float) -> dict[str, Any]:
+    """Device time of every contender, in seconds per call."""
+    wanted = max(2, math.ceil(3 * timer.l2 / case.nbytes))
+    fitting = max(2, int(MOST_BYTES // (2 * case.nbytes)))
+    count = min(wanted, fitting, MOST_BUFFERS)
+    sets = buffers(case, count, timer)
+    found: dict[str, dict[str, Any]] = {}
+    samples: dict[tuple[str, str], Sample] = {}
+    for contender in contenders_for(timer):
+        row = found[contender.name] = {}
+        try:
+            trial = Trial(contender.build, sets[: contender.most])
+            kept = len(trial.sets)
+            steps = min(contender.most, max(kept, min(64, math.ceil(timer.work / case.nbytes))))
+            row.update(buffers=kept, steps=steps, graph=True)
+            parts = {"forward": trial.forward, "both": trial.both}
+            if case.nbytes >= large:
+                with timer.current():
+                    trial.ready_for_backward()
+                parts["backward"] = trial.backward
+            for part, step in parts.items():
+                sample, captured = timer.prepare(step, steps, kept)
+                samples[contender.name, part] = sample
+                row["graph"] = row["graph"] and captured
+        except Exception as error:
+            row["error"] = describe(error)
+    for _ in range(ROUNDS):
+        for (name, part), sample in samples.items():
+            found[name].setdefault(f"{part}_samples", []).append(sample())
+    found = {name: with_medians(row) for name, row in found.items()}
+    for row in found.values():
+        if "both" in row:
+            row["backward_difference"] = row["both"] - row["forward"]
+    floor = {"forward": 3 * case.nbytes / bandwidth, "backward": 5 * case.nbytes / bandwidth}
+    cold = count * case.nbytes >= 3 * timer.l2
+    return {**vars(case), "nbytes": case.nbytes, "cold": cold, "floor": floor, "found": found}
+
+
+def measure_host(case: Case, timer: Cuda) -> dict[str, Any]:
+    """Forward + backward, eagerly: time until the last call is issued, and until all is done."""
+    sets = buffers(case, 2, timer)
+    found: dict[str, dict[str, Any]] = {}
+    for number, contender in product(range(ROUNDS + 1), contenders_for(timer, UNMASKED)):
+        row = found.setdefault(contender.name, {})
+        try:
+            trial = Trial(contender.build, sets)
+            trial.both(0)
+            timer.wait()
+            start = time.perf_counter()
+            for i in range(timer.calls):
+                trial.both(i)
+            issued = time.perf_counter()
+            timer.wait()
+            ended = time.perf_counter()
+        except Exception as error:
+            row["error"] = describe(error)
+            continue
+        if number > 0:  # the first warmed up
+            row.setdefault("host_samples", []).append((issued - start) / timer.calls)
+            row.setdefault("wall_samples", []).append((ended - start) / timer.calls)
+    return {**vars(case), "found": {name: with_medians(row) for name, row in found.items()}}
+
+
+def measure_error(case: Case, timer: Cuda, mean: float) -> dict[str, Any]:
+    """Largest absolute error relative to the largest value, against float64."""
+    sets = buffers(case, 1, timer, mean)
+    wide = [(sets[0][0].detach().double().requires_grad_(), sets[0][1].double())]
+    expected = Trial(lambda p: by_torch(p, False), wide).both(0)
+    found: dict[str, dict[str, Any]] = {}
+    for contender in contenders_for(timer):
+        try:
+            results = Trial(contender.build, sets).both(0)
+            found[contender.name] = {
+                name: ((a.double() - e).abs().max() / e.abs().max()).item()
+                for name, a, e in zip(RESULTS, results, expected, strict=True)
+            }
+        except Exception as error:
+            found[contender.name] = {"error": describe(error)}
+    return {**vars(case), "mean": mean, "found": found}
+
+
+# -------------------------------------------------------------------------------- runs
+
+
+def measure_all(results: dict[str, Any], timer: Cuda, seconds: float) -> None:
+    """Fill `results`; cases for which no time is left stay in `results["skipped"]`."""
+    deadline = time.monotonic() + 0.97 * seconds
+    dry, large = results["dry_run"], results["large"]
+    results["bandwidth"] = bandwidth = measure_bandwidth(timer)
+    print(f"device copy: {bandwidth / 1e12:.3f} TB/s", flush=True)
+    for case, mean in product(cases_of(DRY_SHAPES if dry else ERROR_SHAPES), (0.0, 100.0)):
+        results["errors"].append(measure_error(case, timer, mean))
+    for case in cases_of(DRY_SHAPES[:1] if dry else HOST_SHAPES):
+        if case.dtype == "fp32":
+            results["host"].append(measure_host(case, timer))
+    waiting: list[Case] = results["skipped"]
+    waiting += sorted(cases_of(DRY_SHAPES if dry else SHAPES), key=lambda c: c.nbytes < large)
+    longest = 0.0
+    while waiting and (start := time.monotonic()) + longest < deadline:
+        row = measure_speed(waiting[0], timer, bandwidth, large)
+        results["cases"].append(row)
+        print(waiting.pop(0), gpu_report.line(row), flush=True)
+        timer.release()
+        longest = max(longest, time.monotonic() - start)
+    results["bandwidth_after"] = measure_bandwidth(timer)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=240.0, help="for everything")
+    parser.add_argument("--output", type=Path, help="folder for the JSON file")
+    parser.add_argument("--dry-run", action="store_true", help="tiny cases on CPU")
+    options = parser.parse_args()
+    if not options.dry_run and not torch.cuda.is_available():
+        parser.error("no CUDA device; --dry-run tells whether this script is in order")
+
+    timer = Cpu() if options.dry_run else Cuda()
+    results: dict[str, Any] = {"dry_run": options.dry_run, "machine": timer.facts()}
+    large = DRY_LARGE if options.dry_run else LARGE
+    results.update(large=large, cases=[], errors=[], host=[], skipped=[], aborted=None)
+    gc.freeze()  # a collection between cases need not look at torch's own objects,
+    gc.disable()  # and none comes in between
+    # Plain operations in place of the kernels would be no measurement.
+    warnings.filterwarnings("error", message="syncbn runs CUDA tensors in plain")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    try:
+        with always_ours():
+            measure_all(results, timer, options.seconds)
+    except BaseException as error:
+        results["aborted"] = describe(error)
+        traceback.print_exc()
+    results["skipped"] = [str(case) for case in results["skipped"]]
+    results["targets"] = gpu_report.targets(results)
+    gpu_report.show(results)
+
+    folder = options.output or (None if options.dry_run else Path(__file__).parent / "results")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        machine = results["machine"]
+        name = f"gpu-{machine['date'][:10]}-{machine['device']}-{machine['commit']}.json"
+        path = folder / name.replace(" ", "-")
+        path.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
+        print(f"written: {path}")
+    failed = results["aborted"] or any(
+        "error" in row["found"]["ours"]
+        for row in results["cases"] + results["errors"] + results["host"]
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

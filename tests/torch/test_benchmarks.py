@@ -1,0 +1,68 @@
+"""The scripts for a GPU are in order where there is none: dry runs, that measure nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    places = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    return subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": places, "PYTHONWARNINGS": "error"},
+    )
+
+
+def test_dry_run_of_the_benchmark_measures_every_contender_and_says_it_is_none(
+    tmp_path: Path,
+) -> None:
+    done = run("gpu.py", "--dry-run", "--seconds", "60", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "NO GPU FIGURE WAS MEASURED" in done.stdout
+    (path,) = tmp_path.glob("gpu-*-cpu-dry-run-*.json")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert results["dry_run"] is True
+    assert results["aborted"] is None
+    assert results["skipped"] == []
+    for row in results["cases"] + results["host"] + results["errors"]:
+        assert {"ours", "torch native", "plain operations"} <= row["found"].keys()
+        assert not any("error" in found for found in row["found"].values()), row
+    layouts = {(row["layout"], row["dtype"]) for row in results["cases"]}
+    assert len(layouts) == 9
+    assert any("floor" in target["target"] for target in results["targets"])
+    shown = run("gpu_report.py", str(path))
+    assert shown.returncode == 0, shown.stderr
+    assert "Targets" in shown.stdout
+
+
+def test_fodder_for_the_sanitizer_is_right_on_the_cpu() -> None:
+    done = run("gpu_sanitize.py", "--device", "cpu", "--seconds", "60")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1].endswith(" 0 wrong")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
+def test_session_without_a_device_ends_at_once_and_says_so(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    done = subprocess.run(
+        ["bash", str(FOLDER / "gpu_session.sh")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path)},
+    )
+    assert done.returncode == 2
+    assert "expected torch to see a CUDA device" in done.stderr
+    assert list(tmp_path.iterdir()) == []
