@@ -249,7 +249,7 @@ def main() -> int:
         f"{check.compared} comparisons, {len(check.wrong)} wrong"
         + (f"; skipped for lack of time: {len(waiting)}, from {waiting[0]}" if waiting else "")
     )
-    return 1 if check.wrong else 0
+    return 1 if check.wrong or not check.compared else 0
 
 
 def report_kernels() -> None:

@@ -16,6 +16,7 @@ out=${OUT:-benchmarks/results}
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH=.:adapters PYTHONUNBUFFERED=1 PATH="$PATH:/usr/local/cuda/bin"
+[ -d /usr/local/cuda ] && export CUDA_HOME="${CUDA_HOME:-/usr/local/cuda}" # where NVVM may be
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_session.sh: expected torch to see a CUDA device with $python, it does not;" \
@@ -56,6 +57,7 @@ stage() {
 sanitizer() {
     local log=$1 tool=$2 limit=$3
     shift 3
+    ((limit < 40)) && limit=0 # it would check nothing
     stage "$log" "$limit" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 "$@" \
         "$python" benchmarks/gpu_sanitize.py --seconds "$((limit - 20))"
@@ -90,7 +92,7 @@ rm -f "$out"/{facts,tests,sanitize,benchmark,replicas,initcheck}.log
 
 stage facts.log 30 bash -c facts
 # Plugins may be missing, and what other packages warn of is not asked here.
-stage tests.log 150 "$python" -m pytest tests -m cuda -q -p no:cacheprovider \
+stage tests.log 150 "$python" -m pytest tests/device -q -p no:cacheprovider \
     -o addopts=--import-mode=importlib -o minversion=7 -o filterwarnings=default
 
 stage sanitize.log "$(smaller 50 "$(left $((BENCHMARK + 80)))")" \
@@ -98,6 +100,7 @@ stage sanitize.log "$(smaller 50 "$(left $((BENCHMARK + 80)))")" \
 # Errors of API calls are torch's and the loaders' way of asking what there is.
 sanitizer sanitize.log memcheck "$(smaller 60 "$(left $((BENCHMARK + 40)))")" \
     --report-api-errors no --padding 64
+# Of races it sees those in shared memory; what blocks tell each other is compared with float64 above.
 sanitizer sanitize.log racecheck "$(smaller 60 "$(left $BENCHMARK)")"
 
 seconds=$(smaller 200 "$(left 20)")

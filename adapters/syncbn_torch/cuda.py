@@ -49,10 +49,9 @@ def has_cuda_kernels(tensor: Tensor) -> bool:
 
 @cache
 def _ready(device: int, dtype: torch.dtype) -> bool:
-    lacks = _missing()
-    if not lacks and dtype is torch.bfloat16:  # rounded by an instruction of that capability
-        return driver.compute_capability(device) >= (8, 0)
-    return not lacks
+    # bfloat16 is rounded by an instruction of that capability
+    oldest = (8, 0) if dtype is torch.bfloat16 else driver.OLDEST
+    return not _missing() and driver.compute_capability(device) >= oldest
 
 
 @cache

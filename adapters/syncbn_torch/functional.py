@@ -217,11 +217,11 @@ class Merge(Function):
         call: Call = ctx.call
         current = call.current_pass()
         given = [current.given[member][2] for member in call.members if member in current.given]
-        total = given[0].value
-        with silent():
+        with given[0].current(), silent():
+            total = given[0].value
             for sums in given[1:]:
                 total = total + (sums.on(total.device) if isinstance(total, Tensor) else sums.value)
-        current.sums = Handover(call.reduce(total))
+            current.sums = Handover(call.reduce(total))
         return None, *ctx.edges
 
 

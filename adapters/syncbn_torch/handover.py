@@ -1,12 +1,14 @@
 """Numbers that one thread's backward leaves for another's, perhaps on another GPU.
 
-Autograd runs a node on the stream of its forward and orders streams along the graph's edges. But a
-copy between GPUs runs on the stream that the *copying* thread has current on the source's device,
-which is its default stream: with streams of the user's own it would not wait for what it copies.
+Autograd runs a node on the stream of its forward and orders streams along the graph's edges, but
+on that node's own device alone: on others the thread has its default stream current. So with
+streams of the user's own, neither a copy from another GPU nor arithmetic there would wait for what
+they read.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +29,17 @@ class Handover:
 
     def on(self, device: torch.device) -> Any:
         """The value where `device` is, for its current stream; what is on the host stays there."""
-        if self.stream is None or self.value.device == device:
+        if self.stream is None:
             return self.value
-        with torch.cuda.stream(self.stream):
-            return self.value.to(device)
+        if self.value.device != device:
+            with self.current():
+                return self.value.to(device)
+        here = torch.cuda.current_stream(device)
+        if here != self.stream:
+            here.wait_stream(self.stream)
+            self.value.record_stream(here)
+        return self.value
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Within it, what is done to the value runs on its own stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

@@ -155,6 +155,22 @@ def linker() -> Any:
     return linker
 
 
+def has_nvvm() -> bool:
+    """Whether the compiler's library is installed, where Numba finds it."""
+    try:
+        import_module("cuda.bindings.nvvm").version()  # loads the library
+        return True
+    except Exception:  # every version has an error of its own
+        pass
+    try:  # it knows more places, but takes half a second to import
+        with suppress(ImportError):
+            import_module("_numba_cuda_redirector")
+        import_module("numba.cuda.cudadrv.nvvm").NVVM()
+        return True
+    except Exception:
+        return False
+
+
 def _to_cubin(linker: Any, ptx: str, capability: tuple[int, int]) -> bytes:
     """Machine code, by the assembler that goes with the compiler: a driver may be older."""
     options = ["-arch=sm_{}{}".format(*capability), "-O3"]

@@ -301,6 +301,8 @@ def normalize(
     Statistics go into `into`; running statistics are updated. With `size` 0 the running
     statistics are those to normalize by. An empty x has its statistics and updates too.
     """
+    if x.channels == 0:
+        return
     keep = None
     if size > MAX_PARTS:
         one, keep = run.scratch(2 * x.channels + 1)
@@ -392,6 +394,8 @@ def backward_input(
     clamp: bool,
 ) -> None:
     """dx from the sums over all members at `sums`, 0 for constant statistics."""
+    if x.channels == 0:
+        return
     total = x.outer * x.channels * x.inner
     if total == 0:
         return

@@ -25,6 +25,7 @@ from syncbn_core.backends.compiler import (
     Source,
     cache_file,
     compile_source,
+    has_nvvm,
     linker,
     store,
     stored,
@@ -305,6 +306,8 @@ def _missing_packages() -> list[str]:
     link = linker()
     if link is None:
         return [f"nvJitLink can't be loaded: {INSTALL}"]
+    if not has_nvvm():
+        return [f"NVVM can't be loaded: {INSTALL}"]
     made_for = link.version()[0]
     with suppress(BackendError):
         takes = _driver().integer("cuDriverGetVersion") // 1000

@@ -678,6 +678,11 @@ def test_missing_linker(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> N
     assert '"syncbn[cuda12]"' in sentence
 
 
+def test_missing_nvvm(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "has_nvvm", lambda: False)
+    assert "NVVM can't be loaded" in only_missing()
+
+
 def test_driver_older_than_the_packages(equipped: Machine) -> None:
     equipped.stub.version = 12040
     sentence = only_missing()

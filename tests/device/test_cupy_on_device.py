@@ -124,9 +124,12 @@ def test_capture_in_a_graph(cupy):
         for _ in range(2):
             step()
         stream.synchronize()
-        stream.begin_capture()
-        step()
-        graph = stream.end_capture()
+        pool = cupy.cuda.MemoryPool()  # what the graph writes must belong to nobody else
+        with cupy.cuda.using_allocator(pool.malloc):
+            stream.begin_capture()
+            step()
+            graph = stream.end_capture()
+        others = [cupy.ones(size, cupy.float64) for size in (17, 25, 64, 4096)]
         x[...] = cupy.asarray(rng.normal(5, 3, x.shape).astype(np.float32))
         graph.launch(stream)
         stream.synchronize()
@@ -134,3 +137,4 @@ def test_capture_in_a_graph(cupy):
         np.testing.assert_allclose(y.get(), expected, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(dx.get(), batch_norm_backward(dy.get(), saved).x, atol=1e-4)
         assert int(layer.num_batches_tracked) == 3
+        assert all(bool((other == 1).all()) for other in others)

@@ -430,6 +430,12 @@ def test_an_empty_batch_moves_the_counter_alone(shape, training, rng):
     np.testing.assert_array_equal(down(there[1]), var)
 
 
+def test_no_channels_are_nothing_to_do():
+    x = up(np.zeros((4, 0, 3, 3), "float32"))
+    y, saved = functional.batch_norm_forward(x)
+    assert y.shape == functional.batch_norm_backward(y, saved).x.shape == (4, 0, 3, 3)
+
+
 def test_one_value_per_channel_is_refused_with_nothing_changed(rng):
     layer = BatchNorm(4, device="cuda")
     before = {name: down(array) for name, array in layer.state_dict().items()}

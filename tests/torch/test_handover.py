@@ -15,6 +15,9 @@ class OnGpu(torch.Tensor):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
 
+    def record_stream(self, stream):  # type: ignore[override,no-untyped-def]
+        log.append(f"used on {stream}")
+
     def to(self, device):  # type: ignore[override,no-untyped-def]
         log.append(f"copy to {device}")
         return "copy"
@@ -42,6 +45,18 @@ def test_a_copy_runs_on_the_stream_that_wrote(streams) -> None:
     streams.clear()  # another thread has other current streams
     assert handover.on(torch.device("cuda", 0)) == "copy"
     assert log == ["on s1", "copy to cuda:0", "off s1"]
+
+
+def test_another_stream_of_the_device_waits(streams) -> None:
+    class Stream(str):
+        def wait_stream(self, other) -> None:  # type: ignore[no-untyped-def]
+            log.append(f"{self} waits for {other}")
+
+    tensor = torch.Tensor._make_subclass(OnGpu, torch.ones(2))
+    handover = Handover(tensor)
+    streams[torch.device("cuda", 1)] = Stream("s2")
+    assert handover.on(torch.device("cuda", 1)) is tensor
+    assert log == ["s2 waits for s1", "used on s2"]
 
 
 def test_nothing_is_copied_on_one_device_or_from_the_host(streams) -> None:
