@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from syncbn_core.backends import backend_of, fused_backend_of
-from syncbn_core.comm import Communicator, SingleCommunicator
+from syncbn_core.comm import Communicator, SingleCommunicator, located
 from syncbn_core.errors import (
     ArgumentError,
     DeviceError,
@@ -64,19 +64,25 @@ __all__ = [
 ]
 
 Array = Any
+UNKNOWN = -1  # a count that only the device knows: asking would wait for it
 _ALONE = SingleCommunicator()
 # Infinity and NaN go through to the results of their channel; they are no cause for warnings.
 _SILENT: Any = {"invalid": "ignore", "over": "ignore"}
+
+
+def _no_layer() -> str:
+    return "batch_norm"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
     """What `batch_norm_backward` needs of a forward: x itself and O(C) numbers.
 
-    `count`: values per channel over all members; None when the statistics were constants
-    (running statistics in eval), through which no gradient flows. `clamped`: (C,) bool, where
-    eps_mode "clamp" made invstd a constant; None when nowhere. `device`: the statistics as the
-    kernels of a device take them, which know `clamped` themselves; None on the host.
+    `count`: values per channel over all members, -1 where only the device knows; None when the
+    statistics were constants (running statistics in eval), through which no gradient flows.
+    `clamped`: (C,) bool, where eps_mode "clamp" made invstd a constant; None when nowhere.
+    `device`: the statistics as the kernels of a device take them, which know `clamped`
+    themselves; None on the host.
     """
 
     x: Array
@@ -127,8 +133,9 @@ def batch_norm_forward(
     check_out(x, out)
     eps, eps_mode = check_eps(eps), check_eps_mode(eps_mode)
     moments = local_moments(x, parallel=parallel)
-    total = (communicator or _ALONE).merge_moments(moments)
-    require_more_than_one_value(total.count, x.shape)
+    total = (located(communicator, _no_layer, x.dtype) or _ALONE).merge_moments(moments)
+    count = UNKNOWN if total.known_count is None else total.known_count
+    require_more_than_one_value(count, x.shape)
     fused = fused_backend_of(x)
     if fused is not None:
         y, device = fused.finish_forward(
@@ -144,13 +151,13 @@ def batch_norm_forward(
             eps_mode=eps_mode,
             out=out,
         )
-        return y, Saved(x, device.mean, device.invstd, weight, total.count, None, device)
+        return y, Saved(x, device.mean, device.invstd, weight, count, None, device)
     invstd = total.invstd(eps, eps_mode)
     y = normalize(x, total.mean, invstd, weight, bias, out=out, parallel=parallel)
     with np.errstate(**_SILENT):
         _update_running(running_mean, running_var, num_batches_tracked, total, momentum)
     clamped = total.var < eps if eps_mode == "clamp" else None
-    return y, Saved(x, total.mean, invstd, weight, total.count, clamped)
+    return y, Saved(x, total.mean, invstd, weight, count, clamped)
 
 
 def batch_norm_eval(
@@ -204,6 +211,7 @@ def batch_norm_backward(
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """
     x = saved.x
+    communicator = located(communicator, _no_layer, x.dtype)
     backend_of(dy)
     if tuple(dy.shape) != tuple(x.shape):
         raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")

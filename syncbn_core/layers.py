@@ -15,7 +15,7 @@ import numpy as np
 
 from syncbn_core import functional
 from syncbn_core.backends.devices import array_library, device_of, place_like, to_numpy
-from syncbn_core.comm import Communicator
+from syncbn_core.comm import Communicator, located
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
 from syncbn_core.moments import EpsMode, check_eps, check_eps_mode, check_momentum
 
@@ -41,6 +41,7 @@ class BatchNorm:
             that GPUs need is missing.
         communicator: the group; None is a group of one. Every member has a layer of its own.
         eps_mode: "plus" as in the formula, "clamp" for `1 / sqrt(max(var, eps))`.
+        name: what errors of the communicator call this layer.
 
     Attributes:
         weight, bias, weight_grad, bias_grad: `(C,)`, or None without `affine`. Gradients are
@@ -61,6 +62,7 @@ class BatchNorm:
         device: str = "cpu",
         communicator: Communicator | None = None,
         eps_mode: EpsMode = "plus",
+        name: str = "BatchNorm",
     ) -> None:
         if num_features < 1:
             raise ArgumentError(f"expected num_features of 1 or more, got {num_features!r}")
@@ -72,6 +74,7 @@ class BatchNorm:
         self.momentum = check_momentum(momentum)
         self.eps_mode = check_eps_mode(eps_mode)
         self.communicator = communicator
+        self.name = name
         self.training = True
         with array_library(device) as xp:
             self.weight = xp.ones(num_features, dtype) if affine else None
@@ -118,7 +121,7 @@ class BatchNorm:
                 running_var=self.running_var,
                 num_batches_tracked=self.num_batches_tracked,
                 momentum=self.momentum,
-                communicator=self.communicator,
+                communicator=self._located(x),
                 **settings,
             )
         else:
@@ -137,13 +140,17 @@ class BatchNorm:
                 "expected a forward before each backward, got a backward without one; for a "
                 "layer used several times in a forward take syncbn_core.functional"
             )
-        gradients = functional.batch_norm_backward(dy, self._saved, communicator=self.communicator)
+        communicator = self._located(self._saved.x)
+        gradients = functional.batch_norm_backward(dy, self._saved, communicator=communicator)
         self._saved = None
         if self.weight_grad is not None and self.bias_grad is not None:
             with device_of(self.weight_grad):
                 self.weight_grad += gradients.weight
                 self.bias_grad += gradients.bias
         return gradients.x
+
+    def _located(self, x: Array) -> Communicator | None:
+        return located(self.communicator, lambda: self.name, x.dtype)
 
     def parameters(self) -> list[Array]:
         """`[weight, bias]`, or nothing without `affine`; update them in place."""

@@ -59,6 +59,16 @@ class Moments:
     def empty(cls, num_features: int) -> Moments:
         return cls(0, np.zeros(num_features), np.zeros(num_features))
 
+    @property
+    def known_count(self) -> int | None:
+        """`count` where it is known without waiting for a device, else None."""
+        return self.count
+
+    @property
+    def num_features(self) -> int:
+        """C."""
+        return int(self.mean.shape[0])
+
     def merge(self, other: Moments) -> Moments:
         """Moments of both parts together; the operands stay as they are."""
         if other.count == 0:

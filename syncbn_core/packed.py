@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from syncbn_core.moments import Moments
 
-__all__ = ["PackedMoments"]
+__all__ = ["PackedMoments", "merge_rows"]
 
 Array = Any  # cupy.ndarray or torch.Tensor
 
@@ -74,20 +76,33 @@ class PackedMoments(Moments):
         count = sum(known) if len(known) == len(counts) else None
         return PackedMoments(self.join([part.parts for part in every]), count, self.join)
 
+    def one_row(self) -> Array:
+        """All parts in one, `(2 C + 1,)`."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        count = self.parts[:, :1].sum(0)
+        return self.join([count, self.mean, self.m2])
+
     def _merge(self) -> tuple[Array, Array]:
         merged = self._merged
         if merged is None:
-            channels = self.num_features
-            counts, means, m2s = (
-                self.parts[:, :1],
-                self.parts[:, 1 : 1 + channels],
-                self.parts[:, 1 + channels :],
-            )
-            if len(self.parts) == 1:
-                merged = (means[0], m2s[0])
-            else:
-                mean = (counts * means).sum(0) / max(self.count, 1)
-                deviations = means - mean
-                merged = (mean, (m2s + counts * deviations * deviations).sum(0))
+            merged = _merged(self.parts)
             object.__setattr__(self, "_merged", merged)
         return merged
+
+
+def merge_rows(rows: Array) -> Moments:
+    """`Moments` of NumPy rows `[P, 2 C + 1]`, added up in their order."""
+    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is a NaN for the output
+        return Moments(int(rows[:, 0].sum()), *_merged(rows))
+
+
+def _merged(rows: Array) -> tuple[Array, Array]:
+    """`(mean, m2)` of all rows: m2 is `sum(m2_i + count_i * (mean_i - mean)**2)`."""
+    channels = (int(rows.shape[1]) - 1) // 2
+    counts, means, m2s = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+    if len(rows) == 1:
+        return means[0], m2s[0]
+    mean = (counts * means).sum(0) / counts.sum(0).clip(1)
+    deviations = means - mean
+    return mean, (m2s + counts * deviations * deviations).sum(0)

@@ -7,7 +7,7 @@ from syncbn_torch.batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from syncbn_torch.communicator import DistributedCommunicator
+from syncbn_torch.communicator import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.convert import convert_model, patch_sync_batchnorm, revert_model
 from syncbn_torch.reference import BatchNorm2dReimpl
 from syncbn_torch.replicate import (
@@ -27,6 +27,7 @@ __all__ = [
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
     "convert_model",
+    "create_syncbn_process_group",
     "execute_replication_callbacks",
     "patch_replication_callback",
     "patch_sync_batchnorm",

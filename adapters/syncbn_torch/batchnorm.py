@@ -9,9 +9,11 @@ with mean and (biased) variance per channel over the whole batch. Inside
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn_core.comm import Site
 from syncbn_core.errors import (
     DeviceError,
     DTypeError,
@@ -34,6 +37,7 @@ from syncbn_torch import functional
 from syncbn_torch.communicator import communicator_for
 from syncbn_torch.interop import has_kernels
 from syncbn_torch.link import Link
+from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
 from syncbn_torch.statistics import RunningStatistics
 
@@ -105,6 +109,14 @@ class _SynchronizedBatchNorm(_BatchNorm):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_link": None}  # a copy of a replica stands alone
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        group = self.process_group
+        memo[id(group)] = group  # no copy of a layer has processes of its own
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     def extra_repr(self) -> str:
         mode = "" if self.eps_mode is None else f", eps_mode={self.eps_mode!r}"
         return f"{super().extra_repr()}{mode}"
@@ -172,6 +184,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
             )
         # In eval ranks need not run the same batches; replicas of one forward do.
         communicator = communicator_for(self.process_group) if self.training else None
+        if communicator is not None:
+            communicator = communicator.at(Site(partial(name_of, self), str(input.dtype)[6:]))
         link = self._link
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
@@ -251,8 +265,9 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
         affine: have weight and bias; bias: with affine, have a bias too.
         track_running_stats: keep running statistics; without them eval uses the batch's.
         device, dtype: of parameters and buffers.
-        process_group: `torch.distributed` group to synchronize over besides the replicas;
-            None is the default group if there is one.
+        process_group: what to synchronize over besides the replicas: a `torch.distributed` group,
+            one dimension of a `DeviceMesh`, a `DistributedCommunicator`; None is the default group
+            if there is one.
         eps_mode: "plus", "clamp", or None for what `set_sbn_eps_mode` says ("plus" unless set).
     """
 

@@ -1,69 +1,255 @@
 """The `Communicator` protocol over torch.distributed: one member per process.
 
-Forward is one all_gather of 2C + 1 numbers, merged in rank order, backward one all_reduce
-of 2C.
+Forward is one all_gather of 2 C + 1 numbers, merged in rank order, backward one all_reduce
+of 2 C.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from typing import Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn_core.errors import CommError
-from syncbn_core.moments import Moments, merge_all
+from syncbn_core.comm import Call, ProcessCommunicator
+from syncbn_core.errors import (
+    ArgumentError,
+    CommAborted,
+    CommError,
+    CommTimeout,
+    DeviceError,
+)
+from syncbn_core.moments import Moments
 from syncbn_core.packed import PackedMoments
 from syncbn_torch.cuda import collapse
 from syncbn_torch.interop import as_array
 from syncbn_torch.statistics import Channelwise, tensor_of
 
-__all__ = ["DistributedCommunicator", "communicator_for"]
+__all__ = ["DistributedCommunicator", "communicator_for", "create_syncbn_process_group"]
+
+GRACE = 1.0  # seconds that ranks have, after a failure, to say that they have seen it too
 
 
-class DistributedCommunicator:
-    """A process group as a communicator, for arrays and for tensors on the group's device."""
+class DistributedCommunicator(ProcessCommunicator):
+    """A process group as a communicator, for arrays and for tensors.
 
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+    Args:
+        group: a `torch.distributed` process group, a `DeviceMesh` of one dimension
+            (`mesh["data"]`), or None for the default group. `CommError` if this process is not
+            in it.
+        check_order: before each call compare what the ranks are about to do; None: as the
+            environment variable SYNCBN_CHECK_ORDER says. See `ProcessCommunicator`.
+
+    Waits as long as the group's own timeout says; then raises `CommTimeout`, or at once
+    `CommAborted` when a connection breaks: with layer, call and the ranks that gave no sign.
+    (NCCL does not wait on the host: there torch's watchdog ends the process.)
+    """
+
+    def __init__(self, group: Any = None, *, check_order: bool | None = None) -> None:
+        super().__init__(_GroupTransport(group_of(group)), check_order=check_order)
+
+    def merge_moments(self, moments: Moments) -> Moments:
+        """As `ProcessCommunicator.merge_moments`; tensors stay on their device."""
+        if isinstance(moments, PackedMoments):
+            return super().merge_moments(collapse(moments))
+        if not isinstance(moments.mean, Tensor):
+            return super().merge_moments(moments)
+        mean, m2 = moments.mean, moments.m2
+        on_host = Moments(moments.count, *(as_array(t.cpu()) for t in (mean, m2)))
+        total = super().merge_moments(on_host)
+        return Moments(total.count, *(tensor_of(v).to(mean) for v in (total.mean, total.m2)))
+
+
+class _GroupTransport:
+    """Tensors and arrays through a process group, which is not kept alive."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
         if self.rank < 0:
             raise CommError(
                 f"expected a process_group that this process belongs to, got one without rank "
                 f"{dist.get_rank()} of the world; give each process its own group"
             )
+        self._group = weakref.ref(group)
+        types = getattr(group, "_device_types", None) or ()
+        self._types = {device.type for device in types}
 
-    def merge_moments(self, moments: Moments) -> Moments:
-        """Moments over all ranks, bitwise the same on each; an empty part takes part.
+    def all_gather(self, row: Channelwise, call: Call) -> Channelwise:
+        own = self._wire(row, call)
+        rows = own.new_empty(self.size * own.numel())
+        group = self._alive(call)
+        self._run(_gather, call, rows, own, group)
+        return _like(rows.view(self.size, -1), row)
 
-        Packed moments stay on their device, where the next kernel merges them: nothing waits, and
-        the count over all ranks is known there only.
-        """
-        if isinstance(moments, PackedMoments):
-            own = collapse(moments).parts
-            parts = own.new_empty(self.size, own.shape[1])
-            dist.all_gather_into_tensor(parts, own, group=self._group)
-            return PackedMoments(parts, None, torch.cat)
-        mean, m2 = tensor_of(moments.mean), tensor_of(moments.m2)
-        packed = torch.cat([mean.new_tensor([float(moments.count)]), mean, m2])
-        gathered = [torch.empty_like(packed) for _ in range(self.size)]
-        dist.all_gather(gathered, packed, group=self._group)
-        kind = (lambda t: t) if isinstance(moments.mean, Tensor) else as_array
-        every = [(int(p[0]), *p[1:].view(2, -1)) for p in gathered]
-        return merge_all([Moments(count, kind(mean), kind(m2)) for count, mean, m2 in every])
+    def all_reduce(self, values: Channelwise, call: Call) -> Channelwise:
+        total = self._wire(values, call).contiguous().clone()
+        group = self._alive(call)
+        self._run(_reduce, call, total, group)
+        return _like(total, values)
 
-    def all_reduce_sums(self, sums: Channelwise) -> Channelwise:
-        """Elementwise sum over all ranks; a new array, or tensor, as `sums` is."""
-        total = tensor_of(sums).contiguous().clone()
-        dist.all_reduce(total, group=self._group)
-        return total if isinstance(sums, Tensor) else as_array(total)
+    def _wire(self, values: Channelwise, call: Call) -> Tensor:
+        """`values` on a device that the group's backend takes."""
+        tensor = tensor_of(values)
+        if not self._types or tensor.device.type in self._types:
+            return tensor
+        if "cpu" in self._types:
+            return tensor.cpu()
+        raise DeviceError(
+            f"expected tensors on {' or '.join(sorted(self._types))}, as the backend of the "
+            f"process group takes, got {tensor.device} in {call}; move the model and its input, "
+            'or init_process_group("cpu:gloo,cuda:nccl")'
+        )
+
+    def _alive(self, call: Call) -> Any:
+        group = self._group()
+        if group is None:
+            raise CommError(
+                f"expected a process group in {call}, it has been destroyed since; call "
+                "destroy_process_group after the last step"
+            )
+        return group
+
+    def _run(self, collective: Any, call: Call, *arguments: Any) -> None:
+        begin = time.monotonic()
+        try:
+            collective(*arguments)
+        except (RuntimeError, ValueError) as error:
+            group = arguments[-1]
+            text = str(error).partition("\n")[0]
+            who = f"rank {self.rank} of {self.size}{_in_world(group, self.rank)}"
+            silent = _silent_ranks(group, self.rank, self.size, call)
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                seconds = time.monotonic() - begin
+                raise CommTimeout(
+                    f"{who} waited {seconds:.3g} s in {call}; {silent}; look there for the first "
+                    "error, or run with SYNCBN_CHECK_ORDER=1"
+                ) from error
+            raise CommAborted(f"{who} lost its group in {call}: {text}; {silent}") from error
 
 
-def communicator_for(process_group: Any) -> DistributedCommunicator | None:
-    """The group given, or the default one of an initialized world; None for a single process."""
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return None
-    communicator = DistributedCommunicator(process_group)
-    return communicator if communicator.size > 1 else None
+def _gather(rows: Tensor, own: Tensor, group: Any) -> None:
+    # the older name of the same call warns where there is a newer one
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(rows, own.contiguous(), group=group)
+
+
+def _reduce(total: Tensor, group: Any) -> None:
+    dist.all_reduce(total, group=group)
+
+
+def _like(result: Tensor, values: Channelwise) -> Channelwise:
+    """`result` as `values` are: an array, or a tensor where they are."""
+    return as_array(result) if isinstance(values, np.ndarray) else result.to(values.device)
+
+
+def _in_world(group: Any, rank: int) -> str:
+    """The rank's number in the world, where that is another."""
+    try:
+        in_world = dist.get_global_rank(group, rank)
+    except (RuntimeError, ValueError):
+        return ""
+    return "" if in_world == rank else f" (rank {in_world} of the world)"
+
+
+def _silent_ranks(group: Any, rank: int, size: int, call: Call) -> str:
+    """Which ranks don't say, within `GRACE`, that the group has failed for them too.
+
+    They say it in the store by which they once found each other; that may be gone as well.
+    """
+    heard: dict[int, int] = {}
+    others = [other for other in range(size) if other != rank]
+
+    def ask() -> None:
+        store = _store_of(group)
+        name = f"syncbn/{group.group_name}"
+        store.set(f"{name}/{rank}", str(call.number))
+        deadline = time.monotonic() + GRACE
+        while len(heard) < len(others) and time.monotonic() < deadline:
+            for other in others:
+                if other not in heard and store.check([f"{name}/{other}"]):
+                    heard[other] = int(store.get(f"{name}/{other}"))
+            time.sleep(0.01)
+
+    def ask_quietly() -> None:
+        try:
+            ask()
+        except Exception:  # no store any more: then nobody was heard
+            return
+
+    thread = threading.Thread(target=ask_quietly, daemon=True)
+    thread.start()
+    thread.join(GRACE + 1.0)  # a store that hangs must not
+    said = dict(heard)
+    missing = [f"{other}{_in_world(group, other)}" for other in others if other not in said]
+    missing += [
+        f"{other}{_in_world(group, other)} (which waited in call {number})"
+        for other, number in said.items()
+        if number != call.number
+    ]
+    if not missing:
+        return "all others say that they waited in the same call"
+    return f"no sign in this call of rank {', '.join(missing)}"
+
+
+def _store_of(group: Any) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_of(process_group: Any) -> Any:
+    """The `ProcessGroup` that is meant: given, of a mesh, or the default one."""
+    if process_group is None:
+        return dist.group.WORLD
+    if hasattr(process_group, "get_group") and hasattr(process_group, "ndim"):  # a DeviceMesh
+        if process_group.ndim != 1:
+            raise ArgumentError(
+                f"expected a DeviceMesh of one dimension, got {process_group}; take one of its "
+                f'dimensions, as in mesh["{(process_group.mesh_dim_names or ("name",))[0]}"]'
+            )
+        return process_group.get_group()
+    return process_group
+
+
+_communicators: weakref.WeakKeyDictionary[Any, DistributedCommunicator] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def communicator_for(process_group: Any) -> ProcessCommunicator | None:
+    """What a layer with this `process_group` synchronizes by; None for a single process.
+
+    One communicator per group, so that its calls are numbered over all layers.
+    """
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+    elif isinstance(process_group, ProcessCommunicator):
+        return process_group
+    group = group_of(process_group)
+    known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
+    if known is None:
+        known = DistributedCommunicator(group)
+        _communicators[group] = known
+    return known if known.size > 1 else None
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """This process's group, of the world cut into groups of `group_size` neighbouring ranks.
+
+    For `process_group` of layers that shall synchronize within groups: a node, say. Every process
+    of the world has to call it. `ArgumentError` where the world can't be cut so.
+    """
+    world = dist.get_world_size()
+    if not 1 <= group_size <= world or world % group_size:
+        raise ArgumentError(
+            f"expected a group_size that divides the number of processes, {world}, "
+            f"got {group_size!r}"
+        )
+    group, _ = dist.new_subgroups(group_size=group_size)
+    return group

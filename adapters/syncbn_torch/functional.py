@@ -108,8 +108,8 @@ class Call:
         total = merge_all([arithmetic.moved(part, home) for part in parts])
         if self.communicator is not None:
             total = self.communicator.merge_moments(total)
-        if not isinstance(total, PackedMoments) or total.known_count is not None:
-            require_more_than_one_value(total.count, shape)
+        if total.known_count is not None:
+            require_more_than_one_value(total.known_count, shape)
         self.total = total
         if isinstance(total, PackedMoments):
             # Here, in the thread whose streams all that has been computed so far is on.

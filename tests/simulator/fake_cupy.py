@@ -499,6 +499,9 @@ class ndarray:  # noqa: N801
     def sum(self, axis=None, dtype=None, out=None, keepdims=False):
         return self._reduced("sum", self._a.sum(axis, dtype, keepdims=keepdims))
 
+    def clip(self, min=None, max=None, out=None):
+        return self._reduced("clip", self._a.clip(min, max))
+
     def max(self, axis=None, out=None, keepdims=False):
         return self._reduced("max", self._a.max(axis, keepdims=keepdims))
 

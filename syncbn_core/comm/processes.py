@@ -1,0 +1,204 @@
+"""Members that are processes: what they send, in which order, and what is said when it fails.
+
+A `Transport` (MPI, NCCL, torch.distributed) moves bytes. Here is all that does not depend on it:
+forward a row of 2 C + 1 numbers from every rank, merged in the order of ranks; backward the two
+sums per channel. Calls are numbered, so an error says which one it was, and with `check_order`
+every call first compares what the ranks are about to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from syncbn_core.comm.communicator import Communicator
+from syncbn_core.errors import ArgumentError, CommError, DTypeError, ProtocolError
+from syncbn_core.moments import Moments
+from syncbn_core.packed import PackedMoments, merge_rows
+
+__all__ = ["Call", "ProcessCommunicator", "Site", "Transport", "located"]
+
+Array = Any
+
+CHECK_ORDER_VARIABLE = "SYNCBN_CHECK_ORDER"
+DESCRIPTION = 256  # bytes of a call's description on the wire
+
+# The first number of a row is the count times 16 plus one of these; exact up to 2^49 values.
+_DTYPES = ("unknown", "float16", "bfloat16", "float32", "float64")
+_KINDS = 16
+
+
+class Site(NamedTuple):
+    """Who calls: `name()` is asked for only when it is needed, `dtype` is that of the input."""
+
+    name: Callable[[], str]
+    dtype: str = "unknown"
+
+
+class Call(NamedTuple):
+    """One call of a group; as text it says what it is."""
+
+    number: int
+    operation: str
+    size: int
+    site: Site | None
+
+    def __str__(self) -> str:
+        site = self.site
+        what = f"{self.operation} of {site.name()}" if site else self.operation
+        dtype = "" if site is None or site.dtype == "unknown" else f", {site.dtype}"
+        return f"call {self.number} ({what}: {self.size} numbers{dtype})"
+
+
+class Transport(Protocol):
+    """What moves the bytes; each call ends, or raises a `CommError` that names `call`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, row: Array, call: Call) -> Array:
+        """`row` (n,) float64 of every rank, in their order: (size, n), on the same device."""
+
+    def all_reduce(self, values: Array, call: Call) -> Array:
+        """Elementwise sum over the ranks; a new array."""
+
+
+class _Group:
+    """What all views of one group share."""
+
+    __slots__ = ("calls", "check_order", "failure", "transport")
+
+    def __init__(self, transport: Transport, check_order: bool) -> None:
+        self.transport = transport
+        self.check_order = check_order
+        self.calls = 0
+        self.failure: str | None = None
+
+
+class ProcessCommunicator:
+    """A member of a group of processes; each makes one, and all make the same calls in order.
+
+    Args:
+        transport: what moves the bytes.
+        check_order: before each call compare what the ranks are about to do, by one more message
+            of 256 bytes: a `ProtocolError` on every rank then says who does what. None: as the
+            environment variable SYNCBN_CHECK_ORDER says, else not.
+
+    After a call that failed (`CommTimeout`, `CommAborted`) ranks may be out of step, so all later
+    ones raise `CommError`. A `ProtocolError` or `DTypeError` comes to all ranks, and the group can
+    go on.
+    """
+
+    def __init__(self, transport: Transport, *, check_order: bool | None = None) -> None:
+        check = _check_order_by_default() if check_order is None else check_order
+        self._group = _Group(transport, check)
+        self._site: Site | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to `size - 1`."""
+        return self._group.transport.rank
+
+    @property
+    def size(self) -> int:
+        """Processes in the group."""
+        return self._group.transport.size
+
+    def at(self, site: Site) -> ProcessCommunicator:
+        """The same group, for calls of one layer: errors name it."""
+        view = object.__new__(type(self))
+        view._group, view._site = self._group, site
+        return view
+
+    def merge_moments(self, moments: Moments) -> Moments:
+        """Moments over all ranks, bitwise the same on each; an empty part takes part.
+
+        Packed moments stay on their device, where the next kernel merges them: nothing waits, and
+        the count over all ranks is known there only. Others raise `DTypeError` where the ranks'
+        inputs differ in dtype.
+        """
+        call = self._begin("forward", 2 * moments.num_features + 1)
+        if isinstance(moments, PackedMoments):
+            rows = self._run(self._group.transport.all_gather, moments.one_row(), call)
+            return PackedMoments(rows, None, moments.join)
+        dtype = "unknown" if self._site is None else self._site.dtype
+        code = _DTYPES.index(dtype) if dtype in _DTYPES else 0
+        header = [float(moments.count * _KINDS + code)]
+        row = np.concatenate((header, moments.mean, moments.m2))
+        rows = self._run(self._group.transport.all_gather, row, call)
+        counts, codes = np.divmod(rows[:, 0], _KINDS)
+        if (codes != code).any():
+            named = {rank: _DTYPES[int(code)] for rank, code in enumerate(codes)}
+            raise DTypeError(
+                f"expected input of one dtype on all ranks, got {named} in {call}; check autocast "
+                "and the dtype of the data there"
+            )
+        rows[:, 0] = counts
+        return merge_rows(rows)
+
+    def all_reduce_sums(self, sums: Array) -> Array:
+        """Elementwise sum over all ranks; a new array."""
+        call = self._begin("backward" if self._site else "all_reduce_sums", _size(sums))
+        return self._run(self._group.transport.all_reduce, sums, call)
+
+    def _begin(self, operation: str, size: int) -> Call:
+        """The number of the next call, once all ranks agree what it is if that is to be checked."""
+        group = self._group
+        if group.failure is not None:
+            raise CommError(
+                f"expected a group in which every call has ended, but this one failed before: "
+                f"{group.failure}; begin again with a new process group"
+            )
+        group.calls += 1
+        call = Call(group.calls, operation, size, self._site)
+        if group.check_order:
+            self._compare(call)
+        return call
+
+    def _run(self, collective: Callable[[Array, Call], Array], values: Array, call: Call) -> Array:
+        try:
+            return collective(values, call)
+        except BaseException as error:  # Ctrl-C too leaves the others in this call
+            self._group.failure = str(error) or type(error).__name__
+            raise
+
+    def _compare(self, call: Call) -> None:
+        text = str(call).encode()
+        row = np.frombuffer(bytearray(text[:DESCRIPTION].ljust(DESCRIPTION)), np.float64)
+        rows = self._run(self._group.transport.all_gather, row, call)
+        said = [bytes(other.tobytes()).decode(errors="replace").rstrip() for other in rows]
+        if len(set(said)) > 1:
+            each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
+            raise ProtocolError(
+                f"expected the same call from every rank, got {each}; all ranks have to run the "
+                "same layers, forward and backward, in the same order"
+            )
+
+
+def located(
+    communicator: Communicator | None, name: Callable[[], str], dtype: Any
+) -> Communicator | None:
+    """`communicator`, for the calls of a layer if it can tell those apart and does not yet."""
+    if isinstance(communicator, ProcessCommunicator) and communicator._site is None:
+        return communicator.at(Site(name, str(dtype).removeprefix("torch.")))
+    return communicator
+
+
+def _check_order_by_default() -> bool:
+    """What the environment variable SYNCBN_CHECK_ORDER says: 1 or 0 (or nothing)."""
+    text = os.environ.get(CHECK_ORDER_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ArgumentError(
+            f"expected the environment variable {CHECK_ORDER_VARIABLE} to be 0 or 1, got {text!r}"
+        )
+    return text == "1"
+
+
+def _size(values: Array) -> int:
+    return int(np.prod(values.shape))
