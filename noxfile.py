@@ -81,6 +81,15 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
+@nox.session(python=TORCH_PYTHON)
+def soak(session: nox.Session) -> None:
+    """Hundreds of random faults in worlds of processes; SYNCBN_FAULT_RUNS sets how many."""
+    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test"))
+    runs = {"SYNCBN_FAULT_RUNS": os.environ.get("SYNCBN_FAULT_RUNS", "350")}
+    options = ["-o", "faulthandler_timeout=0", "tests/torch/test_process_faults.py"]
+    session.run("pytest", *options, *session.posargs, env=runs)
+
+
 @nox.session(python=NEWER_PYTHONS)
 def tests_core(session: nox.Session) -> None:
     """The tests of the core, without torch, on the newer Pythons."""
@@ -124,6 +133,7 @@ def tests_oldest(session: nox.Session) -> None:
     others.write_text("\n".join(pins), encoding="utf-8")
     session.install("-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
     fresh_numba_cache(session)
+    session.env["SYNCBN_FAULT_RUNS"] = "7"  # the versions change little there
     session.run("pytest", *session.posargs)
 
 

@@ -32,7 +32,7 @@ _TO_OURS: dict[type[nn.Module], type[nn.Module]] = {
 _TO_TORCH = {ours: theirs for theirs, ours in _TO_OURS.items() if theirs is not nn.DataParallel}
 
 
-def convert_model(module: nn.Module) -> nn.Module:
+def convert_model(module: nn.Module, *, process_group: Any = None) -> nn.Module:
     """`module` with every `nn.BatchNorm1d/2d/3d` and `nn.SyncBatchNorm` synchronized.
 
     Containers are changed in place; returned is `module` itself, or its replacement if it is
@@ -41,10 +41,21 @@ def convert_model(module: nn.Module) -> nn.Module:
     `requires_grad`; training flag, eps, momentum, counters; all hooks, with their handles; a
     layer under several names stays one layer.
 
+    `process_group`: what the layers synchronize over besides replicas, as their own argument of
+    that name; with None a layer that has one keeps it.
+
     Other subclasses of BatchNorm (fused, lazy, parametrized) do more than we know: they stay,
     and a `UserWarning` lists them. Raises `TypeError` unless given an `nn.Module`.
     """
-    return _convert(module, _to_ours, "convert_model")
+
+    def choose(layer: nn.Module) -> nn.Module | str | None:
+        new = _to_ours(layer)
+        made = layer if new is None else new
+        if process_group is not None and isinstance(made, _SynchronizedBatchNorm):
+            made.process_group = process_group
+        return new
+
+    return _convert(module, choose, "convert_model")
 
 
 def revert_model(module: nn.Module) -> nn.Module:

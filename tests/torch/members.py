@@ -1,0 +1,391 @@
+"""What the processes of a test do: one function per test, run in every process of a world.
+
+Each makes the whole batch, works on its own rows, and compares with all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import inspect
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn_torch import (
+    DataParallelWithCallback,
+    DistributedCommunicator,
+    SyncBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    convert_model,
+    create_syncbn_process_group,
+)
+
+# DistributedDataParallel's option, under the name that this torch wants
+SYNC_BUFFERS = "broadcast_buffers"
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    SYNC_BUFFERS = "forward_sync_buffers"
+
+close = torch.testing.assert_close
+
+
+def cut(bounds: Sequence[int], rank: int) -> slice:
+    return slice(bounds[rank], bounds[rank + 1])
+
+
+def whole_batch(shape: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, dtype=torch.float64, generator=generator) * 2 + 5
+    return x, torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def same_on_all_ranks(values: Tensor) -> None:
+    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, values.contiguous())
+    assert all(torch.equal(other, every[0]) for other in every), "ranks differ"
+
+
+def follow(layer: nn.Module, twin: nn.Module, x: Tensor, dy: Tensor, mine: slice) -> Tensor:
+    """Forward and backward of `layer` on the own rows equal those of `twin` on all of them."""
+    x_twin = x.clone().requires_grad_()
+    y_twin = twin(x_twin)
+    y_twin.backward(dy)
+    part = x[mine].clone().requires_grad_()
+    y = layer(part)
+    y.backward(dy[mine])
+    close(y, y_twin[mine])
+    assert part.grad is not None
+    assert x_twin.grad is not None
+    close(part.grad, x_twin.grad[mine])
+    for (name, buffer), other in zip(layer.named_buffers(), twin.buffers(), strict=True):
+        close(buffer, other, msg=name)
+        same_on_all_ranks(buffer)
+    for parameter, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert parameter.grad is not None
+        total = parameter.grad.clone()
+        dist.all_reduce(total)
+        close(total, other.grad)
+    return part.grad
+
+
+def raises(kind: type[BaseException], *words: str, call: Any) -> str:
+    try:
+        call()
+    except kind as error:
+        message = str(error)
+        assert all(word in message for word in words), message
+        return message
+    raise AssertionError(f"expected {kind.__name__}")
+
+
+def parts(rank: int, size: int) -> None:
+    """Uneven ranks, an empty one, threads within processes; eval waits for nobody."""
+    x, dy = whole_batch((8, 3, 4, 4))
+    mine = cut((0, 3, 3, 8), rank)
+    for kind in (SynchronizedBatchNorm2d, SyncBatchNorm):
+        for replicas in (1, 2):
+            layer, twin = kind(3).double(), nn.BatchNorm2d(3).double()
+            parallel = DataParallelWithCallback(layer, replicas=replicas)
+            for _ in range(2):
+                follow(parallel, twin, x, dy, mine)
+            before = layer.running_var.clone()
+            layer.eval()
+            if rank == 0:
+                layer(x[mine])
+            assert torch.equal(layer.running_var, before)
+    if rank == 0:  # nor without running statistics
+        SynchronizedBatchNorm2d(3, track_running_stats=False).double().eval()(x)
+
+
+def shapes(rank: int, size: int) -> None:
+    """One sample per rank, (N, C), volumes, channels_last, all ranks empty; any setting."""
+    bounds = tuple(range(size + 1))
+    for kind, twin_kind, shape in [
+        (SynchronizedBatchNorm1d, nn.BatchNorm1d, (size, 5)),
+        (SynchronizedBatchNorm1d, nn.BatchNorm1d, (size, 5, 3)),
+        (SyncBatchNorm, nn.BatchNorm3d, (size, 5, 2, 3, 2)),
+    ]:
+        x, dy = whole_batch(shape)
+        follow(kind(5).double(), twin_kind(5).double(), x, dy, cut(bounds, rank))
+    x, dy = whole_batch((9, 3, 4, 5))
+    x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
+    mine = cut((0, 2, 6, 9), rank)
+    for settings in ({}, {"momentum": None}, {"eps": 0.1}):
+        layer = SynchronizedBatchNorm2d(3, **settings).double()
+        grad = follow(layer, nn.BatchNorm2d(3, **settings).double(), x, dy, mine)
+        assert grad.is_contiguous(memory_format=torch.channels_last)
+    for settings in ({"affine": False}, {"track_running_stats": False}):
+        layer = SynchronizedBatchNorm2d(3, **settings).double()
+        follow(layer, nn.BatchNorm2d(3, **settings).double(), x, dy, mine)
+    layer = SynchronizedBatchNorm2d(3).double()
+    before = copy.deepcopy(layer.state_dict())
+    empty = x[:0].requires_grad_()
+    layer(empty).sum().backward()
+    assert empty.grad is not None
+    assert empty.grad.shape == empty.shape
+    assert torch.equal(layer.running_var, before["running_var"])
+    assert int(layer.num_batches_tracked) == 1
+
+
+def half(rank: int, size: int) -> None:
+    """Half precision and autocast; ranks of unlike dtypes are told so, and can go on."""
+    x, _ = whole_batch((9, 3, 4, 5))
+    mine = cut((0, 2, 6, 9), rank)
+    twin = nn.BatchNorm2d(3).double()
+    x = x.half().double()  # what all dtypes hold
+    expected = twin(x)
+    layer = SynchronizedBatchNorm2d(3)
+    y = layer(x[mine].half())
+    assert y.dtype is torch.float16
+    close(y.double(), expected[mine], rtol=0, atol=4e-3)
+    close(layer.running_var.double(), twin.running_var, rtol=0, atol=1e-6)
+    before = layer.running_var.clone()
+    dtype = torch.bfloat16 if rank == 1 else torch.float32
+    message = raises(
+        TypeError, "0: 'float32'", "1: 'bfloat16'", call=lambda: layer(x[mine].to(dtype))
+    )
+    assert "SynchronizedBatchNorm2d" in message
+    assert torch.equal(layer.running_var, before)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
+        model(x[mine].float()).sum().backward()
+    same_on_all_ranks(layer.running_mean)
+
+
+def groups(rank: int, size: int) -> None:
+    """Subgroups, one dimension of a mesh, a group without this rank, a copy of a layer."""
+    x, _ = whole_batch((8, 3, 4, 4))
+    half_of_batch = slice(0, 4) if rank < 2 else slice(4, 8)
+    rows = slice(0, 1) if rank % 2 == 0 else slice(1, 4)
+    twin = nn.BatchNorm2d(3).double()
+    expected = twin(x[half_of_batch])[rows]
+    own = create_syncbn_process_group(2)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "within"))
+    given = [own, mesh["within"], DistributedCommunicator(own, check_order=True)]
+    for group in given:
+        layer = SynchronizedBatchNorm2d(3, process_group=group).double()
+        for each in (
+            layer,
+            copy.deepcopy(layer),
+            convert_model(nn.BatchNorm2d(3), process_group=group).double(),
+        ):
+            close(each(x[half_of_batch][rows]), expected)
+            close(each.running_var, twin.running_var)
+    layer = SynchronizedBatchNorm2d(3, process_group=mesh).double()
+    raises(ValueError, 'mesh["across"]', call=lambda: layer(x))
+    raises(ValueError, "divides", "4", call=lambda: create_syncbn_process_group(3))
+    pair = dist.new_group([0, 2])
+    layer = SynchronizedBatchNorm2d(3, process_group=pair).double()
+    if rank in (0, 2):
+        close(
+            layer(x[cut((0, 3, 3, 8), rank)]),
+            nn.BatchNorm2d(3).double()(x)[cut((0, 3, 3, 8), rank)],
+        )
+    else:
+        raises(RuntimeError, "belongs to", call=lambda: layer(x))
+    lonely = [dist.new_group([other]) for other in range(size)][rank]  # a world of one
+    layer = SynchronizedBatchNorm2d(3, process_group=lonely).double()
+    close(layer(x[rows]), nn.BatchNorm2d(3).double()(x[rows]))
+
+
+def one_value(rank: int, size: int) -> None:
+    """One value per channel in all is torch's error, on every rank; then all goes on."""
+    layer = SynchronizedBatchNorm2d(3).double()
+    x, dy = whole_batch((8, 3, 4, 4))
+    raises(
+        ValueError,
+        "more than 1 value",
+        call=lambda: layer(x[:1, :, :1, :1] if rank == 0 else x[:0]),
+    )
+    assert int(layer.num_batches_tracked) == 0
+    follow(layer, nn.BatchNorm2d(3).double(), x, dy, cut((0, 1, 2, 8), rank))
+
+
+class Net(nn.Module):
+    """Branches, a layer that is used twice, and one that is known by two names."""
+
+    def __init__(self, kind: type[nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = kind(8)
+        self.left, self.right = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1)
+        self.bn_left, self.bn_right = kind(8), kind(8)
+        self.alias = self.bn_right
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x)).relu()
+        x = self.bn_left(self.left(x)) + self.bn_right(self.right(x))
+        x = self.alias(x).relu()
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+def train(
+    model: nn.Module, x: Tensor, dy: Tensor, mine: slice, scale: float, forwards: int = 1
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss: Any = 0.0
+        for _ in range(forwards):  # several forwards, one backward
+            loss = loss + (model(x[mine]) * dy[mine]).sum() * (scale / len(x))
+        loss.backward()
+        optimizer.step()
+
+
+def wrappers(rank: int, size: int) -> None:
+    """DistributedDataParallel, FSDP2, and threads in both; each is one device to rounding."""
+    torch.manual_seed(0)
+    start = Net().double()
+    x, _ = whole_batch((7, 3, 6, 6))
+    dy = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine = cut((0, 2, 2, 7), rank)
+    for way in ("ddp", "ddp, threads", "ddp, two forwards", "ddp, own buffers", "fsdp", "alone"):
+        alone, model = copy.deepcopy(start), convert_model(copy.deepcopy(start))
+        forwards = 2 if way == "ddp, two forwards" else 1
+        train(alone, x, dy, slice(0, len(x)), 1.0, forwards)
+        inner = model
+        if way == "ddp, threads":
+            model = DataParallelWithCallback(model, replicas=2)
+        if way.startswith("ddp"):
+            settings = {} if way != "ddp, own buffers" else {SYNC_BUFFERS: False}
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True, **settings)
+        elif way == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
+            model = fully_shard(model, mesh=dist.init_device_mesh("cpu", (size,)))
+        if way == "alone":  # no wrapper: the gradients are the user's to add up
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+        # wrappers average gradients over ranks
+        train(model, x, dy, mine, 1.0 if way == "alone" else float(size), forwards)
+        for name, value in inner.state_dict().items():
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            close(value, alone.state_dict()[name], rtol=1e-9, atol=1e-9, msg=f"{way}: {name}")
+
+
+def order(rank: int, size: int) -> None:
+    """With `check_order` the first wrong call says who does what, by name, and all can go on."""
+    os.environ["SYNCBN_CHECK_ORDER"] = "1"  # before the first call
+    model = convert_model(Net()).double()
+    x, _ = whole_batch((6, 3, 6, 6))
+    model(x[rank : rank + 2]).sum().backward()
+    wrong = model.bn_left if rank == 1 else model.bn
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = raises(
+        RuntimeError,
+        "rank 0: call 9 (forward of bn (SynchronizedBatchNorm2d)",
+        "rank 1: call 9 (forward of bn_left (SynchronizedBatchNorm2d)",
+        "rank 2: call 9 (forward of bn (Synch",
+        call=lambda: wrong(torch.ones(2, 8, 3, 3, dtype=torch.float64)),
+    )
+    assert "same order" in message
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    y = model(x[rank : rank + 2])
+    if rank == 2:  # backward on one rank, the next forward on the others
+        raises(RuntimeError, "backward of bn_right", call=lambda: y.sum().backward())
+    else:
+        raises(RuntimeError, "backward of bn_right", call=lambda: model(x[rank : rank + 2]))
+    SynchronizedBatchNorm2d(3).double()(x[rank : rank + 2])
+
+
+def faulty(rank: int, size: int, seed: int, fault: str, culprit: int, at: int, ddp: bool) -> None:
+    """Steps of a random model, where rank `culprit` goes wrong as it begins its call `at`.
+
+    Ends with a line `FAULT`, `ERROR class: message` or `DONE`.
+    """
+    choice = random.Random(seed)
+    channels = [choice.choice((4, 4, 7)) for _ in range(5)]
+    layers: list[nn.Module] = []
+    for before, after in zip([3, *channels], channels, strict=False):
+        layers += [nn.Conv2d(before, after, 1), nn.BatchNorm2d(after), nn.Tanh()]
+    torch.manual_seed(seed)
+    plain = convert_model(nn.Sequential(*layers))
+    model: nn.Module = DistributedDataParallel(plain) if ddp else plain
+    calls = 0
+
+    def counted(layer: nn.Module, given: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if rank == culprit and calls == at:
+            print("FAULT", flush=True)
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "exit":
+                os._exit(0)
+            if fault == "raise":
+                raise ZeroDivisionError("a fault of this rank's own")
+            if fault == "again":  # one call more than the others
+                layer.forward(*given)
+
+    for layer in plain:
+        if isinstance(layer, SynchronizedBatchNorm2d):
+            if rank == culprit and fault == "skip" and at % 5 == calls:
+                layer.forward = lambda x: x  # type: ignore[method-assign]
+                print("FAULT", flush=True)
+            calls += 1
+            layer.register_forward_pre_hook(counted)
+    calls = 0
+    x = torch.randn(2, 3, 4, 4)
+    for _ in range(3):
+        model(x).square().mean().backward()
+
+
+def main(case: str, rank: int, size: int, folder: str, arguments: Sequence[Any]) -> None:
+    """In a new process: its output goes to a file of its own."""
+    with open(Path(folder, f"{rank}.log"), "w", encoding="utf-8") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    faults = case == "faulty"
+    store, seconds, check = Path(folder, "store").as_uri(), 60.0, False
+    if faults:
+        store, seconds, check, *arguments = arguments
+    os.environ["SYNCBN_CHECK_ORDER"] = str(int(check))
+    dist.init_process_group(
+        "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    if faults:
+        warm = SynchronizedBatchNorm2d(3)  # loads the kernels
+        warm(torch.randn(2, 3, 4, 4)).sum().backward()
+        dist.barrier()  # all are there: from here on the deadline is short
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
+    try:
+        globals()[case](rank, size, *arguments)
+        if not faults:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException as error:
+        if not faults:
+            traceback.print_exc()
+        else:
+            print(f"ERROR {type(error).__name__}: {error}", flush=True)
+        sys.stderr.flush()
+        os._exit(1)
+    if faults:
+        print("DONE", flush=True)
+        os._exit(0)
+
+
+if __name__ == "member":
+    main(CASE, RANK, SIZE, FOLDER, ARGUMENTS)  # type: ignore[name-defined]  # noqa: F821
