@@ -1,7 +1,10 @@
 """Communication between the members of a group; knows nothing of layers or kernels.
 
 `master_slave` is generic: use it for anything. `communicator` is what the layers use.
+`MPICommunicator` and `NCCLCommunicator` are imported when they are asked for.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from syncbn_core.comm.communicator import (
     Communicator,
@@ -14,10 +17,16 @@ from syncbn_core.comm.master_slave import FutureResult, SlavePipe, SyncMaster
 from syncbn_core.comm.processes import Call, ProcessCommunicator, Site, Transport, located
 from syncbn_core.comm.threads import run_in_threads
 
+if TYPE_CHECKING:
+    from syncbn_core.comm.mpi import MPICommunicator
+    from syncbn_core.comm.nccl import NCCLCommunicator
+
 __all__ = [
     "Call",
     "Communicator",
     "FutureResult",
+    "MPICommunicator",
+    "NCCLCommunicator",
     "ProcessCommunicator",
     "SingleCommunicator",
     "Site",
@@ -31,3 +40,15 @@ __all__ = [
     "set_default_timeout",
     "thread_group",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MPICommunicator":
+        from syncbn_core.comm.mpi import MPICommunicator
+
+        return MPICommunicator
+    if name == "NCCLCommunicator":
+        from syncbn_core.comm.nccl import NCCLCommunicator
+
+        return NCCLCommunicator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -113,7 +113,7 @@ class ProcessCommunicator:
     def at(self, site: Site) -> ProcessCommunicator:
         """The same group, for calls of one layer: errors name it."""
         view = object.__new__(type(self))
-        view._group, view._site = self._group, site
+        view.__dict__.update(self.__dict__, _site=site)
         return view
 
     def merge_moments(self, moments: Moments) -> Moments:

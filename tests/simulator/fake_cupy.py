@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 
@@ -145,6 +147,10 @@ class Event:
         self.device_id = _get_device()
         self.snapshot = None
 
+    @property
+    def done(self):
+        return not stuck
+
     def record(self, stream=None):
         (stream or get_current_stream()).record(self)
 
@@ -232,6 +238,7 @@ def _stream_is_capturing(stream):
 
 
 capturing = set()  # handles
+stuck = []  # not empty: no event comes any more
 
 
 # ------------------------------------------------------------------------------ memory
@@ -243,6 +250,7 @@ class Block:
     _lock = threading.Lock()
     _count = 0
     _free = 1 << 20
+    _live: ClassVar = weakref.WeakValueDictionary()  # by address
 
     def __init__(self, nbytes, what):
         with Block._lock:
@@ -250,6 +258,7 @@ class Block:
             self.number = Block._count
             self.ptr = Block._free
             Block._free += -(-max(nbytes, 1) // 512) * 512
+            Block._live[self.ptr] = self
         self.raw = np.full(nbytes, 0xFF, np.uint8)
         self.device_id = _get_device()
         self.stream = get_current_stream()._key
@@ -593,6 +602,72 @@ def may_share_memory(a, b, max_work=None):
     return np.may_share_memory(a._a, b._a)
 
 
+# -------------------------------------------------------------------------------- NCCL
+
+
+class NcclError(RuntimeError):
+    pass
+
+
+class NcclCommunicator:
+    """Ranks are threads; each call waits on the host for all of them, which NCCL does not."""
+
+    _groups: ClassVar = {}
+
+    def __init__(self, ndev, comm_id, rank):
+        shared = SimpleNamespace(barrier=threading.Barrier(ndev, timeout=30), sent=[None] * ndev)
+        self._shared = NcclCommunicator._groups.setdefault(comm_id, shared)
+        self._rank, self._device = rank, _get_device()
+        self.aborted = False
+        self._shared.barrier.wait()
+
+    def check_async_error(self):
+        pass
+
+    def abort(self):
+        self.aborted = True
+
+    def allGather(self, sendbuf, recvbuf, count, datatype, stream):  # noqa: N802
+        parts = self._exchange(sendbuf, recvbuf, count, datatype, stream)
+        self._write(recvbuf, np.concatenate(parts))
+
+    def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):  # noqa: N802
+        assert op == nccl.NCCL_SUM
+        self._write(recvbuf, sum(self._exchange(sendbuf, recvbuf, count, datatype, stream)))
+
+    def _exchange(self, sendbuf, recvbuf, count, datatype, stream):
+        current = get_current_stream()
+        assert stream == current.ptr
+        assert _get_device() == self._device, "NCCL takes arrays of its own device"
+        shared = self._shared
+        block = Block._live[sendbuf]
+        races.access(block, current._key, False, "NCCL reads")
+        races.access(Block._live[recvbuf], current._key, True, "NCCL writes")
+        shared.barrier.wait()
+        shared.sent[self._rank] = block.raw[: count * np.dtype(datatype).itemsize].view(datatype)
+        shared.barrier.wait()
+        if len({part.shape for part in shared.sent}) > 1:
+            raise NcclError("NCCL_ERROR_INVALID_USAGE")
+        return [part.copy() for part in shared.sent]
+
+    def _write(self, recvbuf, values):
+        raw = values.view(np.uint8)
+        Block._live[recvbuf].raw[: raw.size] = raw
+        self._shared.barrier.wait()  # before anybody's memory is used for something else
+
+
+nccl = SimpleNamespace(
+    available=True,
+    NcclCommunicator=NcclCommunicator,
+    NcclError=NcclError,
+    get_unique_id=lambda: object(),
+    NCCL_SUM=0,
+    NCCL_FLOAT32="float32",
+    NCCL_FLOAT64="float64",
+    NCCL_INT64="int64",
+)
+
+
 def install():
     """The module; the same classes every time."""
     module = ModuleType("cupy")
@@ -608,6 +683,7 @@ def install():
     module.cuda.Device, module.cuda.Event, module.cuda.Stream = Device, Event, Stream
     module.cuda.MemoryPointer = MemoryPointer
     module.cuda.get_current_stream = get_current_stream
+    module.cuda.nccl = nccl
     module.cuda.runtime = SimpleNamespace(
         getDevice=_get_device,
         getDeviceCount=lambda: DEVICES,

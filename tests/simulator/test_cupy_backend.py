@@ -23,8 +23,19 @@ from simulated import Memory, _simulator
 import syncbn_core.backends
 from syncbn_core import BatchNorm, functional
 from syncbn_core.backends import driver
-from syncbn_core.comm import communicator, parcel, run_in_threads, thread_group
-from syncbn_core.errors import BackendError, BatchSizeError, DeviceError, ShapeError, SyncBNError
+from syncbn_core.comm import NCCLCommunicator, communicator, parcel, run_in_threads, thread_group
+from syncbn_core.errors import (
+    ArgumentError,
+    BackendError,
+    BatchSizeError,
+    CommError,
+    CommTimeout,
+    DeviceError,
+    DTypeError,
+    ProtocolError,
+    ShapeError,
+    SyncBNError,
+)
 from syncbn_core.moments import Moments
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -687,12 +698,16 @@ PLACES = [one_stream, streams, per_thread_streams, two_devices, two_devices_defa
 places = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 
 
-def in_group(size, place, member):
+def in_group(size, place, member, nccl=False, **settings):
     """Results of `member(rank, communicator)`, each in its thread, at its place."""
     group = thread_group(size, timeout=60)
+    identifier = NCCLCommunicator.new_id()
 
     def run(rank):
         with place(rank):
+            if nccl:
+                own = NCCLCommunicator(rank, size, identifier, timeout=30, **settings)
+                return member(rank, own)
             return member(rank, group[rank])
 
     return run_in_threads(
@@ -702,7 +717,7 @@ def in_group(size, place, member):
     )
 
 
-def train(parts, grads, place, **settings):
+def train(parts, grads, place, nccl=False, **settings):
     """Two steps and an eval of a layer per member: arrays by member."""
 
     def member(rank, own):
@@ -719,7 +734,7 @@ def train(parts, grads, place, **settings):
         results += [gradients, *layer.state_dict().values()]
         return [down(array) for array in results]
 
-    return in_group(len(parts), place, member)
+    return in_group(len(parts), place, member, nccl)
 
 
 def train_alone(parts, grads, **settings):
@@ -731,10 +746,10 @@ def train_alone(parts, grads, **settings):
     return [*results, layer.weight_grad, *layer.state_dict().values()]
 
 
-def check_group(rows, place, rng, **settings):
+def check_group(rows, place, rng, nccl=False, **settings):
     parts = [rng.normal(3, 2, (n, 2, 3)) for n in rows]
     grads = [rng.normal(size=part.shape) for part in parts]
-    members = train(parts, grads, place, **settings)
+    members = train(parts, grads, place, nccl, **settings)
     expected = train_alone(parts, grads, **settings)
     for step in range(4):
         close(np.concatenate([member[step] for member in members]), expected[step], "float64")
@@ -1012,3 +1027,71 @@ def test_a_captured_graph_has_tickets_of_its_own(stream, rng):
         _, of_stream = backend._Runner().tickets(4)
     assert all(of_graph is not array for array in backend._tickets.values())
     assert any(of_stream is array for array in before.values())
+
+
+@pytest.mark.parametrize("place", [one_stream, streams, two_devices], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("rows", [(2, 0, 1), (3, 2), (4,)], ids=str)
+def test_ranks_of_nccl_equal_the_undivided_batch(rows, place, rng):
+    check_group(rows, place, rng, nccl=True)
+
+
+def test_the_host_takes_no_part_in_nccl(rng):
+    x = rng.normal(size=(4, 3, 5))
+
+    def member(rank, own):
+        layer, part = BatchNorm(3, device="cuda", communicator=own), up(x)
+        races.transfers.clear()
+        layer.backward(layer(part))
+        assert not races.transfers
+        own.synchronize()
+
+    in_group(2, two_devices, member, nccl=True)
+
+
+def test_nccl_takes_arrays_of_the_host_there_and_back():
+    def member(rank, own):
+        total = own.all_reduce_sums(np.array([1.0, rank]))
+        assert type(total) is np.ndarray
+        counts = own.all_reduce_sums(up(np.int64([rank, 7])))
+        with pytest.raises(DTypeError, match="complex128"):
+            own.all_reduce_sums(np.array([1j]))
+        return total.tolist(), down(counts).tolist()
+
+    assert in_group(2, two_devices, member, nccl=True) == [([2.0, 1.0], [1, 14])] * 2
+
+
+def test_nccl_ranks_in_different_layers_are_told_so():
+    def member(rank, own):
+        layers = [BatchNorm(c, device="cuda", communicator=own, name=f"layer {c}") for c in (3, 4)]
+        with pytest.raises(ProtocolError, match=r"rank 1: call 1 .forward of layer 4: 9 numbers"):
+            layers[rank](up(np.ones((2, 3 + rank), "float32")))
+        layers[0](up(np.ones((2, 3), "float32")))
+
+    in_group(2, streams, member, nccl=True, check_order=True)
+
+
+def test_waiting_for_nccl_has_a_deadline():
+    def member(rank, own):
+        x = up(np.ones((2, 3), "float32"))
+        functional.batch_norm_forward(x, communicator=own)
+        fake_cupy.stuck.append(True)
+        with pytest.raises(CommTimeout, match=r"rank 0 of 1 waited 0.05 s for call 1 .forward"):
+            own.synchronize(0.05)
+        assert own._nccl._comm.aborted
+        with pytest.raises(CommError, match=r"failed before.*waited 0.05 s"):
+            functional.batch_norm_forward(x, communicator=own)
+
+    try:
+        in_group(1, streams, member, nccl=True)
+    finally:
+        fake_cupy.stuck.clear()
+
+
+def test_nccl_waits_for_all_ranks_with_a_deadline(cupy, monkeypatch):
+    with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.05 s for all ranks"):
+        NCCLCommunicator(0, 2, "lonely", timeout=0.05)
+    with pytest.raises(ArgumentError, match="got rank 2 of 2"):
+        NCCLCommunicator(2, 2, "lonely")
+    monkeypatch.setattr(fake_cupy.nccl, "available", False)
+    with pytest.raises(BackendError, match="pip install nvidia-nccl-cu12"):
+        NCCLCommunicator.new_id()

@@ -302,7 +302,9 @@ def order(rank: int, size: int) -> None:
     SynchronizedBatchNorm2d(3).double()(x[rank : rank + 2])
 
 
-def faulty(rank: int, size: int, seed: int, fault: str, culprit: int, at: int, ddp: bool) -> None:
+def faulty(
+    rank: int, size: int, seed: int, fault: str, culprit: int, at: int, ddp: bool, seconds: float
+) -> None:
     """Steps of a random model, where rank `culprit` goes wrong as it begins its call `at`.
 
     Ends with a line `FAULT`, `ERROR class: message` or `DONE`.
@@ -315,6 +317,10 @@ def faulty(rank: int, size: int, seed: int, fault: str, culprit: int, at: int, d
     torch.manual_seed(seed)
     plain = convert_model(nn.Sequential(*layers))
     model: nn.Module = DistributedDataParallel(plain) if ddp else plain
+    x = torch.randn(2, 3, 4, 4)
+    model(x).square().mean().backward()  # loads the kernels
+    dist.barrier()  # all have: from here on the deadline is short
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
     calls = 0
 
     def counted(layer: nn.Module, given: Any) -> None:
@@ -341,7 +347,6 @@ def faulty(rank: int, size: int, seed: int, fault: str, culprit: int, at: int, d
             calls += 1
             layer.register_forward_pre_hook(counted)
     calls = 0
-    x = torch.randn(2, 3, 4, 4)
     for _ in range(3):
         model(x).square().mean().backward()
 
@@ -354,9 +359,9 @@ def main(case: str, rank: int, size: int, folder: str, arguments: Sequence[Any])
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faults = case == "faulty"
-    store, seconds, check = Path(folder, "store").as_uri(), 60.0, False
+    store, check = Path(folder, "store").as_uri(), False
     if faults:
-        store, seconds, check, *arguments = arguments
+        store, check, *arguments = arguments
     os.environ["SYNCBN_CHECK_ORDER"] = str(int(check))
     dist.init_process_group(
         "gloo",
@@ -365,11 +370,6 @@ def main(case: str, rank: int, size: int, folder: str, arguments: Sequence[Any])
         world_size=size,
         timeout=datetime.timedelta(seconds=60),
     )
-    if faults:
-        warm = SynchronizedBatchNorm2d(3)  # loads the kernels
-        warm(torch.randn(2, 3, 4, 4)).sum().backward()
-        dist.barrier()  # all are there: from here on the deadline is short
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
     try:
         globals()[case](rank, size, *arguments)
         if not faults:

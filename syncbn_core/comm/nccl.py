@@ -1,0 +1,212 @@
+"""The `Communicator` protocol over NCCL, for CuPy arrays: one member per process and GPU.
+
+    identifier = NCCLCommunicator.new_id()  # by rank 0, who sends it to the others
+    communicator = NCCLCommunicator(rank, size, identifier)  # on the current device
+    layer = BatchNorm(64, device="cuda", communicator=communicator)
+
+Everything runs on the current stream, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from syncbn_core.comm.deadline import check_timeout, seconds_of
+from syncbn_core.comm.parcel import is_on_device
+from syncbn_core.comm.processes import Call, ProcessCommunicator
+from syncbn_core.errors import (
+    ArgumentError,
+    BackendError,
+    CommAborted,
+    CommError,
+    CommTimeout,
+    DTypeError,
+)
+
+__all__ = ["NCCLCommunicator"]
+
+Array = Any
+
+NAP = 1e-3  # seconds between looks at what the device has done
+_LEGACY_STREAMS = (0, 1)  # never captured
+
+
+class NCCLCommunicator(ProcessCommunicator):
+    """A rank of a group of GPUs, the current device's; every rank makes one, at the same time.
+
+    Args:
+        rank: this process's number, 0 to `size - 1`.
+        size: processes in the group.
+        identifier: what `new_id` gave rank 0; how it reaches the others (MPI, a socket, a file)
+            is up to you. `NCCLCommunicator.over_mpi` does it by MPI.
+        timeout: seconds to wait for the other ranks, here and in `synchronize`; None: as
+            `syncbn_core.comm.get_default_timeout` says (300 unless set).
+        check_order: as in `ProcessCommunicator`; waits for the device in every call.
+
+    Takes CuPy arrays of the device, on the current stream. NumPy arrays are carried to the device
+    and back, which waits for it. `BackendError` without CuPy or NCCL, `CommTimeout` when a rank
+    does not come.
+
+    As calls don't wait, a rank that has died shows where you first wait for the device: do that
+    by `synchronize`, which has a deadline.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        identifier: Any,
+        *,
+        timeout: float | None = None,
+        check_order: bool | None = None,
+    ) -> None:
+        if timeout is not None:
+            check_timeout(timeout)
+        if not 0 <= rank < size:
+            raise ArgumentError(f"expected a rank from 0 to size - 1, got rank {rank} of {size}")
+        self._nccl = _NCCLTransport(rank, size, identifier, timeout)
+        super().__init__(self._nccl, check_order=check_order)
+
+    @staticmethod
+    def new_id() -> Any:
+        """What the ranks of a new group find each other by: picklable, some 128 bytes."""
+        return _import_nccl().get_unique_id()
+
+    @classmethod
+    def over_mpi(cls, comm: Any = None, **settings: Any) -> NCCLCommunicator:
+        """The group of the ranks of an mpi4py communicator, None for `MPI.COMM_WORLD`."""
+        if comm is None:
+            from mpi4py import MPI
+
+            comm = MPI.COMM_WORLD
+        identifier = comm.bcast(cls.new_id() if comm.Get_rank() == 0 else None)
+        return cls(comm.Get_rank(), comm.Get_size(), identifier, **settings)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait for the device, until the last call so far is done.
+
+        `timeout`: seconds, None for those of the group. `CommTimeout` names that call when they
+        have passed, `CommAborted` when NCCL reports an error; the group is then of no more use.
+        """
+        try:
+            self._nccl.wait(timeout)
+        except CommError as error:
+            self._group.failure = str(error)
+            raise
+
+
+class _NCCLTransport:
+    def __init__(self, rank: int, size: int, identifier: Any, timeout: float | None) -> None:
+        self._library = _import_nccl()
+        self.rank, self.size = rank, size
+        self._timeout = timeout
+        self._last: tuple[Any, Call] | None = None
+        self._comm = self._connected(identifier)
+
+    def _connected(self, identifier: Any) -> Any:
+        """NCCL's communicator. It waits for all ranks without a deadline, so a thread does."""
+        import cupy
+
+        device = cupy.cuda.Device()
+        results: list[Any] = []
+
+        def connect() -> None:
+            try:
+                with device:
+                    made = self._library.NcclCommunicator(self.size, identifier, self.rank)
+                results.append(made)
+            except Exception as error:  # raised where the group is made
+                results.append(error)
+
+        thread = threading.Thread(target=connect, name="NCCL", daemon=True)
+        thread.start()
+        seconds = seconds_of(self._timeout)
+        thread.join(seconds)
+        if not results:
+            raise CommTimeout(
+                f"rank {self.rank} of {self.size} waited {seconds:g} s for all ranks to make their "
+                "NCCLCommunicator; look at the others for the first error"
+            )
+        if isinstance(results[0], Exception):
+            raise CommError(f"NCCL could not make a group: {results[0]}") from results[0]
+        return results[0]
+
+    def all_gather(self, row: Array, call: Call) -> Array:
+        import cupy
+
+        own = cupy.ascontiguousarray(cupy.asarray(row))
+        rows = cupy.empty((self.size, *own.shape), own.dtype)
+        arguments = (own.data.ptr, rows.data.ptr, own.size, self._code(own, call))
+        self._call(self._comm.allGather, call, *arguments)
+        return self._like(rows, row)
+
+    def all_reduce(self, values: Array, call: Call) -> Array:
+        import cupy
+
+        own = cupy.ascontiguousarray(cupy.asarray(values))
+        total = cupy.empty(own.shape, own.dtype)
+        code, operation = self._code(own, call), self._library.NCCL_SUM
+        arguments = (own.data.ptr, total.data.ptr, own.size, code, operation)
+        self._call(self._comm.allReduce, call, *arguments)
+        return self._like(total, values)
+
+    def _code(self, values: Array, call: Call) -> int:
+        code: int | None = getattr(self._library, f"NCCL_{values.dtype.name.upper()}", None)
+        if code is None:
+            raise DTypeError(f"expected numbers that NCCL adds in {call}, got {values.dtype}")
+        return code
+
+    def _call(self, collective: Any, call: Call, *arguments: Any) -> None:
+        import cupy
+
+        stream = cupy.cuda.get_current_stream()
+        try:
+            collective(*arguments, stream.ptr)
+        except self._library.NcclError as error:
+            raise CommAborted(f"NCCL failed in {call}: {error}") from error
+        if stream.ptr in _LEGACY_STREAMS or not cupy.cuda.runtime.streamIsCapturing(stream.ptr):
+            self._last = (stream.record(), call)
+
+    def _like(self, result: Array, values: Array) -> Array:
+        """`result` where `values` are; the host waits for what goes there."""
+        if is_on_device(values):
+            return result
+        self.wait(None)
+        return np.asarray(result.get())
+
+    def wait(self, timeout: float | None) -> None:
+        if self._last is None:
+            return
+        event, call = self._last
+        seconds = seconds_of(self._timeout if timeout is None else timeout)
+        deadline = time.monotonic() + seconds
+        while not event.done:
+            try:
+                self._comm.check_async_error()
+            except self._library.NcclError as error:
+                raise CommAborted(f"NCCL failed in {call} or before: {error}") from error
+            if time.monotonic() > deadline:
+                self._comm.abort()  # else its kernels run, and the process can't end
+                raise CommTimeout(
+                    f"rank {self.rank} of {self.size} waited {seconds:g} s for {call} or one "
+                    "before; look at the other ranks for the first error"
+                )
+            time.sleep(NAP)
+
+
+def _import_nccl() -> Any:
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise BackendError(
+            'expected CuPy: pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
+        ) from error
+    if not nccl.available:
+        raise BackendError(
+            "expected NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13 for CUDA 13"
+        )
+    return nccl
