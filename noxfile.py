@@ -20,6 +20,7 @@ nox.options.sessions = [
     "examples",
     "tests_oldest",
     "tests_core",
+    "tests_mpi",
     "tests_cuda",
     "tests_simulator",
     "tests",
@@ -96,6 +97,16 @@ def tests_core(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, "-e", ".", *groups("test"))
     fresh_numba_cache(session)
     session.run("pytest", *(session.posargs or ["tests/core"]))
+
+
+@nox.session(python=OLDEST_PYTHON)
+def tests_mpi(session: nox.Session) -> None:
+    """Ranks of MPI; Open MPI comes as a wheel, so that nobody has to be root."""
+    session.install(*CONSTRAINTS, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
+    fresh_numba_cache(session)
+    session.run("pytest", *(session.posargs or ["tests/core/test_mpi.py"]))
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
+    session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["cuda"])
@@ -197,4 +208,9 @@ def examples(session: nox.Session) -> None:
     session.run("python", "examples/digits.py", "--epochs", "1", "--output", str(picture))
     session.run("python", "examples/numpy_training.py")
     session.run("python", "examples/cupy_pipeline.py")
+    saved = str(picture.with_name("checkpoint.pt"))
+    plain = ["--layers", "BatchNorm2d", "--save", saved]
+    session.run("python", "examples/train_ddp.py", "--epochs", "1", *plain)
+    ranks = ["torchrun", "--nproc-per-node", "4", "examples/train_ddp.py"]
+    session.run(*ranks, "--epochs", "1", "--resume", saved)
     session.run("python", "examples/word_count.py")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import Call, ProcessCommunicator
+from syncbn_core.comm.processes import grace_after
 from syncbn_core.errors import (
     ArgumentError,
     CommAborted,
@@ -30,8 +31,6 @@ from syncbn_torch.interop import as_array
 from syncbn_torch.statistics import Channelwise, tensor_of
 
 __all__ = ["DistributedCommunicator", "communicator_for", "create_syncbn_process_group"]
-
-GRACE = 1.0  # seconds that ranks have, after a failure, to say that they have seen it too
 
 
 class DistributedCommunicator(ProcessCommunicator):
@@ -122,9 +121,9 @@ class _GroupTransport:
             group = arguments[-1]
             text = str(error).partition("\n")[0]
             who = f"rank {self.rank} of {self.size}{_in_world(group, self.rank)}"
-            silent = _silent_ranks(group, self.rank, self.size, call)
+            seconds = time.monotonic() - begin
+            silent = _silent_ranks(group, self.rank, self.size, call, grace_after(seconds))
             if "timed out" in text.lower() or "timeout" in text.lower():
-                seconds = time.monotonic() - begin
                 raise CommTimeout(
                     f"{who} waited {seconds:.3g} s in {call}; {silent}; look there for the first "
                     "error, or run with SYNCBN_CHECK_ORDER=1"
@@ -156,8 +155,8 @@ def _in_world(group: Any, rank: int) -> str:
     return "" if in_world == rank else f" (rank {in_world} of the world)"
 
 
-def _silent_ranks(group: Any, rank: int, size: int, call: Call) -> str:
-    """Which ranks don't say, within `GRACE`, that the group has failed for them too.
+def _silent_ranks(group: Any, rank: int, size: int, call: Call, grace: float) -> str:
+    """Which ranks don't say, within `grace` seconds, that the group has failed for them too.
 
     They say it in the store by which they once found each other; that may be gone as well.
     """
@@ -168,7 +167,7 @@ def _silent_ranks(group: Any, rank: int, size: int, call: Call) -> str:
         store = _store_of(group)
         name = f"syncbn/{group.group_name}"
         store.set(f"{name}/{rank}", str(call.number))
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + grace
         while len(heard) < len(others) and time.monotonic() < deadline:
             for other in others:
                 if other not in heard and store.check([f"{name}/{other}"]):
@@ -183,7 +182,7 @@ def _silent_ranks(group: Any, rank: int, size: int, call: Call) -> str:
 
     thread = threading.Thread(target=ask_quietly, daemon=True)
     thread.start()
-    thread.join(GRACE + 1.0)  # a store that hangs must not
+    thread.join(grace + 1.0)  # a store that hangs must not
     said = dict(heard)
     missing = [f"{other}{_in_world(group, other)}" for other in others if other not in said]
     missing += [

