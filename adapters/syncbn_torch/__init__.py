@@ -16,6 +16,7 @@ from syncbn_torch.replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from syncbn_torch.together import forward_together
 
 __all__ = [
     "BatchNorm2dReimpl",
@@ -29,6 +30,7 @@ __all__ = [
     "convert_model",
     "create_syncbn_process_group",
     "execute_replication_callbacks",
+    "forward_together",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "revert_model",

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn_core.comm import Site
+from syncbn_core.comm import ProcessCommunicator, Site
 from syncbn_core.errors import (
     DeviceError,
     DTypeError,
@@ -183,18 +183,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 input, mean, var, self.weight, self.bias, eps=self.eps, eps_mode=eps_mode
             )
         # In eval ranks need not run the same batches; replicas of one forward do.
-        communicator = communicator_for(self.process_group) if self.training else None
+        communicator = self._communicator()
         if communicator is not None:
             communicator = communicator.at(Site(partial(name_of, self), str(input.dtype)[6:]))
         link = self._link
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
-        x = input
-        weight: Tensor | None = self.weight
-        bias: Tensor | None = self.bias
-        if x.device.type == "cpu" and not has_kernels(x):  # float16, bfloat16
-            x = x.float()
-            weight, bias = (None if p is None else p.float() for p in (weight, bias))
+        x, weight, bias = self._widened(input)
         settings: dict[str, Any] = {"eps": self.eps, "eps_mode": eps_mode}
         running = self._running() if self.training else None
         if link is None:
@@ -207,6 +202,18 @@ class _SynchronizedBatchNorm(_BatchNorm):
             mine = running if merged and link.is_master else None
             y = functional.normalize(x, edge, weight, bias, member, mine)
         return y if y.dtype == input.dtype else y.to(input.dtype)
+
+    def _communicator(self) -> ProcessCommunicator | None:
+        return communicator_for(self.process_group) if self.training else None
+
+    def _widened(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`(x, weight, bias)`, in float32 where there are no kernels for half precision."""
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        if x.device.type == "cpu" and not has_kernels(x):
+            x = x.float()
+            weight, bias = (None if p is None else p.float() for p in (weight, bias))
+        return x, weight, bias
 
     def _by_torch(self, input: Tensor) -> Tensor:
         running = self._running() if self.training else RunningStatistics(None, None, None, 0.0)

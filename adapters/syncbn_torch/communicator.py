@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -51,16 +52,18 @@ class DistributedCommunicator(ProcessCommunicator):
     def __init__(self, group: Any = None, *, check_order: bool | None = None) -> None:
         super().__init__(_GroupTransport(group_of(group)), check_order=check_order)
 
-    def merge_moments(self, moments: Moments) -> Moments:
-        """As `ProcessCommunicator.merge_moments`; tensors stay on their device."""
-        if isinstance(moments, PackedMoments):
-            return super().merge_moments(collapse(moments))
-        if not isinstance(moments.mean, Tensor):
-            return super().merge_moments(moments)
-        mean, m2 = moments.mean, moments.m2
-        on_host = Moments(moments.count, *(as_array(t.cpu()) for t in (mean, m2)))
-        total = super().merge_moments(on_host)
-        return Moments(total.count, *(tensor_of(v).to(mean) for v in (total.mean, total.m2)))
+    def merge_several(self, parts: Sequence[Moments]) -> list[Moments]:
+        """As `ProcessCommunicator.merge_several`; tensors stay on their device."""
+        first = parts[0]
+        if isinstance(first, PackedMoments):
+            return super().merge_several([collapse(cast(PackedMoments, p)) for p in parts])
+        if not isinstance(first.mean, Tensor):
+            return super().merge_several(parts)
+        hosts = [Moments(p.count, *(as_array(t.cpu()) for t in (p.mean, p.m2))) for p in parts]
+        return [
+            Moments(total.count, *(tensor_of(v).to(first.mean) for v in (total.mean, total.m2)))
+            for total in super().merge_several(hosts)
+        ]
 
 
 class _GroupTransport:

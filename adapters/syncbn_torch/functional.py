@@ -46,6 +46,7 @@ __all__ = [
     "batch_norm_eval",
     "measure",
     "merge_members",
+    "needed_gradients",
     "normalize",
 ]
 
@@ -100,21 +101,26 @@ class Call:
         return current
 
     def merge(self, parts: Sequence[Moments], shape: Sequence[int]) -> None:
-        """Set `total` and `invstd` from all parts; `BatchSizeError` for one value per channel.
-
-        Not where only a device knows the count, over GPUs of several processes: asking waits.
-        """
+        """Settle the moments of all parts, over all processes."""
         home = arithmetic.home_of(parts[0])
         total = merge_all([arithmetic.moved(part, home) for part in parts])
         if self.communicator is not None:
             total = self.communicator.merge_moments(total)
+        self.settle(total, parts, shape)
+
+    def settle(self, total: Moments, parts: Sequence[Moments], shape: Sequence[int]) -> None:
+        """Set `total` and `invstd`; `BatchSizeError` for one value per channel.
+
+        Not where only a device knows the count, over GPUs of several processes: asking waits.
+        """
         if total.known_count is not None:
             require_more_than_one_value(total.known_count, shape)
         self.total = total
         if isinstance(total, PackedMoments):
             # Here, in the thread whose streams all that has been computed so far is on.
             devices = {total.parts.device, *(arithmetic.home_of(part) for part in parts)}
-            self.places = {device: total.parts.to(device) for device in devices}
+            parts_of_all = total.parts.contiguous()
+            self.places = {device: parts_of_all.to(device) for device in devices}
         else:
             self.invstd = arithmetic.invstd(total.var, self.eps, self.eps_mode)
 
@@ -258,7 +264,7 @@ class Norm(Function):
         if ctx.needs_input_grad[1]:
             member.call.current_pass().given[member] = (dy, weight, Handover(sums.exchange))
             edge = dy.new_empty(0)
-        return None, edge, *_parameter_gradients(ctx, 2, sums), None, None
+        return None, edge, *needed_gradients(ctx, 2, sums), None, None
 
 
 class Alone(Function):
@@ -299,7 +305,7 @@ class Alone(Function):
                 dx = plain.backward_input(x, dy, mean, invstd, weight, *call.means(total, x))
             else:
                 dx = ctx.statistics.backward_input(x, dy, weight, total, parallel=True)
-        return dx, *_parameter_gradients(ctx, 1, sums), None, None
+        return dx, *needed_gradients(ctx, 1, sums), None, None
 
 
 def _differentiable_sums(
@@ -310,7 +316,7 @@ def _differentiable_sums(
     return Sums(arithmetic.weighted(sums, weight), *gradients)
 
 
-def _parameter_gradients(ctx: Any, first: int, sums: Sums) -> tuple[Tensor | None, Tensor | None]:
+def needed_gradients(ctx: Any, first: int, sums: Sums) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by weight and bias, inputs `first` and `first + 1` of a node, where needed."""
     by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
     return sums.by_weight if by_weight else None, sums.by_bias if by_bias else None

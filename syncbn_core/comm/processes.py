@@ -9,8 +9,8 @@ every call first compares what the ranks are about to do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -123,29 +123,45 @@ class ProcessCommunicator:
         the count over all ranks is known there only. Others raise `DTypeError` where the ranks'
         inputs differ in dtype.
         """
-        call = self._begin("forward", 2 * moments.num_features + 1)
-        if isinstance(moments, PackedMoments):
-            rows = self._run(self._group.transport.all_gather, moments.one_row(), call)
-            return PackedMoments(rows, None, moments.join)
-        dtype = "unknown" if self._site is None else self._site.dtype
-        code = _DTYPES.index(dtype) if dtype in _DTYPES else 0
-        header = [float(moments.count * _KINDS + code)]
-        row = np.concatenate((header, moments.mean, moments.m2))
-        rows = self._run(self._group.transport.all_gather, row, call)
-        counts, codes = np.divmod(rows[:, 0], _KINDS)
+        return self.merge_several([moments])[0]
+
+    def merge_several(self, parts: Sequence[Moments]) -> list[Moments]:
+        """What `merge_moments` gives for each of `parts`, by one message for all of them.
+
+        All packed on one device, or none. Ranks have to give parts of the same channels.
+        """
+        sizes = [2 * part.num_features + 1 for part in parts]
+        ends = np.cumsum(sizes)
+        call = self._begin("forward", int(ends[-1]))
+        gather = self._group.transport.all_gather
+        first = parts[0]
+        if isinstance(first, PackedMoments):
+            own = [cast(PackedMoments, part).one_row() for part in parts]
+            rows = self._run(gather, own[0] if len(own) == 1 else first.join(own), call)
+            columns = [rows[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
+            return [PackedMoments(some, None, first.join) for some in columns]
+        code = _DTYPES.index(self._dtype) if self._dtype in _DTYPES else 0
+        packed = [([part.count * _KINDS + code], part.mean, part.m2) for part in parts]
+        rows = self._run(gather, np.concatenate([v for one in packed for v in one]), call)
+        heads = rows[:, ends - sizes]
+        counts, codes = np.divmod(heads, _KINDS)
         if (codes != code).any():
-            named = {rank: _DTYPES[int(code)] for rank, code in enumerate(codes)}
+            named = {rank: _DTYPES[int(code)] for rank, code in enumerate(codes[:, 0])}
             raise DTypeError(
                 f"expected input of one dtype on all ranks, got {named} in {call}; check autocast "
                 "and the dtype of the data there"
             )
-        rows[:, 0] = counts
-        return merge_rows(rows)
+        rows[:, ends - sizes] = counts
+        return [merge_rows(rows[:, end - n : end]) for n, end in zip(sizes, ends, strict=True)]
 
     def all_reduce_sums(self, sums: Array) -> Array:
         """Elementwise sum over all ranks; a new array."""
         call = self._begin("backward" if self._site else "all_reduce_sums", _size(sums))
         return self._run(self._group.transport.all_reduce, sums, call)
+
+    @property
+    def _dtype(self) -> str:
+        return "unknown" if self._site is None else self._site.dtype
 
     def _begin(self, operation: str, size: int) -> Call:
         """The number of the next call, once all ranks agree what it is if that is to be checked."""

@@ -17,6 +17,7 @@ CASES = {
     "one_value": 3,
     "wrappers": 3,
     "order": 3,
+    "together": 3,
 }
 
 

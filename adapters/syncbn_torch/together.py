@@ -1,0 +1,116 @@
+"""Several layers whose inputs are ready together share one message between processes.
+
+Branches of a block, levels of a pyramid: what a small message costs is its latency, so five layers
+in one cost as much as one layer (docs/scaling.md has the measurement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from syncbn_core.comm import ProcessCommunicator, Site
+from syncbn_core.errors import ShapeError
+from syncbn_torch import arithmetic
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.functional import Call, needed_gradients
+from syncbn_torch.interop import as_array
+from syncbn_torch.names import name_of
+from syncbn_torch.statistics import Channelwise, RunningStatistics, tensor_of
+
+__all__ = ["forward_together"]
+
+
+def forward_together(
+    layers: Sequence[_SynchronizedBatchNorm], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """`[layer(x) for layer, x in zip(layers, inputs)]`, with one exchange between processes.
+
+    In training over one process group that is one all_gather for all layers forward and one
+    all_reduce backward, which runs when the gradients of all outputs are there. Everywhere else
+    (eval, one process, replicas, different groups, forward hooks on a layer) the layers run one
+    after the other; every process has to come to the same of the two. `ShapeError` unless there
+    are as many inputs as layers, each of them once; else the errors of the layers.
+    """
+    if len(layers) != len(inputs) or len(set(layers)) != len(layers):
+        raise ShapeError(
+            f"expected one input for each of several layers, got {len(inputs)} inputs for "
+            f"{len(set(layers))} layers; a layer that is used twice runs twice"
+        )
+    communicator = _common_communicator(layers)
+    if communicator is None:
+        return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+    for layer, x in zip(layers, inputs, strict=True):
+        layer._check(x)
+    dtypes = {str(x.dtype)[6:] for x in inputs}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "unknown"
+    names = Site(lambda: ", ".join(map(name_of, layers)), dtype)
+    communicator = communicator.at(names)
+    calls = [Call(layer.eps, layer.effective_eps_mode, communicator) for layer in layers]
+    running = [layer._running() for layer in layers]
+    operands = [operand for layer, x in zip(layers, inputs, strict=True)
+                for operand in layer._widened(x)]  # fmt: skip
+    outputs = Together.apply(calls, running, *operands)
+    return [y.to(x.dtype) for y, x in zip(outputs, inputs, strict=True)]
+
+
+def _common_communicator(
+    layers: Sequence[_SynchronizedBatchNorm],
+) -> ProcessCommunicator | None:
+    """That of all layers, if they can share a message."""
+    if any(layer._link or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return None
+    found = [layer._communicator() for layer in layers]
+    same = len(layers) > 1 and all(one is found[0] for one in found)
+    return found[0] if same else None
+
+
+class Together(Function):
+    """x, weight, bias of each layer -> y of each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, calls: list[Call], running: list[RunningStatistics], *operands: Any
+    ) -> tuple[Tensor, ...]:
+        triples = list(zip(operands[::3], operands[1::3], operands[2::3], strict=True))
+        parts = [arithmetic.moments(x, parallel=True) for x, _, _ in triples]
+        communicator: Any = calls[0].communicator
+        totals = communicator.merge_several(parts)
+        for call, total, part, (x, _, _) in zip(calls, totals, parts, triples, strict=True):
+            call.settle(total, [part], x.shape)
+        ctx.calls = calls
+        ctx.statistics = [
+            call.statistics(x) for call, (x, _, _) in zip(calls, triples, strict=True)
+        ]
+        ctx.save_for_backward(*operands[::3], *operands[1::3])
+        return tuple(
+            statistics.normalize(x, weight, bias, own, parallel=True)
+            for statistics, own, (x, weight, bias) in zip(
+                ctx.statistics, running, triples, strict=True
+            )
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        count = len(ctx.calls)
+        xs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        calls: list[Call] = ctx.calls
+        every = list(zip(ctx.statistics, xs, dys, weights, strict=True))
+        sums = [s.backward_reduce(x, dy, weight, parallel=True) for s, x, dy, weight in every]
+        exchange = torch.cat([tensor_of(one.exchange).reshape(-1) for one in sums])
+        total = calls[0].reduce(exchange)
+        results: list[Any] = [None, None]
+        start = 0
+        for index, (statistics, x, dy, weight) in enumerate(every):
+            size = 2 * x.shape[1]
+            mine: Channelwise = total[start : start + size].reshape(2, -1)
+            start += size
+            if not isinstance(sums[index].exchange, Tensor):
+                mine = as_array(mine)
+            dx = statistics.backward_input(x, dy, weight, mine, parallel=True)
+            results += [dx, *needed_gradients(ctx, 3 + 3 * index, sums[index])]
+        return tuple(results)

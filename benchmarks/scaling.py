@@ -1,0 +1,260 @@
+"""What synchronizing costs by number of processes: measured here, fitted, and simulated further.
+
+    python benchmarks/scaling.py                       # gloo, and MPI where mpirun is found
+    python benchmarks/scaling.py --processes 2 4 --rounds 50
+    python benchmarks/scaling.py --simulate            # the model alone, no measurement
+
+Measures in worlds of P processes on this machine, interleaved: the collectives by message size,
+the whole exchange of a layer with what Python adds, and five layers by one message against five
+messages. Fits `latency(P) + bytes / bandwidth`. Writes JSON to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CHANNELS = (4, 64, 256, 1024, 2048)
+LAYERS = 5  # that could share a message: branches of one block
+RESNET50 = [64, *[64, 64, 256] * 3, 256, *[128, 128, 512] * 4, 512, *[256, 256, 1024] * 6, 1024]
+RESNET50 += [*[512, 512, 2048] * 3, 2048]  # channels of its 53 layers
+
+
+# ----------------------------------------------------------------------- one process
+
+
+def member(engine: str, rounds: int) -> None:
+    """In a process of a world: measure; the first one prints JSON."""
+    from syncbn_core.moments import Moments
+
+    if engine == "mpi":
+        from syncbn_core.comm import MPICommunicator
+
+        own: Any = MPICommunicator()
+    else:
+        import torch
+        import torch.distributed as dist
+
+        from syncbn_torch import DistributedCommunicator
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+        own = DistributedCommunicator()
+    transport = own._group.transport
+    rng = np.random.default_rng(own.rank)
+    calls: dict[str, Callable[[], Any]] = {}
+    for channels in CHANNELS:
+        row, sums = rng.normal(size=2 * channels + 1), rng.normal(size=2 * channels)
+        part = Moments(32, rng.normal(size=channels), rng.uniform(1, 2, channels))
+        calls[f"all_gather {channels}"] = lambda row=row: transport.all_gather(row, None)
+        calls[f"all_reduce {channels}"] = lambda sums=sums: transport.all_reduce(sums, None)
+        calls[f"merge_moments {channels}"] = lambda part=part: own.merge_moments(part)
+    few, many = np.ones(2 * 256 + 1), np.ones(LAYERS * (2 * 256 + 1))
+    calls[f"{LAYERS} messages"] = lambda: [transport.all_gather(few, None) for _ in range(LAYERS)]
+    calls["1 message"] = lambda: transport.all_gather(many, None)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 5):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - begin)
+    if own.rank == 0:
+        found = {
+            name: {"median": statistics.median(t[5:]), "worst": max(t[5:])}
+            for name, t in times.items()
+        }
+        print(json.dumps(found), flush=True)
+    if engine == "gloo":
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------ all worlds
+
+
+def measure(engine: str, size: int, rounds: int) -> dict[str, Any]:
+    """What the first of `size` processes has measured."""
+    script = [sys.executable, str(Path(__file__)), "--member", engine, "--rounds", str(rounds)]
+    root = Path(__file__).resolve().parents[1]
+    places = [str(root), str(root / "adapters"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
+    if engine == "mpi":
+        start = [mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
+        done = subprocess.run([*start, *script], capture_output=True, text=True, env=environment)
+        if done.returncode != 0:
+            raise RuntimeError(f"mpirun failed: {done.stderr[-2000:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size)}
+        environment |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        outputs = [Path(folder, str(rank)) for rank in range(size)]
+        processes = []
+        for rank, output in enumerate(outputs):
+            with output.open("w") as file:
+                own = {**environment, "RANK": str(rank)}
+                processes.append(subprocess.Popen(script, stdout=file, env=own))
+        try:
+            codes = [process.wait(600) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            raise RuntimeError(f"processes ended with {codes}")
+        return json.loads(outputs[0].read_text().splitlines()[-1])
+
+
+def mpirun() -> str | None:
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ----------------------------------------------------------------------------- model
+
+
+def received(operation: str, channels: int, size: int) -> int:
+    """Bytes that a rank receives: all rows but its own; a reduction in a ring, twice its own."""
+    if operation == "all_gather":
+        return (size - 1) * (2 * channels + 1) * 8
+    return round(2 * (size - 1) / size * 2 * channels * 8)
+
+
+def fit(found: dict[int, dict[str, Any]], operation: str) -> dict[str, Any]:
+    """Latency by number of processes and one bandwidth, by least squares of relative errors."""
+    sizes = sorted(found)
+    rows, ones = [], []
+    for size in sizes:
+        for channels in CHANNELS:
+            seconds = found[size][f"{operation} {channels}"]["median"]
+            latencies = [float(size == other) for other in sizes]
+            rows.append([v / seconds for v in (*latencies, received(operation, channels, size))])
+            ones.append(1.0)
+    solution = np.linalg.lstsq(np.array(rows), np.array(ones), rcond=None)[0]
+    errors = np.abs(np.array(rows) @ solution - 1)
+    per_byte = float(solution[-1])
+    return {
+        "latency": {size: float(s) for size, s in zip(sizes, solution, strict=False)},
+        "bytes_per_second": 1 / per_byte if per_byte > 0 else None,
+        "mean_error": float(errors.mean()),
+        "worst_error": float(errors.max()),
+    }
+
+
+def payload(size: int, group: int = 1) -> dict[str, float]:
+    """Bytes that a rank receives per step of ResNet-50, within nodes of `group` and across."""
+    layers = len(RESNET50)
+    if group == 1:
+        forward = sum(received("all_gather", c, size) for c in RESNET50)
+    else:  # gather in the node, merge, then one row per node
+        nodes = size // group
+        forward = sum(received("all_gather", c, n) for c in RESNET50 for n in (group, nodes))
+    backward = sum(received("all_reduce", c, size) for c in RESNET50)
+    return {"forward": forward, "backward": backward, "collectives": 2 * layers}
+
+
+def simulate(size: int, jitter: float, steps: int = 200, layers: int = 2 * 53) -> float:
+    """Mean time of a step in which all wait for the slowest after each layer, over 1.
+
+    The pieces between two collectives take `1 / layers` times a log-normal with deviation
+    `jitter`, independent over ranks and pieces; without synchronization a step would take 1.
+    """
+    rng = np.random.default_rng(0)
+    total = 0.0
+    for _ in range(steps):
+        total += rng.lognormal(0, jitter, (layers, size)).max(1).sum() / layers
+    return total / steps
+
+
+# ---------------------------------------------------------------------------- report
+
+
+def report(results: dict[str, Any]) -> None:
+    for engine, found in results.get("measured", {}).items():
+        sizes = sorted(map(int, found))
+        print(f"\n{engine}, us (median of {results['rounds']}, in brackets the worst)")
+        print(f"{'':>22}" + "".join(f"{f'P = {size}':>18}" for size in sizes))
+        for name in next(iter(found.values())):
+            cells = (found[size][name] for size in sizes)
+            texts = (f"{c['median'] * 1e6:.0f} ({c['worst'] * 1e6:.0f})" for c in cells)
+            print(f"{name:>22}" + "".join(f"{text:>18}" for text in texts))
+        for operation, model in results["fitted"][engine].items():
+            latency = ", ".join(f"{P}: {s * 1e6:.0f}" for P, s in model["latency"].items())
+            rate = model["bytes_per_second"]
+            text = "too fast to tell" if rate is None else f"{rate / 1e9:.2f} GB/s"
+            print(
+                f"{operation}: latency by P {latency} us; {text}; "
+                f"off by {model['mean_error']:.0%} on average, {model['worst_error']:.0%} at worst"
+            )
+    print("\nResNet-50, MB that a rank receives per step, and the cost of waiting for the slowest")
+    jitters = sorted({jitter for _, jitter, _ in results["simulated"]})
+    head = "".join(f"{f'jitter {jitter:.0%}':>12}" for jitter in jitters)
+    print(f"{'ranks':>6}{'gather':>10}{'by nodes of 8':>15}{'reduce':>9}{head}")
+    for size in sorted({size for size, _, _ in results["simulated"]}):
+        flat, nodes = payload(size), payload(size, 8) if size >= 16 else payload(size)
+        waits = [w for s, _, w in results["simulated"] if s == size]
+        print(
+            f"{size:>6}{flat['forward'] / 1e6:>10.1f}{nodes['forward'] / 1e6:>15.1f}"
+            f"{flat['backward'] / 1e6:>9.1f}" + "".join(f"{wait:>11.2f}x" for wait in waits)
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--simulate", action="store_true", help="measure nothing")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--member", choices=["gloo", "mpi"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.member:
+        member(args.member, args.rounds)
+        return 0
+    results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "rounds": args.rounds,
+        "measured": {},
+        "fitted": {},
+    }
+    engines = [] if args.simulate else ["gloo", *(["mpi"] if mpirun() else [])]
+    for engine in engines:
+        found = {size: measure(engine, size, args.rounds) for size in args.processes}
+        results["measured"][engine] = found
+        operations = ("all_gather", "all_reduce")
+        results["fitted"][engine] = {name: fit(found, name) for name in operations}
+    results["simulated"] = [
+        (size, jitter, simulate(size, jitter, steps=max(2, 20_000 // size)))
+        for size in (2, 8, 64, 256, 1024)
+        for jitter in (0.01, 0.05, 0.2)
+    ]
+    report(results)
+    if engines:
+        args.output.mkdir(parents=True, exist_ok=True)
+        path = args.output / f"scaling-{results['date']}.json"
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(f"\n{path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
