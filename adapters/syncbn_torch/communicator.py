@@ -23,7 +23,6 @@ from syncbn_core.errors import (
     CommAborted,
     CommError,
     CommTimeout,
-    DeviceError,
 )
 from syncbn_core.moments import Moments
 from syncbn_core.packed import PackedMoments
@@ -82,30 +81,25 @@ class _GroupTransport:
         self._types = {device.type for device in types}
 
     def all_gather(self, row: Channelwise, call: Call) -> Channelwise:
-        own = self._wire(row, call)
+        own = self._wire(row)
         rows = own.new_empty(self.size * own.numel())
         group = self._alive(call)
         self._run(_gather, call, rows, own, group)
         return _like(rows.view(self.size, -1), row)
 
     def all_reduce(self, values: Channelwise, call: Call) -> Channelwise:
-        total = self._wire(values, call).contiguous().clone()
+        total = self._wire(values).contiguous().clone()
         group = self._alive(call)
         self._run(_reduce, call, total, group)
         return _like(total, values)
 
-    def _wire(self, values: Channelwise, call: Call) -> Tensor:
+    def _wire(self, values: Channelwise) -> Tensor:
         """`values` on a device that the group's backend takes."""
         tensor = tensor_of(values)
         if not self._types or tensor.device.type in self._types:
             return tensor
-        if "cpu" in self._types:
-            return tensor.cpu()
-        raise DeviceError(
-            f"expected tensors on {' or '.join(sorted(self._types))}, as the backend of the "
-            f"process group takes, got {tensor.device} in {call}; move the model and its input, "
-            'or init_process_group("cpu:gloo,cuda:nccl")'
-        )
+        # rows are small: what lives elsewhere, as the rows of `check_order`, travels there and back
+        return tensor.to("cpu" if "cpu" in self._types else min(self._types))
 
     def _alive(self, call: Call) -> Any:
         group = self._group()
@@ -146,7 +140,9 @@ def _reduce(total: Tensor, group: Any) -> None:
 
 def _like(result: Tensor, values: Channelwise) -> Channelwise:
     """`result` as `values` are: an array, or a tensor where they are."""
-    return as_array(result) if isinstance(values, np.ndarray) else result.to(values.device)
+    if isinstance(values, np.ndarray):
+        return as_array(result.cpu())
+    return result.to(values.device)
 
 
 def _in_world(group: Any, rank: int) -> str:

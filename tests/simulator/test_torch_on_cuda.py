@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,15 +44,19 @@ class TensorRunner(Runner):
 launches = []
 
 
-@pytest.fixture(autouse=True)
-def on_simulated_device(monkeypatch):
+def send_to_kernels(monkeypatch):
     """Send every plain CPU tensor to the CUDA kernels."""
-    launches.clear()
     monkeypatch.setattr(arithmetic, "has_kernels", lambda tensor: False)
     monkeypatch.setattr(batchnorm, "has_kernels", lambda tensor: tensor.dtype in cuda._NAMES)
     monkeypatch.setattr(arithmetic, "has_cuda_kernels", lambda tensor: tensor.dtype in cuda._NAMES)
     monkeypatch.setattr(cuda, "_pointer", memory_of)
     monkeypatch.setattr(cuda, "_Runner", TensorRunner)
+
+
+@pytest.fixture(autouse=True)
+def on_simulated_device(monkeypatch):
+    launches.clear()
+    send_to_kernels(monkeypatch)
     with batchnorm.always_ours():
         yield
 
@@ -257,3 +264,23 @@ def test_memory_kept_for_backward_is_x_and_per_channel_numbers():
     assert statistics.parts is None
     assert statistics.packed.numel() == 3 * 8 + 1
     assert np.isfinite(statistics.packed.numpy()).all()
+
+
+def test_processes_exchange_packed_moments(tmp_path):
+    """Two processes whose tensors are "on a device": `torch_member.py`."""
+    script = str(Path(__file__).with_name("torch_member.py"))
+    members = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [member.communicate(timeout=100)[0] for member in members]
+    finally:
+        for member in members:
+            member.kill()
+    assert [member.returncode for member in members] == [0, 0], "\n".join(outputs)

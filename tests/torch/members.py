@@ -130,6 +130,24 @@ def shapes(rank: int, size: int) -> None:
     for settings in ({"affine": False}, {"track_running_stats": False}):
         layer = SynchronizedBatchNorm2d(3, **settings).double()
         follow(layer, nn.BatchNorm2d(3, **settings).double(), x, dy, mine)
+    # images of unlike sizes: every pixel counts the same
+    layer = SynchronizedBatchNorm2d(3).double()
+    images = [whole_batch((2, 3, 4 + 3 * r, 5), seed=r) for r in range(size)]
+    wide = torch.cat([x.flatten(2) for x, _ in images], 2).requires_grad_()
+    wide_dy = torch.cat([dy.flatten(2) for _, dy in images], 2)
+    twin = nn.BatchNorm1d(3).double()
+    expected = twin(wide)
+    expected.backward(wide_dy)
+    own = images[rank][0].requires_grad_()
+    y = layer(own)
+    y.backward(images[rank][1])
+    ends = torch.tensor([5 * (4 + 3 * r) for r in range(size)]).cumsum(0).tolist()
+    columns = slice(ends[rank] - 5 * (4 + 3 * rank), ends[rank])
+    assert own.grad is not None
+    assert wide.grad is not None
+    close(y.flatten(2), expected[:, :, columns])
+    close(own.grad.flatten(2), wide.grad[:, :, columns])
+    close(layer.running_var, twin.running_var)
     layer = SynchronizedBatchNorm2d(3).double()
     before = copy.deepcopy(layer.state_dict())
     empty = x[:0].requires_grad_()
@@ -196,6 +214,9 @@ def groups(rank: int, size: int) -> None:
         )
     else:
         raises(RuntimeError, "belongs to", call=lambda: layer(x))
+    wire = DistributedCommunicator()._group.transport
+    wire._types = {"meta"}  # type: ignore[attr-defined]  # a group for devices alone
+    assert wire._wire(x.numpy()).is_meta  # type: ignore[attr-defined]
     lonely = [dist.new_group([other]) for other in range(size)][rank]  # a world of one
     layer = SynchronizedBatchNorm2d(3, process_group=lonely).double()
     close(layer(x[rows]), nn.BatchNorm2d(3).double()(x[rows]))

@@ -1,0 +1,61 @@
+"""A process of a world whose CPU tensors stand for those of a device.
+
+python torch_member.py RANK STORE
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from syncbn_core.packed import PackedMoments
+from syncbn_torch import SynchronizedBatchNorm2d, communicator, forward_together
+
+rank, store = int(sys.argv[1]), Path(sys.argv[2])
+warnings.simplefilter("ignore")  # numbers of the simulator
+here = runpy.run_path(str(Path(__file__).with_name("test_torch_on_cuda.py")))
+dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2)
+
+packed = []
+original = communicator.DistributedCommunicator.merge_several
+
+
+def recorded(self, parts):
+    packed.extend(isinstance(part, PackedMoments) for part in parts)
+    totals = original(self, parts)
+    assert all(total.known_count is None for total in totals), "the host has waited for a count"
+    return totals
+
+
+communicator.DistributedCommunicator.merge_several = recorded
+generator = torch.Generator().manual_seed(0)
+x, dy = torch.randn(2, 5, 4, 3, 3, dtype=torch.float64, generator=generator)
+mine = slice(0, 1) if rank == 0 else slice(1, 5)
+with pytest.MonkeyPatch.context() as patch:
+    here["send_to_kernels"](patch)
+    for joint in (False, True):
+        layers = [SynchronizedBatchNorm2d(c).double() for c in (1, 3)]
+        twins = [nn.BatchNorm2d(c).double() for c in (1, 3)]
+        leaf, whole = x[mine].clone().requires_grad_(), x.clone().requires_grad_()
+        inputs = leaf.split([1, 3], 1)
+        if joint:
+            ys = forward_together(layers, inputs)
+        else:
+            ys = [layer(part) for layer, part in zip(layers, inputs, strict=True)]
+        torch.cat(list(ys), 1).backward(dy[mine])
+        expected = [twin(part) for twin, part in zip(twins, whole.split([1, 3], 1), strict=True)]
+        torch.cat(expected, 1).backward(dy)
+        torch.testing.assert_close(torch.cat(list(ys), 1), torch.cat(expected, 1)[mine])
+        torch.testing.assert_close(leaf.grad, whole.grad[mine])
+        for layer, twin in zip(layers, twins, strict=True):
+            torch.testing.assert_close(layer.running_var, twin.running_var)
+assert packed == [True] * 4, packed
+dist.barrier()
+dist.destroy_process_group()
