@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import shutil
@@ -172,6 +173,24 @@ def payload(size: int, group: int = 1) -> dict[str, float]:
     return {"forward": forward, "backward": backward, "collectives": 2 * layers}
 
 
+def predict(size: int, group: int, hop: float, bandwidth: float) -> dict[str, float]:
+    """Seconds that a step of ResNet-50 spends in collectives, for a hop and a bandwidth given.
+
+    A gather takes `size - 1` hops where it goes around a ring, `log2 size` where it doubles;
+    with `group` it goes within nodes first and then across. A reduction doubles, there and back.
+    """
+    levels = (size,) if group == 1 else (group, size // group)
+    bytes_received = payload(size, group)
+    layers = len(RESNET50)
+    return {
+        "ring": layers * hop * sum(level - 1 for level in levels),
+        "doubling": layers * hop * sum(math.ceil(math.log2(level)) for level in levels),
+        "gathered bytes": bytes_received["forward"] / bandwidth,
+        "backward": layers * hop * 2 * math.ceil(math.log2(size))
+        + bytes_received["backward"] / bandwidth,
+    }
+
+
 def simulate(size: int, jitter: float, steps: int = 200, layers: int = 2 * 53) -> float:
     """Mean time of a step in which all wait for the slowest after each layer, over 1.
 
@@ -217,12 +236,31 @@ def report(results: dict[str, Any]) -> None:
             f"{flat['backward'] / 1e6:>9.1f}" + "".join(f"{wait:>11.2f}x" for wait in waits)
         )
 
+    hop, bandwidth = results["assumed"]["hop"], results["assumed"]["bandwidth"]
+    print(
+        f"\nResNet-50, ms per step, IF a hop takes {hop * 1e6:g} us and a rank receives "
+        f"{bandwidth / 1e9:g} GB/s (assumed, not measured)"
+    )
+    heads = ("gather: ring", "or doubling", "its bytes", "backward")
+    print(f"{'':>30}" + "".join(f"{head:>14}" for head in heads))
+    for size, group, name in (
+        (1024, 1, "1,024 ranks"),
+        (1024, 8, "1,024 ranks, nodes of 8"),
+        (64, 1, "groups of 64"),
+        (64, 8, "groups of 64, nodes of 8"),
+        (8, 1, "groups of 8"),
+    ):
+        times = predict(size, group, hop, bandwidth).values()
+        print(f"{name:>30}" + "".join(f"{1e3 * seconds:>14.2f}" for seconds in times))
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--simulate", action="store_true", help="measure nothing")
+    parser.add_argument("--hop", type=float, default=5e-6, help="seconds, for the prediction")
+    parser.add_argument("--bandwidth", type=float, default=25e9, help="bytes per second, for it")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
     parser.add_argument("--member", choices=["gloo", "mpi"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -233,6 +271,7 @@ def main() -> int:
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "rounds": args.rounds,
+        "assumed": {"hop": args.hop, "bandwidth": args.bandwidth},
         "measured": {},
         "fitted": {},
     }

@@ -96,7 +96,10 @@ class _MPITransport:
             self._pending = [request, *buffers]
             atexit.register(self._abort)
             if isinstance(error, self._mpi.Exception):
-                raise CommError(f"MPI failed in {call}: {error}") from error
+                raise CommError(
+                    f"MPI failed in {call}: {error}; if ranks may be in different layers, "
+                    "SYNCBN_CHECK_ORDER=1 says in which"
+                ) from error
             raise
 
     def _silent_ranks(self, call: Call, grace: float) -> str:

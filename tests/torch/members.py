@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
 import inspect
 import os
 import random
@@ -288,6 +289,25 @@ class Pair(nn.Module):
         return first + second
 
 
+def again(rank: int, size: int) -> None:
+    """A layer outlives its process group, and takes the next one."""
+    x, dy = whole_batch((6, 3, 4, 4))
+    layer, twin = SynchronizedBatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+    mine = cut(range(0, 8, 2), rank)
+    follow(layer, twin, x, dy, mine)
+    kept = DistributedCommunicator()
+    store = Path(os.environ["FOLDER"], "another").as_uri()
+    dist.barrier()
+    dist.destroy_process_group()
+    close(layer(x), twin(x))  # alone: on the whole batch
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    gc.collect()
+    raises(RuntimeError, "destroyed", call=lambda: kept.all_reduce_sums(torch.ones(1)))
+    layer.zero_grad()
+    twin.zero_grad()
+    follow(layer, twin, x, dy, mine)
+
+
 class Net(nn.Module):
     """Branches, a layer that is used twice, and one that is known by two names."""
 
@@ -434,6 +454,7 @@ def main(case: str, rank: int, size: int, folder: str, arguments: Sequence[Any])
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["FOLDER"] = folder
     faults = case == "faulty"
     store, check = Path(folder, "store").as_uri(), False
     if faults:
