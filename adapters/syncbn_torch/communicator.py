@@ -54,9 +54,10 @@ class DistributedCommunicator(ProcessCommunicator):
     def merge_several(self, parts: Sequence[Moments]) -> list[Moments]:
         """As `ProcessCommunicator.merge_several`; tensors stay on their device."""
         first = parts[0]
-        if isinstance(first, PackedMoments):
+        packed = [isinstance(part, PackedMoments) for part in parts]
+        if all(packed):
             return super().merge_several([collapse(cast(PackedMoments, p)) for p in parts])
-        if not isinstance(first.mean, Tensor):
+        if any(packed) or not isinstance(first.mean, Tensor):
             return super().merge_several(parts)
         hosts = [Moments(p.count, *(as_array(t.cpu()) for t in (p.mean, p.m2))) for p in parts]
         return [

@@ -1,8 +1,9 @@
-"""What a layer is called in its model: looked for when an error has to say it, and kept nowhere."""
+"""What a layer is called in its model: looked for when an error has to say it."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 from torch import nn
@@ -11,16 +12,26 @@ __all__ = ["name_of"]
 
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile add
 
+_known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
 
 def name_of(layer: nn.Module) -> str:
     """`layer1.0.bn1 (SynchronizedBatchNorm2d)`, or the class alone for a layer in no model.
 
-    The same in every process that has built the same model. Looks through all live modules.
+    The same in every process that has built the same model. Looks through all live modules, which
+    takes a tenth of a second, once per layer.
     """
+    name = _known.get(layer)
+    if name is None:
+        name = _known[layer] = _found_name(layer)
+    return name
+
+
+def _found_name(layer: nn.Module) -> str:
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     parents: dict[int, list[tuple[Any, str]]] = {}
     for module in modules:
-        for name, child in module.__dict__.get("_modules", {}).items():
+        for name, child in (module.__dict__.get("_modules") or {}).items():
             parents.setdefault(id(child), []).append((module, name))
     paths = _paths(layer, parents, frozenset())
     kind = type(layer).__name__

@@ -32,9 +32,9 @@ def forward_together(
 
     In training over one process group that is one all_gather for all layers forward and one
     all_reduce backward, which runs when the gradients of all outputs are there. Everywhere else
-    (eval, one process, replicas, different groups, forward hooks on a layer) the layers run one
-    after the other; every process has to come to the same of the two. `ShapeError` unless there
-    are as many inputs as layers, each of them once; else the errors of the layers.
+    (eval, one process, replicas, unlike groups or devices, forward hooks on a layer) the layers
+    run one after the other; every process has to come to the same of the two. `ShapeError` unless
+    there are as many inputs as layers, each of them once; else the errors of the layers.
     """
     if len(layers) != len(inputs) or len(set(layers)) != len(layers):
         raise ShapeError(
@@ -42,7 +42,7 @@ def forward_together(
             f"{len(set(layers))} layers; a layer that is used twice runs twice"
         )
     communicator = _common_communicator(layers)
-    if communicator is None:
+    if communicator is None or len({x.device for x in inputs}) > 1:
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         layer._check(x)

@@ -128,8 +128,10 @@ class ProcessCommunicator:
     def merge_several(self, parts: Sequence[Moments]) -> list[Moments]:
         """What `merge_moments` gives for each of `parts`, by one message for all of them.
 
-        All packed on one device, or none. Ranks have to give parts of the same channels.
+        All on one device. Ranks have to give parts of the same channels.
         """
+        if len({isinstance(part, PackedMoments) for part in parts}) > 1:
+            return [self.merge_moments(part) for part in parts]
         sizes = [2 * part.num_features + 1 for part in parts]
         ends = np.cumsum(sizes)
         call = self._begin("forward", int(ends[-1]))
