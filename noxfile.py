@@ -211,7 +211,7 @@ def examples(session: nox.Session) -> None:
     saved = str(picture.with_name("checkpoint.pt"))
     plain = ["--layers", "BatchNorm2d", "--save", saved]
     session.run("python", "examples/train_ddp.py", "--epochs", "1", *plain)
-    ranks = ["torchrun", "--nproc-per-node", "4", "examples/train_ddp.py"]
+    ranks = ["torchrun", "--standalone", "--nproc-per-node", "4", "examples/train_ddp.py"]
     session.run(*ranks, "--epochs", "1", "--resume", saved, "--save", saved)
     other = ["--layers", "SyncBatchNorm", "--resume", saved]
     session.run("python", "examples/train_ddp.py", "--epochs", "1", *other)

@@ -12,6 +12,7 @@ messages. Fits `latency(P) + bytes / bandwidth`. Writes JSON to benchmarks/resul
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -94,7 +95,9 @@ def measure(engine: str, size: int, rounds: int) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     if engine == "mpi":
         start = [mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
-        done = subprocess.run([*start, *script], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [*start, *script], capture_output=True, text=True, env=environment, timeout=600
+        )
         if done.returncode != 0:
             raise RuntimeError(f"mpirun failed: {done.stderr[-2000:]}")
         return json.loads(done.stdout.splitlines()[-1])
@@ -123,11 +126,15 @@ def mpirun() -> str | None:
 
 
 def free_port() -> int:
+    """Below the ports that the system gives to anybody who asks for one."""
+    import random
     import socket
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 # ----------------------------------------------------------------------------- model

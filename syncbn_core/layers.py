@@ -150,7 +150,7 @@ class BatchNorm:
         return gradients.x
 
     def _located(self, x: Array) -> Communicator | None:
-        return located(self.communicator, lambda: self.name, x.dtype)
+        return located(self.communicator, lambda: self.name, x.dtype, self)
 
     def parameters(self) -> list[Array]:
         """`[weight, bias]`, or nothing without `affine`; update them in place."""

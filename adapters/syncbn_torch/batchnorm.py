@@ -185,7 +185,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         # In eval ranks need not run the same batches; replicas of one forward do.
         communicator = self._communicator()
         if communicator is not None:
-            communicator = communicator.at(Site(partial(name_of, self), str(input.dtype)[6:]))
+            # replicas are new objects in every forward: those can't be told apart by number
+            layer = self if self._link is None else None
+            site = Site(partial(name_of, self), (dtype_name(input),), layer)
+            communicator = communicator.at(site)
         link = self._link
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
@@ -230,6 +233,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
             return RunningStatistics(None, None, None, self.momentum)
         counter = self.num_batches_tracked
         return RunningStatistics(self.running_mean, self.running_var, counter, self.momentum)
+
+
+def dtype_name(x: Tensor) -> str:
+    """`float32`, as NumPy calls it."""
+    return str(x.dtype).removeprefix("torch.")
 
 
 # Elements from which forward and backward together were faster than torch's on one and on two

@@ -174,15 +174,19 @@ def _silent_ranks(group: Any, rank: int, size: int, call: Call, grace: float) ->
                     heard[other] = int(store.get(f"{name}/{other}"))
             time.sleep(0.01)
 
+    gone = []
+
     def ask_quietly() -> None:
         try:
             ask()
-        except Exception:  # no store any more: then nobody was heard
-            return
+        except Exception as error:  # no store any more
+            gone.append(error)
 
     thread = threading.Thread(target=ask_quietly, daemon=True)
     thread.start()
     thread.join(grace + 1.0)  # a store that hangs must not
+    if gone or thread.is_alive():
+        return "which ranks are missing is not known, as their store is gone too"
     said = dict(heard)
     missing = [f"{other}{_in_world(group, other)}" for other in others if other not in said]
     missing += [
@@ -204,6 +208,10 @@ def _store_of(group: Any) -> Any:
 def group_of(process_group: Any) -> Any:
     """The `ProcessGroup` that is meant: given, of a mesh, or the default one."""
     if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise CommError(
+                "expected torch.distributed to be initialized; call init_process_group first"
+            )
         return dist.group.WORLD
     if hasattr(process_group, "get_group") and hasattr(process_group, "ndim"):  # a DeviceMesh
         if process_group.ndim != 1:
@@ -212,12 +220,19 @@ def group_of(process_group: Any) -> Any:
                 f'dimensions, as in mesh["{(process_group.mesh_dim_names or ("name",))[0]}"]'
             )
         return process_group.get_group()
+    known = isinstance(process_group, dist.ProcessGroup)
+    if not known and process_group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError(
+            "expected process_group to be a torch.distributed group, one dimension of a "
+            f"DeviceMesh, a DistributedCommunicator or None, got {process_group!r}"
+        )
     return process_group
 
 
 _communicators: weakref.WeakKeyDictionary[Any, DistributedCommunicator] = (
     weakref.WeakKeyDictionary()
 )
+_making = threading.Lock()
 
 
 def communicator_for(process_group: Any) -> ProcessCommunicator | None:
@@ -233,8 +248,11 @@ def communicator_for(process_group: Any) -> ProcessCommunicator | None:
     group = group_of(process_group)
     known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
     if known is None:
-        known = DistributedCommunicator(group)
-        _communicators[group] = known
+        with _making:  # replicas come here at the same time
+            known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
+            if known is None:
+                known = DistributedCommunicator(group)
+                _communicators[group] = known
     return known if known.size > 1 else None
 
 

@@ -16,13 +16,15 @@ from torch.autograd import Function
 from syncbn_core.comm import ProcessCommunicator, Site
 from syncbn_core.errors import ShapeError
 from syncbn_torch import arithmetic
-from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm, dtype_name
 from syncbn_torch.functional import Call, needed_gradients
 from syncbn_torch.interop import as_array
 from syncbn_torch.names import name_of
 from syncbn_torch.statistics import Channelwise, RunningStatistics, tensor_of
 
 __all__ = ["forward_together"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def forward_together(
@@ -32,7 +34,7 @@ def forward_together(
 
     In training over one process group that is one all_gather for all layers forward and one
     all_reduce backward, which runs when the gradients of all outputs are there. Everywhere else
-    (eval, one process, replicas, unlike groups or devices, forward hooks on a layer) the layers
+    (eval, one process, replicas, unlike groups or devices, hooks on a layer) the layers
     run one after the other; every process has to come to the same of the two. `ShapeError` unless
     there are as many inputs as layers, each of them once; else the errors of the layers.
     """
@@ -42,14 +44,12 @@ def forward_together(
             f"{len(set(layers))} layers; a layer that is used twice runs twice"
         )
     communicator = _common_communicator(layers)
-    if communicator is None or len({x.device for x in inputs}) > 1:
+    if communicator is None or len({(type(x), x.device) for x in inputs}) > 1:
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         layer._check(x)
-    dtypes = {str(x.dtype)[6:] for x in inputs}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "unknown"
-    names = Site(lambda: ", ".join(map(name_of, layers)), dtype)
-    communicator = communicator.at(names)
+    dtypes = tuple(map(dtype_name, inputs))
+    communicator = communicator.at(Site(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0]))
     calls = [Call(layer.eps, layer.effective_eps_mode, communicator) for layer in layers]
     running = [layer._running() for layer in layers]
     operands = [operand for layer, x in zip(layers, inputs, strict=True)
@@ -62,7 +62,7 @@ def _common_communicator(
     layers: Sequence[_SynchronizedBatchNorm],
 ) -> ProcessCommunicator | None:
     """That of all layers, if they can share a message."""
-    if any(layer._link or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+    if any(layer._link or any(getattr(layer, hooks) for hooks in _HOOKS) for layer in layers):
         return None
     found = [layer._communicator() for layer in layers]
     same = len(layers) > 1 and all(one is found[0] for one in found)

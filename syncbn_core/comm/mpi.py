@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,8 @@ class MPICommunicator(ProcessCommunicator):
     Takes NumPy arrays (`DeviceError` for others). A call that passes its deadline raises
     `CommTimeout`, which names the layer, the call and the ranks that gave no sign; MPI can't be
     shut down in order after that, so the whole job is then aborted when this process exits.
-    `BackendError` without mpi4py or without an MPI library.
+    `BackendError` without mpi4py or without an MPI library, `CommTimeout` when a rank does not
+    come here.
     """
 
     def __init__(
@@ -60,46 +63,62 @@ class _MPITransport:
                 f"expected an MPI communicator that this process belongs to, got {comm!r}; give "
                 "each process its own, as MPI.COMM_WORLD.Split does"
             )
-        self._comm = comm.Dup()
         self._timeout = timeout
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._pending: list[Any] = []  # MPI writes into these buffers until it is done
+        self._comm = comm  # to abort the job by, until the copy is there
+        self._comm = self._duplicated(comm)
 
     def all_gather(self, row: Array, call: Call) -> Array:
         row = _on_host(row, call)
         rows = np.empty((self.size, *row.shape), row.dtype)
-        self._wait(self._comm.Iallgather(row, rows), call, row, rows)
+        self._finish(self._comm.Iallgather, call, row, rows)
         return rows
 
     def all_reduce(self, values: Array, call: Call) -> Array:
         values = _on_host(values, call)
-        total = np.empty_like(values)
-        self._wait(self._comm.Iallreduce(values, total), call, values, total)
-        return total
+        wide = values.astype(np.float32) if values.dtype == np.float16 else values  # MPI has none
+        total = np.empty_like(wide)
+        self._finish(self._comm.Iallreduce, call, wide, total)
+        return total.astype(values.dtype, copy=False)
 
-    def _wait(self, request: Any, call: Call, *buffers: Array) -> None:
+    def _duplicated(self, comm: Any) -> Any:
+        copy, request = comm.Idup()
         seconds = seconds_of(self._timeout)
-        polls, deadline = 0, time.monotonic() + seconds
+        with self._aborting(request, copy):
+            if not _done(request, seconds):
+                raise CommTimeout(
+                    f"rank {self.rank} of {self.size} waited {seconds:g} s for all ranks to make "
+                    "their MPICommunicator; look at the others for the first error"
+                )
+        return copy
+
+    def _finish(self, collective: Any, call: Call, values: Array, result: Array) -> None:
+        seconds = seconds_of(self._timeout)
         try:
-            while not request.Test():
-                polls += 1
-                if polls > SPINS:
-                    time.sleep(NAP)
-                    if time.monotonic() > deadline:
-                        silent = self._silent_ranks(call, grace_after(seconds))
-                        raise CommTimeout(
-                            f"rank {self.rank} of {self.size} waited {seconds:g} s in {call}; "
-                            f"no sign of {silent}; look there for the first error"
-                        )
-        except BaseException as error:
-            self._pending = [request, *buffers]
+            request = collective(values, result)
+            with self._aborting(request, values, result):
+                if not _done(request, seconds):
+                    silent = self._silent_ranks(call, grace_after(seconds))
+                    raise CommTimeout(
+                        f"rank {self.rank} of {self.size} waited {seconds:g} s in {call}; "
+                        f"no sign of {silent}; look there for the first error"
+                    )
+        except self._mpi.Exception as error:
+            raise CommError(
+                f"MPI failed in {call}: {error}; if ranks may be in different layers, "
+                "SYNCBN_CHECK_ORDER=1 says in which"
+            ) from error
+
+    @contextmanager
+    def _aborting(self, *pending: Any) -> Iterator[None]:
+        """Keep what MPI still works on, and see that the process can end, if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self._pending += pending
             atexit.register(self._abort)
-            if isinstance(error, self._mpi.Exception):
-                raise CommError(
-                    f"MPI failed in {call}: {error}; if ranks may be in different layers, "
-                    "SYNCBN_CHECK_ORDER=1 says in which"
-                ) from error
             raise
 
     def _silent_ranks(self, call: Call, grace: float) -> str:
@@ -121,6 +140,18 @@ class _MPITransport:
 
     def _abort(self) -> None:
         self._comm.Abort(1)
+
+
+def _done(request: Any, seconds: float) -> bool:
+    """Whether MPI has done what was asked for, within that time."""
+    polls, deadline = 0, time.monotonic() + seconds
+    while not request.Test():
+        polls += 1
+        if polls > SPINS:
+            time.sleep(NAP)
+            if time.monotonic() > deadline:
+                return False
+    return True
 
 
 def _import_mpi() -> Any:

@@ -31,6 +31,7 @@ __all__ = ["NCCLCommunicator"]
 
 Array = Any
 
+ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 NAP = 1e-3  # seconds between looks at what the device has done
 _LEGACY_STREAMS = (0, 1)  # never captured
 
@@ -77,14 +78,29 @@ class NCCLCommunicator(ProcessCommunicator):
         return _import_nccl().get_unique_id()
 
     @classmethod
-    def over_mpi(cls, comm: Any = None, **settings: Any) -> NCCLCommunicator:
+    def over_mpi(
+        cls, comm: Any = None, *, timeout: float | None = None, check_order: bool | None = None
+    ) -> NCCLCommunicator:
         """The group of the ranks of an mpi4py communicator, None for `MPI.COMM_WORLD`."""
-        if comm is None:
-            from mpi4py import MPI
+        from syncbn_core.comm.mpi import MPICommunicator
 
-            comm = MPI.COMM_WORLD
-        identifier = comm.bcast(cls.new_id() if comm.Get_rank() == 0 else None)
-        return cls(comm.Get_rank(), comm.Get_size(), identifier, **settings)
+        mpi = MPICommunicator(comm, timeout=timeout)
+        message = np.zeros(1 + ID_BYTES // 8)
+        fault: Exception | None = None
+        if mpi.rank == 0:
+            try:
+                message[1:] = np.frombuffer(cls.new_id(), np.float64)
+                message[0] = 1
+            except Exception as error:  # the others wait for what comes of it
+                fault = error
+        call = Call(0, "exchange of NCCL's id", message.size, None)
+        message = mpi._group.transport.all_gather(message, call)[0]
+        if fault is not None:
+            raise fault
+        if message[0] != 1:
+            raise CommError("rank 0 could not make an id for NCCL; look there for the error")
+        settings: dict[str, Any] = {"timeout": timeout, "check_order": check_order}
+        return cls(mpi.rank, mpi.size, message[1:].tobytes(), **settings)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait for the device, until the last call so far is done.
@@ -184,18 +200,20 @@ class _NCCLTransport:
         event, call = self._last
         seconds = seconds_of(self._timeout if timeout is None else timeout)
         deadline = time.monotonic() + seconds
-        while not event.done:
-            try:
+        try:
+            while not event.done:
                 self._comm.check_async_error()
-            except self._library.NcclError as error:
+                if time.monotonic() > deadline:
+                    raise CommTimeout(
+                        f"rank {self.rank} of {self.size} waited {seconds:g} s for {call} or one "
+                        "before; look at the other ranks for the first error"
+                    )
+                time.sleep(NAP)
+        except BaseException as error:
+            self._comm.abort()  # else its kernels run, and the process can't end
+            if isinstance(error, self._library.NcclError):
                 raise CommAborted(f"NCCL failed in {call} or before: {error}") from error
-            if time.monotonic() > deadline:
-                self._comm.abort()  # else its kernels run, and the process can't end
-                raise CommTimeout(
-                    f"rank {self.rank} of {self.size} waited {seconds:g} s for {call} or one "
-                    "before; look at the other ranks for the first error"
-                )
-            time.sleep(NAP)
+            raise
 
 
 def _import_nccl() -> Any:

@@ -8,14 +8,24 @@ every call first compares what the ranks are about to do.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from syncbn_core.comm.communicator import Communicator
-from syncbn_core.errors import ArgumentError, CommError, DeviceError, DTypeError, ProtocolError
+from syncbn_core.errors import (
+    ArgumentError,
+    CommError,
+    DeviceError,
+    DTypeError,
+    ProtocolError,
+    StateError,
+)
 from syncbn_core.moments import Moments
 from syncbn_core.packed import PackedMoments, merge_rows
 
@@ -24,18 +34,28 @@ __all__ = ["Call", "ProcessCommunicator", "Site", "Transport", "located"]
 Array = Any
 
 CHECK_ORDER_VARIABLE = "SYNCBN_CHECK_ORDER"
-DESCRIPTION = 256  # bytes of a call's description on the wire
+DESCRIPTION = 1024  # bytes of a call's description on the wire
+DIGEST = 16  # of them for what has to agree to the letter
 
-# The first number of a row is the count times 16 plus one of these; exact up to 2^49 values.
+# The first number of a row holds the count, which layer it is, and the dtype; exact up to 2^43
+# values. Layers are numbered as they first come; numbers that differ are told, equal ones prove
+# nothing, as they come round again.
 _DTYPES = ("unknown", "float16", "bfloat16", "float32", "float64")
 _KINDS = 16
+_LAYERS = 64
+_HINT = "SYNCBN_CHECK_ORDER=1 says which rank does what"
 
 
 class Site(NamedTuple):
-    """Who calls: `name()` is asked for only when it is needed, `dtype` is that of the input."""
+    """Who calls.
+
+    `name()` is asked for only when it is needed; `dtypes` are those of the inputs; `layer` is the
+    same object in every call of a layer, None for none.
+    """
 
     name: Callable[[], str]
-    dtype: str = "unknown"
+    dtypes: tuple[str, ...] = ()
+    layer: Any = None
 
 
 class Call(NamedTuple):
@@ -47,10 +67,13 @@ class Call(NamedTuple):
     site: Site | None
 
     def __str__(self) -> str:
-        site = self.site
-        what = f"{self.operation} of {site.name()}" if site else self.operation
-        dtype = "" if site is None or site.dtype == "unknown" else f", {site.dtype}"
-        return f"call {self.number} ({what}: {self.size} numbers{dtype})"
+        what = f"{self.operation} of {self.site.name()}" if self.site else self.operation
+        return f"call {self.number} ({what}: {self.details()})"
+
+    def details(self) -> str:
+        """What messages have to agree in."""
+        kinds = () if self.site is None else sorted({d for d in self.site.dtypes if d != "unknown"})
+        return ", ".join((f"{self.size} numbers", *kinds))
 
 
 class Transport(Protocol):
@@ -72,13 +95,25 @@ class Transport(Protocol):
 class _Group:
     """What all views of one group share."""
 
-    __slots__ = ("calls", "check_order", "failure", "transport")
+    __slots__ = ("calls", "check_order", "failure", "layers", "seen", "transport")
 
     def __init__(self, transport: Transport, check_order: bool) -> None:
         self.transport = transport
         self.check_order = check_order
         self.calls = 0
         self.failure: str | None = None
+        self.seen = 0
+        self.layers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def number_of(self, layer: Any) -> int:
+        """The layers in the order in which they first came, from 1; 0 for none."""
+        if layer is None:
+            return 0
+        number = self.layers.get(layer)
+        if number is None:  # not their count: layers go when the garbage collector of a rank comes
+            self.seen += 1
+            number = self.layers[layer] = self.seen
+        return number
 
 
 class ProcessCommunicator:
@@ -92,7 +127,7 @@ class ProcessCommunicator:
 
     After a call that failed (`CommTimeout`, `CommAborted`) ranks may be out of step, so all later
     ones raise `CommError`. A `ProtocolError` or `DTypeError` comes to all ranks, and the group can
-    go on.
+    go on. A copy is the communicator itself, and there is no pickle of it.
     """
 
     def __init__(self, transport: Transport, *, check_order: bool | None = None) -> None:
@@ -115,6 +150,18 @@ class ProcessCommunicator:
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__, _site=site)
         return view
+
+    def __copy__(self) -> ProcessCommunicator:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> ProcessCommunicator:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            f"expected something that can be pickled, got a {type(self).__name__}, which belongs "
+            "to its process; save the layer's state_dict() instead"
+        )
 
     def merge_moments(self, moments: Moments) -> Moments:
         """Moments over all ranks, bitwise the same on each; an empty part takes part.
@@ -142,17 +189,15 @@ class ProcessCommunicator:
             rows = self._run(gather, own[0] if len(own) == 1 else first.join(own), call)
             columns = [rows[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
             return [PackedMoments(some, None, first.join) for some in columns]
-        code = _DTYPES.index(self._dtype) if self._dtype in _DTYPES else 0
-        packed = [([part.count * _KINDS + code], part.mean, part.m2) for part in parts]
+        codes = np.array([self._code(index) for index in range(len(parts))], float)
+        packed = [
+            ([part.count * _KINDS * _LAYERS + code], part.mean, part.m2)
+            for part, code in zip(parts, codes, strict=True)
+        ]
         rows = self._run(gather, np.concatenate([v for one in packed for v in one]), call)
-        heads = rows[:, ends - sizes]
-        counts, codes = np.divmod(heads, _KINDS)
-        if (codes != code).any():
-            named = {rank: _DTYPES[int(code)] for rank, code in enumerate(codes[:, 0])}
-            raise DTypeError(
-                f"expected input of one dtype on all ranks, got {named} in {call}; check autocast "
-                "and the dtype of the data there"
-            )
+        with np.errstate(invalid="ignore"):  # of ranks out of step any number may come
+            counts, found = np.divmod(rows[:, ends - sizes], _KINDS * _LAYERS)
+        self._compare_codes(found, codes, counts, call)
         rows[:, ends - sizes] = counts
         return [merge_rows(rows[:, end - n : end]) for n, end in zip(sizes, ends, strict=True)]
 
@@ -161,9 +206,34 @@ class ProcessCommunicator:
         call = self._begin("backward" if self._site else "all_reduce_sums", _size(sums))
         return self._run(self._group.transport.all_reduce, sums, call)
 
-    @property
-    def _dtype(self) -> str:
-        return "unknown" if self._site is None else self._site.dtype
+    def _code(self, index: int) -> int:
+        """The layer and the dtype of the part with that index, as the row's first number has it."""
+        site = self._site
+        if site is None:
+            return 0
+        dtype = site.dtypes[index] if index < len(site.dtypes) else "unknown"
+        kind = _DTYPES.index(dtype) if dtype in _DTYPES else 0
+        return kind + _KINDS * (self._group.number_of(site.layer) % _LAYERS)
+
+    @staticmethod
+    def _compare_codes(found: Array, own: Array, counts: Array, call: Call) -> None:
+        """Raise what every rank sees alike: other layers there, or other dtypes."""
+        if (found == own).all() and (counts >= 0).all():
+            return
+        with np.errstate(invalid="ignore"):
+            layers, kinds = np.divmod(found, _KINDS)
+        known = np.isin(kinds, np.arange(len(_DTYPES))).all() and (counts >= 0).all()
+        if not known or (layers != own // _KINDS).any():
+            raise ProtocolError(
+                f"expected all ranks in the same layer, they are in different ones in {call}; all "
+                f"have to run the same layers in the same order: {_HINT}"
+            )
+        column = int(np.flatnonzero((kinds != own % _KINDS).any(0))[0])
+        named = {rank: _DTYPES[int(kind)] for rank, kind in enumerate(kinds[:, column])}
+        raise DTypeError(
+            f"expected input of one dtype on all ranks, got {named} in {call}; check autocast "
+            "and the dtype of the data there"
+        )
 
     def _begin(self, operation: str, size: int) -> Call:
         """The number of the next call, once all ranks agree what it is if that is to be checked."""
@@ -171,7 +241,7 @@ class ProcessCommunicator:
         if group.failure is not None:
             raise CommError(
                 f"expected a group in which every call has ended, but this one failed before: "
-                f"{group.failure}; begin again with a new process group"
+                f"{group.failure}; make a new group, or start the program again"
             )
         group.calls += 1
         call = Call(group.calls, operation, size, self._site)
@@ -182,19 +252,25 @@ class ProcessCommunicator:
     def _run(self, collective: Callable[[Array, Call], Array], values: Array, call: Call) -> Array:
         try:
             return collective(values, call)
-        except (DeviceError, DTypeError):  # nothing has been sent
-            self._group.calls -= 1
+        except (DeviceError, DTypeError) as error:
+            if self._group.check_order:  # the others know of this call already
+                self._group.failure = str(error)
+            else:  # nothing has been sent
+                self._group.calls -= 1
             raise
         except BaseException as error:  # Ctrl-C too leaves the others in this call
             self._group.failure = str(error) or type(error).__name__
             raise
 
     def _compare(self, call: Call) -> None:
-        text = str(call).encode()
-        row = np.frombuffer(bytearray(text[:DESCRIPTION].ljust(DESCRIPTION)), np.float64)
+        exact = f"{call.number} {call.operation} {call.details()}"
+        digest = hashlib.sha256(exact.encode()).digest()[:DIGEST]
+        message = digest + str(call).encode()
+        row = np.frombuffer(bytearray(message[:DESCRIPTION].ljust(DESCRIPTION)), np.float64)
         rows = self._run(self._group.transport.all_gather, row, call)
-        said = [bytes(other.tobytes()).decode(errors="replace").rstrip() for other in rows]
-        if len(set(said)) > 1:
+        messages = [bytes(other.tobytes()) for other in rows]
+        said = [text[DIGEST:].decode(errors="replace").rstrip() for text in messages]
+        if len({text[:DIGEST] for text in messages}) > 1 or not _one_layer(said):
             each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
             raise ProtocolError(
                 f"expected the same call from every rank, got {each}; all ranks have to run the "
@@ -202,12 +278,29 @@ class ProcessCommunicator:
             )
 
 
+def _one_layer(said: Sequence[str]) -> bool:
+    """Whether the ranks' texts name the same layers.
+
+    A rank may hold its model in one more container, so of two names one may end with the other.
+    """
+    names = [re.split(r"[ ,(]+", text) for text in set(said)]
+    shortest = min(names, key=lambda words: sum(map(len, words)))
+    return all(
+        len(words) == len(shortest)
+        and all(
+            long == short or long.endswith(f".{short}")
+            for long, short in zip(words, shortest, strict=True)
+        )
+        for words in names
+    )
+
+
 def located(
-    communicator: Communicator | None, name: Callable[[], str], dtype: Any
+    communicator: Communicator | None, name: Callable[[], str], dtype: Any, layer: Any = None
 ) -> Communicator | None:
     """`communicator`, for the calls of a layer if it can tell those apart and does not yet."""
     if isinstance(communicator, ProcessCommunicator) and communicator._site is None:
-        return communicator.at(Site(name, str(dtype).removeprefix("torch.")))
+        return communicator.at(Site(name, (str(dtype),), layer))
     return communicator
 
 

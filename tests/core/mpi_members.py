@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import sys
 import time
@@ -20,6 +22,7 @@ from syncbn_core.errors import (
     DeviceError,
     DTypeError,
     ProtocolError,
+    StateError,
 )
 from syncbn_core.functional import batch_norm_backward, batch_norm_forward
 
@@ -65,6 +68,14 @@ def errors(own: MPICommunicator) -> None:
     with pytest.raises(BatchSizeError):
         layer(np.ones((int(own.rank == 1), 3), np.float32))
     assert layer.num_batches_tracked == 0
+    halves = own.all_reduce_sums(np.array([0.5, own.rank], np.float16))
+    assert halves.dtype == np.float16
+    assert halves.tolist() == [2, 6]
+    assert copy.deepcopy(layer).communicator is own
+    with pytest.raises(StateError, match="state_dict"):
+        pickle.dumps(layer)
+    with pytest.raises(DTypeError, match="complex128"):
+        own.all_reduce_sums(np.array([1j]))
     with pytest.raises(DeviceError, match="NumPy"):
         own.all_reduce_sums([1.0])  # type: ignore[arg-type]
     checked = MPICommunicator(check_order=True, timeout=20)
@@ -99,6 +110,15 @@ def own_pair() -> MPICommunicator | None:
 
 def faulty(own: MPICommunicator) -> None:
     """Rank 2 goes wrong in its second call; the others say so."""
+    BatchNorm(3)(np.ones((2, 3), np.float32))  # loads the kernels
+    own.all_reduce_sums(np.zeros(1))
+    if CASE == "absent":  # it fails before it makes its communicator
+        if own.rank == 2:
+            raise ZeroDivisionError("a fault of this rank's own")
+        with pytest.raises(CommTimeout, match="waited 2 s for all ranks to make"):
+            MPICommunicator(timeout=2)
+        wait_for_others(own)
+        return
     own = MPICommunicator(timeout=2)
     layer = BatchNorm(3, communicator=own, name="second")
     x = np.ones((2, 3), np.float32)
@@ -118,10 +138,15 @@ def faulty(own: MPICommunicator) -> None:
     assert layer.num_batches_tracked == 1
     with pytest.raises(CommError, match="failed before: rank"):
         layer(x)
-    # Who ends first ends the job: wait until all three have been told.
-    Path(sys.argv[2], f"told.{own.rank}").touch()
+    wait_for_others(own)
+
+
+def wait_for_others(own: MPICommunicator) -> None:
+    """Who ends first ends the job: wait until all three have been told."""
+    folder = Path(sys.argv[2])
+    (folder / f"told.{own.rank}").touch()
     deadline = time.monotonic() + 20
-    while len(list(Path(sys.argv[2]).glob("told.*"))) < 3 and time.monotonic() < deadline:
+    while len(list(folder.glob("told.*"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
 
 

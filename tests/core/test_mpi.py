@@ -43,7 +43,7 @@ def test_ranks(case: str, tmp_path: Path) -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize("case", ["raise", "kill", "skip", "stuck"])
+@pytest.mark.parametrize("case", ["raise", "kill", "skip", "stuck", "absent"])
 def test_nobody_waits_for_ever(case: str, tmp_path: Path) -> None:
     status, output = run(case, tmp_path)
     assert status != 0, output

@@ -12,6 +12,7 @@ Stricter than CUDA in one thing: the legacy default stream waits for no other st
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -660,7 +661,7 @@ nccl = SimpleNamespace(
     available=True,
     NcclCommunicator=NcclCommunicator,
     NcclError=NcclError,
-    get_unique_id=lambda: object(),
+    get_unique_id=lambda: os.urandom(128),
     NCCL_SUM=0,
     NCCL_FLOAT32="float32",
     NCCL_FLOAT64="float64",

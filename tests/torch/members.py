@@ -10,6 +10,7 @@ import datetime
 import gc
 import inspect
 import os
+import pickle
 import random
 import signal
 import sys
@@ -289,6 +290,30 @@ class Pair(nn.Module):
         return first + second
 
 
+def unlike_layers(rank: int, size: int) -> None:
+    """Without `check_order` too, unlike layers of one size are told, once each has been called."""
+    layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
+    x, dy = whole_batch((6, 3, 4, 4))
+    mine = cut((0, 1, 3, 6), rank)
+    for layer in layers:
+        follow(layer, nn.BatchNorm2d(3).double(), x, dy, mine)
+    before = copy.deepcopy([layer.state_dict() for layer in layers])
+    message = raises(
+        RuntimeError, "same layer", "SYNCBN_CHECK_ORDER", call=lambda: layers[rank % 2](x[mine])
+    )
+    assert "SynchronizedBatchNorm2d" in message
+    for layer, state in zip(layers, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+    layers[0](x[mine])
+    if rank == 0:  # when layers go is a rank's own affair
+        layers.pop()
+    SynchronizedBatchNorm2d(3).double()(x[mine])
+    raises(ValueError, "DeviceMesh", "'oops'", call=lambda: DistributedCommunicator("oops"))
+    layer = SynchronizedBatchNorm2d(3, process_group=DistributedCommunicator())
+    assert copy.deepcopy(layer).process_group is layer.process_group
+    raises(RuntimeError, "state_dict()", call=lambda: pickle.dumps(layer))
+
+
 def again(rank: int, size: int) -> None:
     """A layer outlives its process group, and takes the next one."""
     x, dy = whole_batch((6, 3, 4, 4))
@@ -388,6 +413,12 @@ def order(rank: int, size: int) -> None:
         call=lambda: wrong(torch.ones(2, 8, 3, 3, dtype=torch.float64)),
     )
     assert "same order" in message
+    late = SynchronizedBatchNorm2d(3).double()
+    held = nn.ModuleDict({"late": late})
+    if rank == 0:  # one container more on one rank is no fault
+        held = nn.ModuleDict({"net": held})
+    late(x[rank : rank + 2])
+    assert held
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     y = model(x[rank : rank + 2])

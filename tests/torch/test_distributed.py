@@ -18,6 +18,7 @@ CASES = {
     "wrappers": 3,
     "order": 3,
     "together": 3,
+    "unlike_layers": 3,
     "again": 3,
 }
 

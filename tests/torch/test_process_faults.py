@@ -4,6 +4,7 @@ Random models, ranks and moments, in real processes over gloo; `python3 dev.py s
 of them.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ FAULTS = ("kill", "stop", "exit", "raise", "skip", "again", "none")
 RUNS = int(os.environ.get("SYNCBN_FAULT_RUNS", "28"))
 TOGETHER = 6  # worlds at a time: they wait more than they work
 DEADLINE = 5.0  # seconds, of the process groups
-LIMIT = 60.0  # seconds that a world may take on a busy machine
+LIMIT = 100.0  # seconds that a world may take on a busy machine
 
 
 @dataclass
@@ -49,9 +50,12 @@ class World:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the system gives to anybody who asks for one."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def begin(seed: int, folder: Path, start_world: Callable[..., list[Any]]) -> World:
@@ -95,8 +99,9 @@ def check(world: World) -> None:
             if kind == "RuntimeError":  # in a collective of DistributedDataParallel's own
                 assert world.ddp, told
             elif kind == "ProtocolError":
-                assert world.check, told
-                assert last.count("BatchNorm2d") >= world.size, told
+                assert world.fault in ("skip", "again"), told
+                named = last.count("(SynchronizedBatchNorm2d)")
+                assert named >= (world.size if world.check else 1), told
             else:
                 assert kind in ("CommTimeout", "CommAborted"), told
                 assert "call " in last, told
@@ -111,7 +116,8 @@ def test_nobody_waits_for_ever(tmp_path: Path, start_world: Callable[..., list[A
     waiting, running, done = list(range(RUNS)), [], 0
     try:
         while waiting or running:
-            while waiting and len(running) < TOGETHER:
+            # the first one alone: it may have to compile the kernels
+            while waiting and len(running) < (TOGETHER if done else 1):
                 running.append(begin(waiting.pop(0), tmp_path, start_world))
             for world in list(running):
                 if ended(world):
