@@ -1,0 +1,94 @@
+"""Groups of processes on a device: of one process, as one GPU can't be shared by NCCL's ranks.
+
+The collectives are real, and so are streams and capture; several ranks are tested on the host.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+from syncbn_core import BatchNorm
+from syncbn_core.comm import NCCLCommunicator
+from syncbn_core.errors import BackendError
+
+
+@pytest.fixture
+def communicator(device, tmp_path):
+    """Of torch's default group: NCCL on a GPU, gloo where that is asked for."""
+    dist = pytest.importorskip("torch.distributed")
+    from syncbn_torch import DistributedCommunicator
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_backend_available(backend):
+        pytest.skip(f"this torch has no {backend}")
+    store = (tmp_path / "store").as_uri()
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    yield DistributedCommunicator()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_over_torch_distributed(dtype, device, communicator):
+    import torch
+    from torch import nn
+
+    from syncbn_torch import SynchronizedBatchNorm2d, forward_together
+
+    torch.manual_seed(0)
+    layers = [SynchronizedBatchNorm2d(c, process_group=communicator).to(device) for c in (3, 8)]
+    twins = [nn.BatchNorm2d(c).double() for c in (3, 8)]
+    x = (torch.randn(4, 11, 9, 9) * 2 + 3).to(getattr(torch, dtype))
+    dy = torch.randn(x.shape).to(x.dtype)
+    wide = x.double().requires_grad_()
+    parts = wide.split([3, 8], 1)
+    expected = torch.cat([twin(part) for twin, part in zip(twins, parts, strict=True)], 1)
+    expected.backward(dy.double())
+    tolerance = 3e-2 if dtype == "bfloat16" else 1e-4
+    for joint in (False, True):
+        own = copy.deepcopy(layers)
+        leaf = x.to(device, copy=True).requires_grad_()
+        inputs = leaf.split([3, 8], 1)
+        if joint:
+            ys = forward_together(own, inputs)
+        else:
+            ys = [layer(part) for layer, part in zip(own, inputs, strict=True)]
+        y = torch.cat(list(ys), 1)
+        y.backward(dy.to(device))
+        for actual, wanted in ((y, expected), (leaf.grad, wide.grad)):
+            error = (actual.detach().cpu().double() - wanted.detach()).abs().max().item()
+            assert error < tolerance * (1 + wanted.abs().max().item())
+        for layer, twin in zip(own, twins, strict=True):
+            assert torch.allclose(layer.running_var.cpu().double(), twin.running_var, atol=1e-4)
+
+
+def test_check_order_on_a_device(device, communicator):
+    import torch
+
+    from syncbn_torch import DistributedCommunicator, SynchronizedBatchNorm2d
+
+    group = DistributedCommunicator(check_order=True)
+    layer = SynchronizedBatchNorm2d(3, process_group=group).to(device)
+    layer(torch.randn(2, 3, 4, 4, device=device)).sum().backward()
+    assert group._group.calls == 2
+
+
+def test_a_layer_over_nccl_without_torch(only_cuda):
+    cupy = pytest.importorskip("cupy")
+    try:
+        own = NCCLCommunicator(0, 1, NCCLCommunicator.new_id(), timeout=60)
+    except BackendError as error:
+        pytest.skip(str(error))
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(3, 2, (2, 6, 5, 7, 7)).astype(np.float32)
+    layer = BatchNorm(5, device="cuda", communicator=own)
+    twin = BatchNorm(5)
+    with cupy.cuda.Stream(non_blocking=True):
+        y = layer(cupy.asarray(x))
+        dx = layer.backward(cupy.asarray(dy))
+        own.synchronize()
+        np.testing.assert_allclose(y.get(), twin(x), atol=1e-4)
+        np.testing.assert_allclose(dx.get(), twin.backward(dy), atol=1e-4)
+    assert own.all_reduce_sums(np.array([2.0])).tolist() == [2.0]
