@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -182,6 +183,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
             return functional.batch_norm_eval(
                 input, mean, var, self.weight, self.bias, eps=self.eps, eps_mode=eps_mode
             )
+        if torch.compiler.is_compiling() and not (self._alone() and eps_mode == "plus"):
+            # kernels and messages are no torch operations: the graph breaks here
+            return torch._dynamo.disable(self._by_kernels)(input)  # type: ignore[no-any-return]
+        return self._by_kernels(input)
+
+    def _by_kernels(self, input: Tensor) -> Tensor:
+        eps_mode = self.effective_eps_mode
         # In eval ranks need not run the same batches; replicas of one forward do.
         communicator = self._communicator()
         if communicator is not None:
@@ -205,6 +213,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
             mine = running if merged and link.is_master else None
             y = functional.normalize(x, edge, weight, bias, member, mine)
         return y if y.dtype == input.dtype else y.to(input.dtype)
+
+    def _alone(self) -> bool:
+        """Whether there is surely nobody to synchronize with."""
+        processes = self.process_group is not None or (
+            dist.is_available() and dist.is_initialized()
+        )
+        return self._link is None and not (self.training and processes)
 
     def _communicator(self) -> ProcessCommunicator | None:
         return communicator_for(self.process_group) if self.training else None

@@ -317,6 +317,23 @@ def unlike_layers(rank: int, size: int) -> None:
     raises(RuntimeError, "state_dict()", call=lambda: pickle.dumps(layer))
 
 
+def compiled(rank: int, size: int) -> None:
+    """`torch.compile` breaks the graph at the layer, and changes nothing."""
+    torch.manual_seed(0)
+    start = convert_model(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())).double()
+    x, _ = whole_batch((6, 3, 4, 4))
+    mine = cut((0, 1, 3, 6), rank)
+    results = []
+    for compiling in (False, True):
+        model = copy.deepcopy(start)
+        call: Any = torch.compile(model, backend="aot_eager") if compiling else model
+        y = call(x[mine])
+        y.square().sum().backward()
+        results.append([y, *model.buffers(), *(p.grad for p in model.parameters())])
+    for eager, other in zip(*results, strict=True):
+        close(other, eager)
+
+
 def again(rank: int, size: int) -> None:
     """A layer outlives its process group, and takes the next one."""
     x, dy = whole_batch((6, 3, 4, 4))

@@ -226,6 +226,13 @@ def test_a_lone_layer_compiles_in_one_graph() -> None:
     assert layer.num_batches_tracked == 1
 
 
+def test_a_clamping_layer_compiles_with_a_break_of_the_graph() -> None:
+    layer = SynchronizedBatchNorm2d(3, eps=0.5, eps_mode="clamp")
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager")
+    x = torch.randn(4, 3, 5, 5)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("parameters", ["float32", "half"])
 @pytest.mark.parametrize("replicas", [1, 3])

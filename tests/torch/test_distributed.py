@@ -20,6 +20,7 @@ CASES = {
     "together": 3,
     "unlike_layers": 3,
     "again": 3,
+    "compiled": 3,
 }
 
 
