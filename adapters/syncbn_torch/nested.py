@@ -34,9 +34,7 @@ def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
             f"{sorted(sizes)} on axis {dim}; give what every replica needs whole as a non-tensor"
         )
     count = next(iter(sizes.values()), parts if _has_anything(tree) else 1)
-    if count == 1:
-        parts = 1
-    return [_part(tree, index, parts, dim, device) for index in range(count)]
+    return _parts(tree, count, dim, device)
 
 
 def _has_anything(tree: Any) -> bool:
@@ -56,19 +54,22 @@ def _collect(tree: Any, leaves: list[Tensor]) -> None:
             _collect(value, leaves)
 
 
-def _part(tree: Any, index: int, parts: int, dim: int, device: torch.device) -> Any:
+def _parts(tree: Any, count: int, dim: int, device: torch.device) -> list[Any]:
+    """`count` trees. Each tensor is cut once: its gradient is then put together once."""
     if isinstance(tree, Tensor):
-        if tree.dim() == 0 or parts == 1:
-            return tree.to(device)
-        # Chunks would share one version counter: a replica that changes its input in place
-        # would seem to have changed everybody's.
-        piece = tree.chunk(parts, dim)[index]
-        return (piece.clone() if piece.requires_grad else piece.data).to(device)
+        if tree.dim() == 0 or count == 1:
+            return [tree.to(device)] * count
+        # Chunks share one version counter: a replica that changes its input in place would seem
+        # to have changed everybody's.
+        pieces = tree.chunk(count, dim)
+        return [(p.clone() if p.requires_grad else p.data).to(device) for p in pieces]
     if isinstance(tree, Mapping):
-        return _like(tree, {k: _part(v, index, parts, dim, device) for k, v in tree.items()})
+        cut = {key: _parts(value, count, dim, device) for key, value in tree.items()}
+        return [_like(tree, {key: cut[key][i] for key in tree}) for i in range(count)]
     if isinstance(tree, (list, tuple)):
-        return _like(tree, [_part(v, index, parts, dim, device) for v in tree])
-    return tree
+        several = [_parts(value, count, dim, device) for value in tree]
+        return [_like(tree, [values[i] for values in several]) for i in range(count)]
+    return [tree] * count
 
 
 def _like(tree: Any, values: Any) -> Any:

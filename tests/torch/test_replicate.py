@@ -25,6 +25,7 @@ from syncbn_torch import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from syncbn_torch.nested import split
 
 
 class Recorder(nn.Module):
@@ -540,3 +541,11 @@ def test_results_are_bitwise_the_same_in_every_run() -> None:
     first = run()
     for _ in range(5):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_the_gradient_of_a_split_input_is_put_together_once() -> None:
+    x = torch.randn(7, 3, requires_grad=True)
+    parts = split(((x,), {}), 4, 0, torch.device("cpu"))
+    assert [len(args[0]) for args, _ in parts] == [2, 2, 2, 1]
+    cuts = {args[0].grad_fn.next_functions[0][0] for args, _ in parts}
+    assert len(cuts) == 1
