@@ -54,11 +54,13 @@ from syncbn_core.moments import (
 __all__ = [
     "Gradients",
     "Saved",
+    "backward_alone",
     "backward_input",
     "backward_sums",
     "batch_norm_backward",
     "batch_norm_eval",
     "batch_norm_forward",
+    "forward_alone",
     "local_moments",
     "normalize",
 ]
@@ -132,6 +134,17 @@ def batch_norm_forward(
     check_running(x, running_mean, running_var, num_batches_tracked, momentum)
     check_out(x, out)
     eps, eps_mode = check_eps(eps), check_eps_mode(eps_mode)
+    if communicator is None and x.size > 0:
+        count = x.size // x.shape[1]
+        require_more_than_one_value(count, x.shape)
+        settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode}
+        done = forward_alone(x, weight, bias, out=out, parallel=parallel, **settings)
+        if done is not None:
+            y, total = done
+            with np.errstate(**_SILENT):
+                _update_running(running_mean, running_var, num_batches_tracked, total, momentum)
+            clamped = total.var < eps if eps_mode == "clamp" else None
+            return y, Saved(x, total.mean, total.invstd(eps, eps_mode), weight, count, clamped)
     moments = local_moments(x, parallel=parallel)
     total = (located(communicator, _no_layer, x.dtype) or _ALONE).merge_moments(moments)
     count = UNKNOWN if total.known_count is None else total.known_count
@@ -221,8 +234,14 @@ def batch_norm_backward(
     check_out(x, out)
     if saved.device is not None:
         return _fused_backward(dy, saved, communicator, out)
-    sum_dy, sum_dy_xhat = backward_sums(x, dy, saved.mean, saved.invstd, parallel=parallel)
     dtype = (x if saved.weight is None else saved.weight).dtype
+    if communicator is None and saved.count is not None:
+        operands = (x, dy, saved.mean, saved.invstd, saved.weight, saved.clamped)
+        done = backward_alone(*operands, out=out, parallel=parallel)
+        if done is not None:
+            with np.errstate(**_SILENT):
+                return Gradients(done[2], done[1].astype(dtype), done[0].astype(dtype))
+    sum_dy, sum_dy_xhat = backward_sums(x, dy, saved.mean, saved.invstd, parallel=parallel)
     with np.errstate(**_SILENT):
         means = _means_over_members(sum_dy, sum_dy_xhat, saved, communicator or _ALONE)
         gradients = (sum_dy_xhat.astype(dtype), sum_dy.astype(dtype))
@@ -282,6 +301,42 @@ def normalize(
 ) -> Array:
     """`y = (x - mean) * invstd * weight + bias`."""
     return backend_of(x).normalize(x, mean, invstd, weight, bias, out=out, parallel=parallel)
+
+
+def forward_alone(
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    *,
+    eps: float,
+    eps_mode: EpsMode,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> tuple[Array, Moments] | None:
+    """`(y, moments)` of a batch that is x alone, both steps in one; None where that is no gain."""
+    step = getattr(backend_of(x), "forward_alone", None)
+    settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "out": out}
+    return None if step is None else step(x, weight, bias, parallel=parallel, **settings)
+
+
+def backward_alone(
+    x: Array,
+    dy: Array,
+    mean: Array,
+    invstd: Array,
+    weight: Array | None,
+    frozen: Array | None,
+    *,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> tuple[Array, Array, Array] | None:
+    """`(sum_dy, sum_dy_xhat, dx)` of a batch that is x alone; None where that is no gain.
+
+    `frozen` (C,) bool: where "clamp" made invstd a constant; None for nowhere.
+    """
+    step = getattr(backend_of(x), "backward_alone", None)
+    operands = (x, dy, mean, invstd, weight, frozen)
+    return None if step is None else step(*operands, out=out, parallel=parallel)
 
 
 def backward_sums(

@@ -30,6 +30,7 @@ from syncbn_torch.statistics import Channelwise, RunningStatistics, Sums, silent
 __all__ = [
     "HostStatistics",
     "Statistics",
+    "forward_alone",
     "invstd",
     "moments",
     "parameter_gradients",
@@ -98,6 +99,19 @@ def moments(x: Tensor, *, parallel: bool) -> Moments:
     return plain.moments(x)
 
 
+def forward_alone(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, eps_mode: Any
+) -> tuple[Tensor, Moments] | None:
+    """`(y, moments)` of a batch that is x alone, both steps in one; None where that is no gain."""
+    if not has_kernels(x) or x.numel() == 0:
+        return None
+    y = torch.empty_like(x)
+    per_channel = (_maybe(weight), _maybe(bias))
+    settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "parallel": _threads(True)}
+    done = core.forward_alone(as_array(x), *per_channel, out=as_array(y), **settings)
+    return None if done is None else (y, done[1])
+
+
 class HostStatistics:
     """Moments of the whole batch for tensors on CPU and on devices without kernels."""
 
@@ -144,6 +158,24 @@ class HostStatistics:
         else:
             sums = torch.stack(plain.backward_reduce(x, dy, self.mean, self.invstd))
         return Sums(weighted(sums, weight), *parameter_gradients(sums, x, weight))
+
+    def backward_alone(
+        self, x: Tensor, dy: Tensor, weight: Tensor | None
+    ) -> tuple[Sums, Tensor] | None:
+        """`backward_reduce` and `backward_input` in one where nobody else has a part of the batch.
+
+        None where that is no gain.
+        """
+        if not has_kernels(x) or x.numel() == 0:
+            return None
+        dx = torch.empty_like(x)
+        frozen = self.total.var < self.eps if self.eps_mode == "clamp" else None
+        operands = (as_array(x), as_array(dy), self.mean, self.invstd, _maybe(weight), frozen)
+        done = core.backward_alone(*operands, out=as_array(dx), parallel=_threads(True))
+        if done is None:
+            return None
+        sums = np.stack(done[:2])
+        return Sums(sums, *parameter_gradients(sums, x, weight)), dx
 
     def means(self, sums: Channelwise, x: Tensor) -> tuple[Channelwise, Channelwise]:
         """`sums` (2, C) over the count; zero where "clamp" made the deviation a constant."""

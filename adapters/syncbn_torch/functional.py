@@ -279,9 +279,20 @@ class Alone(Function):
         call: Call,
         running: RunningStatistics | None,
     ) -> Tensor:
-        call.merge([arithmetic.moments(x, parallel=True)], x.shape)
         ctx.save_for_backward(x, weight)
         ctx.call = call
+        done = None
+        if call.communicator is None:
+            require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
+            done = arithmetic.forward_alone(x, weight, bias, call.eps, call.eps_mode)
+        if done is not None:
+            alone, total = done
+            call.settle(total, [total], x.shape)
+            ctx.statistics = call.statistics(x)
+            if running is not None:
+                running.update(total)
+            return alone
+        call.merge([arithmetic.moments(x, parallel=True)], x.shape)
         ctx.statistics = call.statistics(x)
         y: Tensor = ctx.statistics.normalize(x, weight, bias, running, parallel=True)
         return y
@@ -291,6 +302,11 @@ class Alone(Function):
         x, weight = ctx.saved_tensors
         call: Call = ctx.call
         again = torch.is_grad_enabled()
+        if not again and call.communicator is None and ctx.needs_input_grad[0]:
+            done = ctx.statistics.backward_alone(x, dy, weight)
+            if done is not None:
+                sums, dx = done
+                return dx, *needed_gradients(ctx, 1, sums), None, None
         if again:
             part = plain.moments(x)
             mean, invstd = part.mean, plain.invstd_from_var(part.var, call.eps, call.eps_mode)

@@ -23,11 +23,19 @@ from syncbn_core.kernels import cpu
 from syncbn_core.layout import Layout, layout_of, writable_view
 from syncbn_core.moments import Moments
 
-__all__ = ["backward_input", "backward_reduce", "moments", "normalize"]
+__all__ = [
+    "backward_alone",
+    "backward_input",
+    "backward_reduce",
+    "forward_alone",
+    "moments",
+    "normalize",
+]
 
 Array = np.ndarray[Any, Any]
 
 PARALLEL_SIZE = 32768  # elements; below, starting the threads costs more than they save
+NEAR = 1 << 20  # bytes of a channel that a core's own cache still has when it is read again
 _NOTHING = np.empty(0)
 
 _one_caller = threading.Lock()
@@ -52,7 +60,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _run(kernel: cpu.Twins, parallel: bool, x: Array, *arguments: Array) -> None:
+def _run(kernel: cpu.Twins, parallel: bool, x: Array, *arguments: Any) -> None:
     if (
         parallel
         and x.size >= PARALLEL_SIZE
@@ -152,6 +160,75 @@ def normalize(
     per_channel = (_wide(mean), _wide(invstd), _wide(weight), _wide(bias))
     _run(kernel, parallel, _flat(dense, layout), *per_channel, _flat(y, layout))
     return _give(y, x.dtype, out)
+
+
+def forward_alone(
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    *,
+    eps: float,
+    eps_mode: str,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> tuple[Array, Moments] | None:
+    """`moments` and `normalize` by those, channel by channel; None where that is no gain."""
+    if x.size == 0:
+        return None
+    dense, layout = _dense(x)
+    if not _stays_near(dense, layout, 1, parallel):
+        return None
+    y = _target(dense, layout, out)
+    mean, m2 = np.empty(x.shape[1]), np.empty(x.shape[1])
+    settings = (_wide(weight), _wide(bias), float(eps), eps_mode == "clamp")
+    arrays = (mean, m2, _flat(y, layout))
+    _run(cpu.planes_forward, parallel, _flat(dense, layout), *settings, *arrays)
+    return _give(y, x.dtype, out), Moments(x.size // x.shape[1], mean, m2)
+
+
+def _stays_near(x: Array, layout: Layout, arrays: int, parallel: bool) -> bool:
+    """Whether a channel of so many arrays stays in cache, and there are channels for all cores."""
+    planes = layout.inner > 1
+    near = layout.outer * layout.inner * x.itemsize * arrays <= NEAR
+    return planes and near and not (parallel and layout.channels < 4 * numba.get_num_threads())
+
+
+def backward_alone(
+    x: Array,
+    dy: Array,
+    mean: Array,
+    invstd: Array,
+    weight: Array | None,
+    frozen: Array | None,
+    *,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> tuple[Array, Array, Array] | None:
+    """`(sum_dy, sum_dy_xhat, dx)` channel by channel; None where that is no gain.
+
+    `frozen` (C,) bool: where `invstd` is a constant.
+    """
+    if x.size == 0:
+        return None
+    dense, layout = _dense(x)
+    if not _stays_near(dense, layout, 2, parallel):
+        return None
+    grad = _like(dy, dense, layout)
+    dx = _target(dense, layout, out, grad)
+    sum_dy, sum_dy_xhat = np.empty(x.shape[1]), np.empty(x.shape[1])
+    constant = np.empty(0, np.bool_) if frozen is None else np.ascontiguousarray(frozen)
+    _run(
+        cpu.planes_backward,
+        parallel,
+        _flat(dense, layout),
+        _flat(grad, layout),
+        *(_wide(values) for values in (mean, invstd, weight)),
+        constant,
+        sum_dy,
+        sum_dy_xhat,
+        _flat(dx, layout),
+    )
+    return sum_dy, sum_dy_xhat, _give(dx, x.dtype, out)
 
 
 def backward_reduce(

@@ -150,13 +150,47 @@ def _chunks(tiles, channels):
     return max(1, min(tiles, (MAX_CHUNKS + channels - 1) // channels))
 
 
-@Twins
-def planes_moments(x, mean, m2):
-    """`x` [A, C, B] -> `mean`, `m2` (C,).
+@_exact
+def _chunk_moments(x, c, begin, end, runs, pieces):
+    """`(count, mean, m2)` of the tiles `begin` to `end` of channel `c`.
 
     A tile is summed, then its deviations from that (rounded) mean are: the second sum of
     deviations mends the rounding of the first (the corrected two-pass algorithm).
     """
+    outer, _, inner = x.shape
+    count = 0.0
+    mean = 0.0
+    m2 = 0.0
+    for t in range(begin, end):
+        if runs == 1:
+            start = (t % pieces) * TILE
+            run = x[t // pieces, c, start : min(inner, start + TILE)]
+            n = run.shape[0]
+            shift = x.dtype.type(_sum(run) / n)
+            first, second = _deviations(run, shift)
+        else:
+            stop = min(outer, (t + 1) * runs)
+            n = (stop - t * runs) * inner
+            total = x.dtype.type(0)
+            for a in range(t * runs, stop):
+                total += _sum(x[a, c])
+            shift = x.dtype.type(total / n)
+            first = x.dtype.type(0)
+            second = x.dtype.type(0)
+            for a in range(t * runs, stop):
+                f, s = _deviations(x[a, c], shift)
+                first += f
+                second += s
+        mend = np.float64(first) / n
+        tile_m2 = max(np.float64(second) - mend * first, 0.0 * second)
+        mean, m2 = _merge(count, mean, m2, np.float64(n), np.float64(shift) + mend, tile_m2)
+        count += n
+    return count, mean, m2
+
+
+@Twins
+def planes_moments(x, mean, m2):
+    """`x` [A, C, B] -> `mean`, `m2` (C,)."""
     outer, channels, inner = x.shape
     tiles, runs, pieces = _plane_tiles(outer, inner)
     chunks = _chunks(tiles, channels)
@@ -166,38 +200,8 @@ def planes_moments(x, mean, m2):
     for task in prange(channels * chunks):
         c = task // chunks
         k = task % chunks
-        count = 0.0
-        chunk_mean = 0.0
-        chunk_m2 = 0.0
-        for t in range(tiles * k // chunks, tiles * (k + 1) // chunks):
-            if runs == 1:
-                begin = (t % pieces) * TILE
-                run = x[t // pieces, c, begin : min(inner, begin + TILE)]
-                n = run.shape[0]
-                shift = x.dtype.type(_sum(run) / n)
-                first, second = _deviations(run, shift)
-            else:
-                stop = min(outer, (t + 1) * runs)
-                n = (stop - t * runs) * inner
-                total = x.dtype.type(0)
-                for a in range(t * runs, stop):
-                    total += _sum(x[a, c])
-                shift = x.dtype.type(total / n)
-                first = x.dtype.type(0)
-                second = x.dtype.type(0)
-                for a in range(t * runs, stop):
-                    f, s = _deviations(x[a, c], shift)
-                    first += f
-                    second += s
-            mend = np.float64(first) / n
-            tile_m2 = max(np.float64(second) - mend * first, 0.0 * second)
-            chunk_mean, chunk_m2 = _merge(
-                count, chunk_mean, chunk_m2, np.float64(n), np.float64(shift) + mend, tile_m2
-            )
-            count += n
-        counts[c, k] = count
-        means[c, k] = chunk_mean
-        m2s[c, k] = chunk_m2
+        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+        counts[c, k], means[c, k], m2s[c, k] = _chunk_moments(x, c, begin, end, runs, pieces)
     for c in range(channels):
         count = counts[c, 0]
         mean[c] = means[c, 0]
@@ -226,6 +230,28 @@ def planes_normalize(x, mean, invstd, weight, bias, y):
         _affine(x[a, c, begin:stop], near, scale, shift, y[a, c, begin:stop])
 
 
+@_exact
+def _chunk_products(x, dy, c, near, begin, end, runs, pieces):
+    """Sums of `dy` and `dy * (x - near)` over the tiles `begin` to `end` of channel `c`."""
+    outer, _, inner = x.shape
+    first = 0.0
+    second = 0.0
+    for t in range(begin, end):
+        if runs == 1:
+            start = (t % pieces) * TILE
+            stop = min(inner, start + TILE)
+            a = t // pieces
+            f, s = _products(x[a, c, start:stop], dy[a, c, start:stop], near)
+            first += f
+            second += s
+        else:
+            for a in range(t * runs, min(outer, (t + 1) * runs)):
+                f, s = _products(x[a, c], dy[a, c], near)
+                first += f
+                second += s
+    return first, second
+
+
 @Twins
 def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [A, C, B]."""
@@ -238,23 +264,8 @@ def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
         c = task // chunks
         k = task % chunks
         near = x.dtype.type(mean[c])
-        first = 0.0
-        second = 0.0
-        for t in range(tiles * k // chunks, tiles * (k + 1) // chunks):
-            if runs == 1:
-                begin = (t % pieces) * TILE
-                stop = min(inner, begin + TILE)
-                a = t // pieces
-                f, s = _products(x[a, c, begin:stop], dy[a, c, begin:stop], near)
-                first += f
-                second += s
-            else:
-                for a in range(t * runs, min(outer, (t + 1) * runs)):
-                    f, s = _products(x[a, c], dy[a, c], near)
-                    first += f
-                    second += s
-        firsts[c, k] = first
-        seconds[c, k] = second
+        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+        firsts[c, k], seconds[c, k] = _chunk_products(x, dy, c, near, begin, end, runs, pieces)
     for c in range(channels):
         first = 0.0
         second = 0.0
@@ -288,6 +299,78 @@ def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx
         shift = x.dtype.type(rest)
         source, grad, target = x[a, c, begin:stop], dy[a, c, begin:stop], dx[a, c, begin:stop]
         _gradient(source, grad, near, of_dy, of_x, shift, target)
+
+
+# Both steps of a direction, one channel after the other: for a batch that nobody else has a part
+# of, whose channel is still in a near cache when the second step comes to it. What they compute
+# is bitwise what the two kernels of the direction do.
+
+
+@Twins
+def planes_forward(x, weight, bias, eps, clamp, mean, m2, y):
+    """`planes_moments`, then `planes_normalize` by those; `x`, `y` [A, C, B].
+
+    `invstd = 1 / sqrt(m2 / n + eps)`, with `clamp` `1 / sqrt(max(m2 / n, eps))`.
+    """
+    outer, channels, inner = x.shape
+    tiles, runs, pieces = _plane_tiles(outer, inner)
+    chunks = _chunks(tiles, channels)
+    for c in prange(channels):
+        count, channel_mean, channel_m2 = _chunk_moments(x, c, 0, tiles // chunks, runs, pieces)
+        for k in range(1, chunks):
+            begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+            n, other, other_m2 = _chunk_moments(x, c, begin, end, runs, pieces)
+            channel_mean, channel_m2 = _merge(count, channel_mean, channel_m2, n, other, other_m2)
+            count += n
+        mean[c] = channel_mean
+        m2[c] = channel_m2
+        var = channel_m2 / count
+        wide = (eps if var < eps else var) if clamp else var + eps
+        invstd = 1.0 / np.sqrt(wide)
+        slope = invstd * weight[c] if weight.shape[0] else invstd
+        near = x.dtype.type(channel_mean)
+        scale = x.dtype.type(slope)
+        rest = (np.float64(near) - channel_mean) * slope
+        shift = x.dtype.type(rest + bias[c] if bias.shape[0] else rest)
+        for a in range(outer):
+            _affine(x[a, c], near, scale, shift, y[a, c])
+
+
+@Twins
+def planes_backward(x, dy, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx):
+    """`planes_backward_reduce`, then `planes_backward_input` by those; all [A, C, B].
+
+    `frozen` (C,) bool: where `invstd` is a constant; empty for nowhere.
+    """
+    outer, channels, inner = x.shape
+    tiles, runs, pieces = _plane_tiles(outer, inner)
+    chunks = _chunks(tiles, channels)
+    count = outer * inner
+    for c in prange(channels):
+        near = x.dtype.type(mean[c])
+        first = 0.0
+        second = 0.0
+        for k in range(chunks):
+            begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+            f, s = _chunk_products(x, dy, c, near, begin, end, runs, pieces)
+            first += f
+            second += s
+        off = np.float64(near) - mean[c]
+        second = (second + off * first) * invstd[c]
+        sum_dy[c] = first
+        sum_dy_xhat[c] = second
+        factor = weight[c] if weight.shape[0] else 1.0
+        mean_dy = first * factor / count
+        mean_dy_xhat = second * factor / count
+        if frozen.shape[0] and frozen[c]:
+            mean_dy_xhat = 0.0
+        slope = -invstd[c] * invstd[c] * mean_dy_xhat
+        rest = off * slope - invstd[c] * mean_dy
+        of_dy = x.dtype.type(invstd[c] * factor)
+        of_x = x.dtype.type(slope)
+        shift = x.dtype.type(rest)
+        for a in range(outer):
+            _gradient(x[a, c], dy[a, c], near, of_dy, of_x, shift, dx[a, c])
 
 
 ROW_TILE = 16384  # elements of a tile of whole rows
