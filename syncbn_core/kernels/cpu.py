@@ -112,6 +112,27 @@ def _gradient(source, grad, near, of_dy, of_x, shift, target):
 
 
 @_maps
+def _channel_affine(x, c, near, scale, shift, y):
+    """`_affine` over all runs of channel `c`: for short ones a call each would cost as much."""
+    for a in range(x.shape[0]):
+        source = x[a, c]
+        target = y[a, c]
+        for i in range(source.shape[0]):
+            target[i] = (source[i] - near) * scale + shift
+
+
+@_maps
+def _channel_gradient(x, dy, c, near, of_dy, of_x, shift, dx):
+    """`_gradient` over all runs of channel `c`."""
+    for a in range(x.shape[0]):
+        source = x[a, c]
+        grad = dy[a, c]
+        target = dx[a, c]
+        for i in range(source.shape[0]):
+            target[i] = grad[i] * of_dy + ((source[i] - near) * of_x + shift)
+
+
+@_maps
 def _row_affine(source, near, scale, shift, target):
     """`_affine` over one row, a channel per element."""
     for c in range(source.shape[0]):
@@ -332,8 +353,7 @@ def planes_forward(x, weight, bias, eps, clamp, mean, m2, y):
         scale = x.dtype.type(slope)
         rest = (np.float64(near) - channel_mean) * slope
         shift = x.dtype.type(rest + bias[c] if bias.shape[0] else rest)
-        for a in range(outer):
-            _affine(x[a, c], near, scale, shift, y[a, c])
+        _channel_affine(x, c, near, scale, shift, y)
 
 
 @Twins
@@ -369,8 +389,7 @@ def planes_backward(x, dy, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx
         of_dy = x.dtype.type(invstd[c] * factor)
         of_x = x.dtype.type(slope)
         shift = x.dtype.type(rest)
-        for a in range(outer):
-            _gradient(x[a, c], dy[a, c], near, of_dy, of_x, shift, dx[a, c])
+        _channel_gradient(x, dy, c, near, of_dy, of_x, shift, dx)
 
 
 ROW_TILE = 16384  # elements of a tile of whole rows
