@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +283,8 @@ def main() -> int:
         "measured": {},
         "fitted": {},
     }
-    engines = [] if args.simulate else ["gloo", *(["mpi"] if mpirun() else [])]
+    with_mpi = mpirun() is not None and find_spec("mpi4py") is not None
+    engines = [] if args.simulate else ["gloo", *(["mpi"] if with_mpi else [])]
     for engine in engines:
         found = {size: measure(engine, size, args.rounds) for size in args.processes}
         results["measured"][engine] = found

@@ -51,6 +51,17 @@ def test_fodder_for_the_sanitizer_is_right_on_the_cpu() -> None:
     assert done.stdout.splitlines()[-1].endswith(" 0 wrong")
 
 
+def test_scaling_measures_fits_and_simulates(tmp_path: Path) -> None:
+    done = run("scaling.py", "--processes", "2", "--rounds", "2", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "assumed, not measured" in done.stdout
+    (path,) = tmp_path.glob("scaling-*.json")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    for found in results["measured"].values():
+        assert {"all_gather 2048", "all_reduce 4", "1 message"} <= found["2"].keys()
+    assert all(waiting > 0 for _, _, waiting in results["simulated"])
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
 def test_session_without_a_device_ends_at_once_and_says_so(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
