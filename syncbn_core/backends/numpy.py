@@ -173,10 +173,10 @@ def forward_alone(
     parallel: bool = True,
 ) -> tuple[Array, Moments] | None:
     """`moments` and `normalize` by those, channel by channel; None where that is no gain."""
-    if x.size == 0:
+    if not _stays_near(x, 1, parallel):
         return None
     dense, layout = _dense(x)
-    if not _stays_near(dense, layout, 1, parallel):
+    if layout.inner == 1:
         return None
     y = _target(dense, layout, out)
     mean, m2 = np.empty(x.shape[1]), np.empty(x.shape[1])
@@ -186,11 +186,16 @@ def forward_alone(
     return _give(y, x.dtype, out), Moments(x.size // x.shape[1], mean, m2)
 
 
-def _stays_near(x: Array, layout: Layout, arrays: int, parallel: bool) -> bool:
-    """Whether a channel of so many arrays stays in cache, and there are channels for all cores."""
-    planes = layout.inner > 1
-    near = layout.outer * layout.inner * x.itemsize * arrays <= NEAR
-    return planes and near and not (parallel and layout.channels < 4 * numba.get_num_threads())
+def _stays_near(x: Array, arrays: int, parallel: bool) -> bool:
+    """Whether a channel of so many arrays stays in cache, and there are channels for all cores.
+
+    Asked before `_dense`: where the answer is no, nothing must have been copied.
+    """
+    if x.size == 0:
+        return False
+    channels = x.shape[1]
+    near = x.size // channels * max(x.itemsize, 4) * arrays <= NEAR
+    return near and not (parallel and channels < 4 * numba.get_num_threads())
 
 
 def backward_alone(
@@ -208,10 +213,10 @@ def backward_alone(
 
     `frozen` (C,) bool: where `invstd` is a constant.
     """
-    if x.size == 0:
+    if not _stays_near(x, 2, parallel):
         return None
     dense, layout = _dense(x)
-    if not _stays_near(dense, layout, 2, parallel):
+    if layout.inner == 1:
         return None
     grad = _like(dy, dense, layout)
     dx = _target(dense, layout, out, grad)
