@@ -1,8 +1,9 @@
 """NumPy arrays on the Numba CPU kernels.
 
-Takes float32 and float64 in any dense layout as it lies in memory; anything else (gaps,
-negative strides, foreign byte order) is copied to a dense array first, and float16 is computed
-in float32. Results have the layout of `x`.
+Takes float64, float32, float16 and bfloat16 (of the package `ml_dtypes`, or its bits as uint16) in
+any dense layout as it lies in memory; anything else (gaps, negative strides, foreign byte order) is
+copied to a dense array first. 16-bit numbers are computed in float32 and rounded once. Results have
+the dtype and layout of `x`.
 
 Which build of a kernel runs: the parallel one for a single caller with enough work, the serial
 one for threads that fill the cores by themselves (`parallel=False`), for small arrays, while
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import lru_cache
 from typing import Any
 
 import numba
 import numpy as np
 
-from syncbn_core.kernels import cpu
+from syncbn_core.kernels import cpu_planes, cpu_rows
+from syncbn_core.kernels.cpu_numbers import Twins, has_half
 from syncbn_core.layout import Layout, layout_of, writable_view
 from syncbn_core.moments import Moments
 
@@ -36,7 +39,9 @@ Array = np.ndarray[Any, Any]
 
 PARALLEL_SIZE = 32768  # elements; below, starting the threads costs more than they save
 NEAR = 1 << 20  # bytes of a channel that a core's own cache still has when it is read again
+SHORT = 64  # elements; shorter planes are computed side by side, as rows
 _NOTHING = np.empty(0)
+_NOWHERE = np.empty(0, np.bool_)
 
 _one_caller = threading.Lock()
 _forked = False
@@ -60,7 +65,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _run(kernel: cpu.Twins, parallel: bool, x: Array, *arguments: Any) -> None:
+def _run(kernel: Twins, parallel: bool, x: Array, *arguments: Any) -> None:
     if (
         parallel
         and x.size >= PARALLEL_SIZE
@@ -77,31 +82,70 @@ def _run(kernel: cpu.Twins, parallel: bool, x: Array, *arguments: Any) -> None:
         kernel.serial(x, *arguments)
 
 
+@lru_cache(maxsize=64)
+def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which the kernels take an array of `dtype`: of the same size, or float32."""
+    if dtype.itemsize > 2:
+        return dtype.newbyteorder("=")
+    if dtype.name in ("bfloat16", "uint16"):
+        return np.dtype(np.uint16)
+    return np.dtype(np.int16 if has_half() else np.float32)
+
+
 def _dense(x: Array) -> tuple[Array, Layout]:
     """`x`, or a dense copy of it, in a dtype and layout that the kernels take."""
-    dtype = np.float32 if x.dtype.itemsize < 4 else x.dtype.newbyteorder("=")
-    if x.dtype == dtype and x.dtype.isnative and x.flags.aligned:
+    dtype = _carrier(x.dtype)
+    if x.dtype.isnative and x.flags.aligned and dtype.itemsize == x.dtype.itemsize:
         layout = layout_of(x)
         if layout is not None:
-            return writable_view(x), layout
-    copy = np.array(x, dtype, order="K")
+            return _bits(writable_view(x), dtype), layout
+    copy = _copied(x, dtype)
     layout = layout_of(copy)
     assert layout is not None
     return copy, layout
 
 
-def _like(other: Array, x: Array, layout: Layout) -> Array:
-    """`other` as an array with the dtype and memory layout of `x`."""
-    if other.dtype == x.dtype and layout_of(other) == layout and other.flags.aligned:
-        return writable_view(other)
-    copy = np.empty_like(x)
-    np.copyto(copy, other, casting="same_kind")
+def _bits(x: Array, dtype: np.dtype[Any]) -> Array:
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+def _copied(x: Array, dtype: np.dtype[Any]) -> Array:
+    """A dense copy in the order of `x`, as the kernels take it."""
+    if dtype.itemsize == x.dtype.itemsize:
+        return _bits(np.array(x, x.dtype.newbyteorder("="), order="K"), dtype)
+    return np.array(x, dtype, order="K")
+
+
+def _like(other: Array, x: Array, dense: Array, layout: Layout) -> Array:
+    """`other` in the dtype and layout of `dense`, which is what the kernels see of `x`."""
+    native = other.dtype == x.dtype and other.dtype.isnative and other.flags.aligned
+    if native and dense.dtype.itemsize == x.dtype.itemsize and layout_of(other) == layout:
+        return _bits(writable_view(other), dense.dtype)
+    copy = np.empty_like(dense)
+    same = dense.dtype.itemsize == x.dtype.itemsize
+    into = copy.view(x.dtype.newbyteorder("=")) if same else copy
+    np.copyto(into, other, casting="same_kind")
     return copy
+
+
+def _kind(layout: Layout) -> Any:
+    """The module with the kernels for a layout, and how they are named."""
+    short = layout.inner <= SHORT and layout.outer >= 8
+    return cpu_rows if layout.inner == 1 or short else cpu_planes
+
+
+def _kernel(layout: Layout, step: str) -> Twins:
+    kernel: Twins
+    if _kind(layout) is cpu_rows:
+        kernel = getattr(cpu_rows, f"rows_{step}")
+    else:
+        kernel = getattr(cpu_planes, f"planes_{step}")
+    return kernel
 
 
 def _flat(x: Array, layout: Layout) -> Array:
     view: Array = layout.view(x)
-    return view[:, :, 0] if layout.inner == 1 else view
+    return view.reshape(layout.outer, -1) if _kind(layout) is cpu_rows else view
 
 
 def _wide(values: Array | None) -> Array:
@@ -112,20 +156,30 @@ def _wide(values: Array | None) -> Array:
 
 def _target(x: Array, layout: Layout, out: Array | None, *operands: Array) -> Array:
     """Where to write: `out` itself if it lies like `x` and across no operand, else a new array."""
-    if out is None or out.dtype != x.dtype or not out.flags.aligned or layout_of(out) != layout:
+    if (
+        out is None
+        or _carrier(out.dtype) != x.dtype
+        or out.dtype.itemsize != x.dtype.itemsize
+        or not (out.dtype.isnative and out.flags.aligned)
+        or layout_of(out) != layout
+    ):
         return np.empty_like(x)
     for operand in (x, *operands):
         if out.ctypes.data != operand.ctypes.data and np.may_share_memory(out, operand):
             return np.empty_like(x)
-    return out
+    return _bits(out, x.dtype)
 
 
-def _give(result: Array, dtype: np.dtype[Any], out: Array | None) -> Array:
+def _give(result: Array, x: Array, out: Array | None) -> Array:
+    """`result` of a kernel as an array of the dtype of `x`: in `out`, where there is one."""
+    if out is not None and result.ctypes.data == out.ctypes.data:
+        return out
+    if result.dtype.itemsize == x.dtype.itemsize:
+        result = _bits(result, x.dtype.newbyteorder("="))
     with np.errstate(over="ignore"):  # what float16 can't hold is infinite, not a warning
         if out is None:
-            return result.astype(dtype, copy=False)
-        if out is not result:
-            np.copyto(out, result, casting="same_kind")
+            return result.astype(x.dtype, copy=False)
+        np.copyto(out, result, casting="same_kind")
     return out
 
 
@@ -136,8 +190,7 @@ def moments(x: Array, *, parallel: bool = True) -> Moments:
         return Moments.empty(channels)
     dense, layout = _dense(x)
     mean, m2 = np.empty(channels), np.empty(channels)
-    kernel = cpu.rows_moments if layout.inner == 1 else cpu.planes_moments
-    _run(kernel, parallel, _flat(dense, layout), mean, m2)
+    _run(_kernel(layout, "moments"), parallel, _flat(dense, layout), mean, m2)
     return Moments(x.size // channels, mean, m2)
 
 
@@ -156,10 +209,10 @@ def normalize(
         return np.empty_like(x) if out is None else out
     dense, layout = _dense(x)
     y = _target(dense, layout, out)
-    kernel = cpu.rows_normalize if layout.inner == 1 else cpu.planes_normalize
     per_channel = (_wide(mean), _wide(invstd), _wide(weight), _wide(bias))
-    _run(kernel, parallel, _flat(dense, layout), *per_channel, _flat(y, layout))
-    return _give(y, x.dtype, out)
+    arrays = (*per_channel, _flat(y, layout))
+    _run(_kernel(layout, "normalize"), parallel, _flat(dense, layout), *arrays)
+    return _give(y, x, out)
 
 
 def forward_alone(
@@ -176,26 +229,32 @@ def forward_alone(
     if not _stays_near(x, 1, parallel):
         return None
     dense, layout = _dense(x)
-    if layout.inner == 1:
-        return None
     y = _target(dense, layout, out)
     mean, m2 = np.empty(x.shape[1]), np.empty(x.shape[1])
     settings = (_wide(weight), _wide(bias), float(eps), eps_mode == "clamp")
     arrays = (mean, m2, _flat(y, layout))
-    _run(cpu.planes_forward, parallel, _flat(dense, layout), *settings, *arrays)
-    return _give(y, x.dtype, out), Moments(x.size // x.shape[1], mean, m2)
+    _run(_kernel(layout, "forward"), parallel, _flat(dense, layout), *settings, *arrays)
+    return _give(y, x, out), Moments(x.size // x.shape[1], mean, m2)
 
 
 def _stays_near(x: Array, arrays: int, parallel: bool) -> bool:
     """Whether a channel of so many arrays stays in cache, and there are channels for all cores.
 
-    Asked before `_dense`: where the answer is no, nothing must have been copied.
+    Of rows, a block of channels. Asked before `_dense`: where the answer is no, nothing must have
+    been copied.
     """
     if x.size == 0:
         return False
-    channels = x.shape[1]
-    near = x.size // channels * max(x.itemsize, 4) * arrays <= NEAR
-    return near and not (parallel and channels < 4 * numba.get_num_threads())
+    layout = layout_of(x)
+    if layout is None:  # a dense copy may lie in any order
+        return False
+    together = 1
+    if _kind(layout) is cpu_rows:
+        together = max(1, min(layout.channels, cpu_rows.WIDTH // layout.inner))
+    near = layout.outer * layout.inner * together * x.itemsize * arrays <= NEAR
+    parts = layout.channels // together
+    many = parallel and x.size >= PARALLEL_SIZE
+    return near and not (many and parts < 4 * numba.get_num_threads())
 
 
 def backward_alone(
@@ -216,14 +275,12 @@ def backward_alone(
     if not _stays_near(x, 2, parallel):
         return None
     dense, layout = _dense(x)
-    if layout.inner == 1:
-        return None
-    grad = _like(dy, dense, layout)
+    grad = _like(dy, x, dense, layout)
     dx = _target(dense, layout, out, grad)
     sum_dy, sum_dy_xhat = np.empty(x.shape[1]), np.empty(x.shape[1])
-    constant = np.empty(0, np.bool_) if frozen is None else np.ascontiguousarray(frozen)
+    constant = _NOWHERE if frozen is None else np.ascontiguousarray(frozen)
     _run(
-        cpu.planes_backward,
+        _kernel(layout, "backward"),
         parallel,
         _flat(dense, layout),
         _flat(grad, layout),
@@ -233,7 +290,7 @@ def backward_alone(
         sum_dy_xhat,
         _flat(dx, layout),
     )
-    return sum_dy, sum_dy_xhat, _give(dx, x.dtype, out)
+    return sum_dy, sum_dy_xhat, _give(dx, x, out)
 
 
 def backward_reduce(
@@ -244,11 +301,10 @@ def backward_reduce(
     if x.size == 0:
         return np.zeros(channels), np.zeros(channels)
     dense, layout = _dense(x)
-    grad = _flat(_like(dy, dense, layout), layout)
+    grad = _flat(_like(dy, x, dense, layout), layout)
     sum_dy, sum_dy_xhat = np.empty(channels), np.empty(channels)
-    kernel = cpu.rows_backward_reduce if layout.inner == 1 else cpu.planes_backward_reduce
     per_channel = (_wide(mean), _wide(invstd), sum_dy, sum_dy_xhat)
-    _run(kernel, parallel, _flat(dense, layout), grad, *per_channel)
+    _run(_kernel(layout, "backward_reduce"), parallel, _flat(dense, layout), grad, *per_channel)
     return sum_dy, sum_dy_xhat
 
 
@@ -268,10 +324,10 @@ def backward_input(
     if x.size == 0:
         return np.empty_like(x) if out is None else out
     dense, layout = _dense(x)
-    grad = _like(dy, dense, layout)
+    grad = _like(dy, x, dense, layout)
     dx = _target(dense, layout, out, grad)
-    kernel = cpu.rows_backward_input if layout.inner == 1 else cpu.planes_backward_input
     per_channel = tuple(_wide(v) for v in (mean, invstd, weight, mean_dy, mean_dy_xhat))
     arrays = (_flat(dense, layout), _flat(grad, layout))
+    kernel = _kernel(layout, "backward_input")
     _run(kernel, parallel, *arrays, *per_channel, _flat(dx, layout))
-    return _give(dx, x.dtype, out)
+    return _give(dx, x, out)

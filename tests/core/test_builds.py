@@ -13,7 +13,7 @@ import pytest
 
 import syncbn_core
 from syncbn_core.backends import numpy as backend
-from syncbn_core.kernels import cpu
+from syncbn_core.kernels import cpu_planes, cpu_rows
 
 Array = np.ndarray
 Layouts = dict[str, Callable[[Array], Array]]
@@ -21,8 +21,8 @@ Function = Callable[..., Any]
 
 STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
 KERNELS = {
-    f"{kind}_{step}": getattr(cpu, f"{kind}_{step}")
-    for kind in ("planes", "rows")
+    f"{kind}_{step}": getattr(module, f"{kind}_{step}")
+    for kind, module in (("planes", cpu_planes), ("rows", cpu_rows))
     for step in STEPS
 }
 
@@ -41,26 +41,33 @@ PLANES = {
     "many channels": (3, 2048, 7),
     "one element": (1, 1, 2),
 }
-# [R, C]; a tile has 16384 elements and 32 rows at least; there are 32 chunks at most.
+# [A, C] or [A, C, B]; a block has 512 columns, a tile 32768 elements and 32 to 256 rows; blocks share
+# out 64 chunks; rows of 256 columns and less are joined where their number has a divisor.
 ROWS = {
     "one row": (1, 3),
-    "a tile exactly": (5461, 3),
-    "a tile and one row": (5462, 3),
-    "more tiles than chunks": (200_000, 3),
-    "many channels, one tile": (32, 2048),
-    "many channels, a tail of one row": (33, 2048),
-    "many channels, more tiles than chunks": (1100, 2048),
+    "a tile exactly": (256, 300),
+    "a tile and one row": (257, 300),
+    "joined rows, more tiles than chunks": (9_000_000 // 25, 25),
+    "rows that cannot be joined": (5003, 3),
+    "several blocks, one tile": (32, 2048),
+    "a last block that is narrow, a tail of one row": (65, 1030),
+    "several blocks, more tiles than chunks": (1300, 2048),
     "two channels": (40_000, 2),
+    "joined planes": (300, 7, 9),
+    "planes in several blocks": (37, 70, 49),
+    "planes longer than a block": (40, 3, 600),
 }
 
 
 def run_kernels(kind: str, build: str, case: Any) -> dict[str, Array]:
     """All four kernels of a kind, straight, with results that were NaN before."""
     x, dy, mean, invstd, weight, bias, mean_dy, mean_dy_xhat = case
+    if kind == "rows":
+        x, dy = x.reshape(len(x), -1), dy.reshape(len(dy), -1)
     weight = np.empty(0) if weight is None else weight.astype("f8")
     bias = np.empty(0) if bias is None else bias.astype("f8")
     kernels = {step: getattr(KERNELS[f"{kind}_{step}"], build) for step in STEPS}
-    channels = x.shape[1]
+    channels = case.x.shape[1]
     result = {name: np.full(channels, np.nan) for name in ("mean", "m2", "sum_dy", "sum_dy_xhat")}
     result |= {name: np.full_like(x, np.nan) for name in ("y", "dx")}
     kernels["moments"](x, result["mean"], result["m2"])
@@ -68,7 +75,7 @@ def run_kernels(kind: str, build: str, case: Any) -> dict[str, Array]:
     kernels["backward_reduce"](x, dy, mean, invstd, result["sum_dy"], result["sum_dy_xhat"])
     sums = (mean_dy, mean_dy_xhat)
     kernels["backward_input"](x, dy, mean, invstd, weight, *sums, result["dx"])
-    return result
+    return result | {name: result[name].reshape(case.x.shape) for name in ("y", "dx")}
 
 
 def assert_same_bits(a: dict[str, Array], b: dict[str, Array]) -> None:
@@ -117,7 +124,13 @@ def test_results_do_not_depend_on_the_number_of_threads(make_case: Function) -> 
 @pytest.mark.parametrize("build", ["serial", "parallel"])
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("planes", (3, 4, 5000)), ("planes", (30, 4, 9)), ("rows", (40, 4)), ("rows", (5000, 4))],
+    [
+        ("planes", (3, 4, 5000)),
+        ("planes", (30, 4, 9)),
+        ("rows", (40, 4)),
+        ("rows", (5003, 4)),
+        ("rows", (30, 4, 9)),
+    ],
 )
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_stay_in_their_channel(
@@ -143,7 +156,11 @@ def test_no_kernel_is_told_that_nan_and_infinity_do_not_occur() -> None:
     """A compiler that believes it may drop them, and another version of it will."""
     options = [
         function.targetoptions
-        for function in [*vars(cpu).values(), *(k.serial for k in KERNELS.values())]
+        for function in [
+            *vars(cpu_planes).values(),
+            *vars(cpu_rows).values(),
+            *(k.serial for k in KERNELS.values()),
+        ]
         if hasattr(function, "targetoptions")
     ]
     options += [kernel.parallel.targetoptions for kernel in KERNELS.values()]
@@ -273,7 +290,7 @@ def test_no_kind_of_array_costs_another_compilation(
 CACHE = """
 import json
 import numba, numpy as np
-from syncbn_core.kernels import cpu
+from syncbn_core.kernels import cpu_planes
 
 def started():
     try:
@@ -285,7 +302,7 @@ x = (1 + np.random.default_rng(0).normal(size=300_000)).astype(np.float32)
 shapes = [(50_000, 2, 3), (500, 3, 200), (10, 6, 5000)]  # joined runs, and long ones
 result = {}
 for name in ("serial", "parallel"):
-    build = getattr(cpu.planes_moments, name)
+    build = getattr(cpu_planes.planes_moments, name)
     bits = ""
     for shape in shapes:
         moments = np.zeros((2, shape[1]))
@@ -319,14 +336,14 @@ def test_cached_builds_give_the_bits_of_the_run_that_compiled(two_runs: list[Any
 
 NO_CACHE = """
 import numba, numpy as np
-from syncbn_core.kernels import cpu
+from syncbn_core.kernels import cpu_planes
 
 try:
-    numba.njit(cache=True)(cpu._sum.py_func)
+    numba.njit(cache=True)(cpu_planes._sum.py_func)
 except RuntimeError:
     x, y = np.ones((2, 2, 3, 5), np.float32)
     ones = np.ones(3)
-    cpu.planes_normalize.serial(x, ones, 2 * ones, ones, 3 * ones, y)
+    cpu_planes.planes_normalize.serial(x, ones, 2 * ones, ones, 3 * ones, y)
     print((y == 3).all())
 else:
     print("cached")

@@ -7,7 +7,7 @@ import pytest
 
 from syncbn_core import functional
 from syncbn_core.backends import numpy as backend
-from syncbn_core.kernels import cpu
+from syncbn_core.kernels.cpu_numbers import Twins
 
 SHAPES = [
     (6, 5, 7, 7),  # several short planes to a tile
@@ -78,7 +78,7 @@ def test_layers_alone_take_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch)
     ran = []
     original = backend._run
 
-    def run(kernel: cpu.Twins, *arguments: Any) -> None:
+    def run(kernel: Twins, *arguments: Any) -> None:
         ran.append(kernel.serial.__name__)
         original(kernel, *arguments)
 
