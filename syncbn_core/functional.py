@@ -63,6 +63,7 @@ __all__ = [
     "forward_alone",
     "local_moments",
     "normalize",
+    "update_running",
 ]
 
 Array = Any
@@ -140,11 +141,11 @@ def batch_norm_forward(
         settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode}
         done = forward_alone(x, weight, bias, out=out, parallel=parallel, **settings)
         if done is not None:
-            y, total = done
+            y, total, invstd = done
             with np.errstate(**_SILENT):
                 _update_running(running_mean, running_var, num_batches_tracked, total, momentum)
             clamped = total.var < eps if eps_mode == "clamp" else None
-            return y, Saved(x, total.mean, total.invstd(eps, eps_mode), weight, count, clamped)
+            return y, Saved(x, total.mean, invstd, weight, count, clamped)
     moments = local_moments(x, parallel=parallel)
     total = (located(communicator, _no_layer, x.dtype) or _ALONE).merge_moments(moments)
     count = UNKNOWN if total.known_count is None else total.known_count
@@ -312,8 +313,8 @@ def forward_alone(
     eps_mode: EpsMode,
     out: Array | None = None,
     parallel: bool = True,
-) -> tuple[Array, Moments] | None:
-    """`(y, moments)` of a batch that is x alone, both steps in one; None where that is no gain."""
+) -> tuple[Array, Moments, Array] | None:
+    """`(y, moments, invstd)` of a batch that is x alone, in one; None where that is no gain."""
     step = getattr(backend_of(x), "forward_alone", None)
     settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "out": out}
     return None if step is None else step(x, weight, bias, parallel=parallel, **settings)
@@ -337,6 +338,12 @@ def backward_alone(
     step = getattr(backend_of(x), "backward_alone", None)
     operands = (x, dy, mean, invstd, weight, frozen)
     return None if step is None else step(*operands, out=out, parallel=parallel)
+
+
+def update_running(running_mean: Array, running_var: Array, total: Moments, factor: float) -> bool:
+    """Blend `total` into running statistics at once; False where their backend can't."""
+    step = getattr(backend_of(running_mean), "update_running", None)
+    return bool(step is not None and step(running_mean, running_var, total, factor))
 
 
 def backward_sums(
@@ -500,6 +507,8 @@ def _update_running(
         return
     tracked = 0 if num_batches_tracked is None else int(num_batches_tracked)
     factor = averaging_factor(momentum, tracked)
+    if update_running(running_mean, running_var, total, factor):
+        return
     new_mean = blend(running_mean, total.mean, factor)
     new_var = blend(running_var, total.unbiased_var, factor)
     running_mean[...] = new_mean

@@ -1,7 +1,7 @@
 """The steps of batch normalization on tensors, each where its kernels are.
 
-CPU tensors in float32 and float64 go to the kernels by DLPack, CUDA tensors by pointers
-(`cuda.py`), everything else to plain tensor operations. Per-channel values `(C,)` are wide
+CPU tensors go to the kernels as arrays, CUDA tensors by pointers (`cuda.py`), everything else to
+plain tensor operations. Per-channel values `(C,)` are wide
 (float64) and of the kind that goes with x: NumPy arrays beside the CPU kernels, whose small
 operations keep the interpreter lock (each of torch's gives it away, which is dear among replica
 threads), tensors on the device of x elsewhere.
@@ -24,7 +24,7 @@ from syncbn_core.packed import PackedMoments
 from syncbn_torch import plain
 from syncbn_torch.cuda import CudaStatistics, has_cuda_kernels
 from syncbn_torch.cuda import moments as cuda_moments
-from syncbn_torch.interop import as_array, has_kernels
+from syncbn_torch.interop import as_array, has_kernels, values_of
 from syncbn_torch.statistics import Channelwise, RunningStatistics, Sums, silent, tensor_of
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def _maybe(tensor: Tensor | None) -> Channelwise | None:
-    return None if tensor is None else as_array(tensor)
+    return None if tensor is None else values_of(tensor)
 
 
 def _threads(parallel: bool) -> bool:
@@ -78,7 +78,7 @@ def weighted(sums: Channelwise, weight: Tensor | None) -> Channelwise:
     if isinstance(sums, Tensor):
         return sums * weight
     with silent():
-        return sums * as_array(weight)
+        return sums * values_of(weight)
 
 
 def parameter_gradients(
@@ -101,15 +101,15 @@ def moments(x: Tensor, *, parallel: bool) -> Moments:
 
 def forward_alone(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, eps_mode: Any
-) -> tuple[Tensor, Moments] | None:
-    """`(y, moments)` of a batch that is x alone, both steps in one; None where that is no gain."""
+) -> tuple[Tensor, Moments, Channelwise] | None:
+    """`(y, moments, invstd)` of a batch that is x alone, in one; None where that is no gain."""
     if not has_kernels(x) or x.numel() == 0:
         return None
     y = torch.empty_like(x)
     per_channel = (_maybe(weight), _maybe(bias))
     settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "parallel": _threads(True)}
     done = core.forward_alone(as_array(x), *per_channel, out=as_array(y), **settings)
-    return None if done is None else (y, done[1])
+    return None if done is None else (y, *done[1:])
 
 
 class HostStatistics:

@@ -286,11 +286,10 @@ class Alone(Function):
             require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
             done = arithmetic.forward_alone(x, weight, bias, call.eps, call.eps_mode)
         if done is not None:
-            alone, total = done
-            call.settle(total, [total], x.shape)
+            alone, call.total, call.invstd = done
             ctx.statistics = call.statistics(x)
             if running is not None:
-                running.update(total)
+                running.update(call.total)
             return alone
         call.merge([arithmetic.moments(x, parallel=True)], x.shape)
         ctx.statistics = call.statistics(x)

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from syncbn_core.functional import update_running
 from syncbn_core.moments import Moments, averaging_factor, blend
 from syncbn_torch.interop import as_array, as_tensor
 from syncbn_torch.plain import wide_dtype
@@ -16,6 +18,7 @@ from syncbn_torch.plain import wide_dtype
 __all__ = ["Channelwise", "RunningStatistics", "Sums", "silent", "tensor_of"]
 
 Channelwise = Any  # numpy.ndarray or Tensor, (C,) or (2, C)
+_BLENDED = (torch.float32, torch.float64)
 
 
 def silent() -> np.errstate:
@@ -55,17 +58,33 @@ class RunningStatistics:
             return 0.0 if self.counter is None else averaging_factor(None, int(self.counter) + 1)
         return self.momentum
 
-    @torch.no_grad()
     def update(self, total: Moments) -> None:
         """Blend the moments of the whole batch in; of an empty batch, only count it."""
         if self.mean is not None and self.var is not None and total.count > 0:
             factor = self.factor()
-            new_mean = _blended(self.mean, total.mean, factor)
-            new_var = _blended(self.var, total.unbiased_var, factor)
-            self.mean.copy_(new_mean)
-            self.var.copy_(new_var)
+            if not _blend_in_place(self.mean, self.var, total, factor):
+                with torch.no_grad():
+                    new_mean = _blended(self.mean, total.mean, factor)
+                    new_var = _blended(self.var, total.unbiased_var, factor)
+                    self.mean.copy_(new_mean)
+                    self.var.copy_(new_var)
         if self.counter is not None:
             self.counter.add_(1)
+
+
+def _blend_in_place(mean: Tensor, var: Tensor, total: Moments, factor: float) -> bool:
+    """Whether it could be done by the kernels: a tenth of the time of torch's small operations."""
+    if isinstance(total.mean, Tensor) or total.count < 2:
+        return False
+    for buffer in (mean, var):
+        plain = type(buffer) is Tensor and buffer.device.type == "cpu"
+        if not (plain and buffer.dtype in _BLENDED and buffer.layout is torch.strided):
+            return False
+    if not update_running(as_array(mean), as_array(var), total, factor):
+        return False
+    increment_version(mean)  # who has kept them for backward must learn of it
+    increment_version(var)
+    return True
 
 
 def _blended(running: Tensor, batch: Channelwise, factor: float) -> Tensor:

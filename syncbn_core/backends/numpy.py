@@ -22,7 +22,7 @@ import numba
 import numpy as np
 
 from syncbn_core.kernels import cpu_planes, cpu_rows
-from syncbn_core.kernels.cpu_numbers import Twins, has_half
+from syncbn_core.kernels.cpu_numbers import Twins, blend, has_half
 from syncbn_core.layout import Layout, layout_of, writable_view
 from syncbn_core.moments import Moments
 
@@ -33,6 +33,7 @@ __all__ = [
     "forward_alone",
     "moments",
     "normalize",
+    "update_running",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +41,7 @@ Array = np.ndarray[Any, Any]
 PARALLEL_SIZE = 32768  # elements; below, starting the threads costs more than they save
 NEAR = 1 << 20  # bytes of a channel that a core's own cache still has when it is read again
 SHORT = 64  # elements; shorter planes are computed side by side, as rows
+_BLENDED = (np.float32, np.float64)
 _NOTHING = np.empty(0)
 _NOWHERE = np.empty(0, np.bool_)
 
@@ -128,24 +130,37 @@ def _like(other: Array, x: Array, dense: Array, layout: Layout) -> Array:
     return copy
 
 
-def _kind(layout: Layout) -> Any:
-    """The module with the kernels for a layout, and how they are named."""
-    short = layout.inner <= SHORT and layout.outer >= 8
-    return cpu_rows if layout.inner == 1 or short else cpu_planes
+def _as_rows(layout: Layout) -> bool:
+    return layout.inner == 1 or (layout.inner <= SHORT and layout.outer >= 8)
 
 
-def _kernel(layout: Layout, step: str) -> Twins:
-    kernel: Twins
-    if _kind(layout) is cpu_rows:
+@lru_cache(maxsize=1024)
+def _rows(layout: Layout) -> tuple[int, int]:
+    """The shape of the rows that the kernels take: narrow ones are joined."""
+    columns = layout.channels * layout.inner
+    repeats = cpu_rows.joined(layout.outer, columns)
+    return layout.outer // repeats, columns * repeats
+
+
+def _call(
+    step: str,
+    parallel: bool,
+    layout: Layout,
+    read: tuple[Array, ...],
+    channelwise: tuple[Any, ...],
+    *written: Array,
+) -> None:
+    """Run the kernel for a layout; `read` and `written` are arrays of that layout."""
+    if _as_rows(layout):
+        shape = _rows(layout)
         kernel = getattr(cpu_rows, f"rows_{step}")
+        views = [layout.view(x).reshape(shape) for x in (*read, *written)]
+        channelwise = (layout.inner, *channelwise)
     else:
         kernel = getattr(cpu_planes, f"planes_{step}")
-    return kernel
-
-
-def _flat(x: Array, layout: Layout) -> Array:
-    view: Array = layout.view(x)
-    return view.reshape(layout.outer, -1) if _kind(layout) is cpu_rows else view
+        views = [layout.view(x) for x in (*read, *written)]
+    count = len(read)
+    _run(kernel, parallel, *views[:count], *channelwise, *views[count:])
 
 
 def _wide(values: Array | None) -> Array:
@@ -165,15 +180,15 @@ def _target(x: Array, layout: Layout, out: Array | None, *operands: Array) -> Ar
     ):
         return np.empty_like(x)
     for operand in (x, *operands):
-        if out.ctypes.data != operand.ctypes.data and np.may_share_memory(out, operand):
+        if np.may_share_memory(out, operand) and out.ctypes.data != operand.ctypes.data:
             return np.empty_like(x)
     return _bits(out, x.dtype)
 
 
 def _give(result: Array, x: Array, out: Array | None) -> Array:
     """`result` of a kernel as an array of the dtype of `x`: in `out`, where there is one."""
-    if out is not None and result.ctypes.data == out.ctypes.data:
-        return out
+    if result is out or (out is not None and result.ctypes.data == out.ctypes.data):
+        return result if out is None else out
     if result.dtype.itemsize == x.dtype.itemsize:
         result = _bits(result, x.dtype.newbyteorder("="))
     with np.errstate(over="ignore"):  # what float16 can't hold is infinite, not a warning
@@ -190,7 +205,7 @@ def moments(x: Array, *, parallel: bool = True) -> Moments:
         return Moments.empty(channels)
     dense, layout = _dense(x)
     mean, m2 = np.empty(channels), np.empty(channels)
-    _run(_kernel(layout, "moments"), parallel, _flat(dense, layout), mean, m2)
+    _call("moments", parallel, layout, (dense,), (mean, m2))
     return Moments(x.size // channels, mean, m2)
 
 
@@ -210,8 +225,7 @@ def normalize(
     dense, layout = _dense(x)
     y = _target(dense, layout, out)
     per_channel = (_wide(mean), _wide(invstd), _wide(weight), _wide(bias))
-    arrays = (*per_channel, _flat(y, layout))
-    _run(_kernel(layout, "normalize"), parallel, _flat(dense, layout), *arrays)
+    _call("normalize", parallel, layout, (dense,), per_channel, y)
     return _give(y, x, out)
 
 
@@ -224,17 +238,16 @@ def forward_alone(
     eps_mode: str,
     out: Array | None = None,
     parallel: bool = True,
-) -> tuple[Array, Moments] | None:
-    """`moments` and `normalize` by those, channel by channel; None where that is no gain."""
+) -> tuple[Array, Moments, Array] | None:
+    """`(y, moments, invstd)` of `x` alone, channel by channel; None where that is no gain."""
     if not _stays_near(x, 1, parallel):
         return None
     dense, layout = _dense(x)
     y = _target(dense, layout, out)
-    mean, m2 = np.empty(x.shape[1]), np.empty(x.shape[1])
+    mean, m2, invstd = np.empty((3, x.shape[1]))
     settings = (_wide(weight), _wide(bias), float(eps), eps_mode == "clamp")
-    arrays = (mean, m2, _flat(y, layout))
-    _run(_kernel(layout, "forward"), parallel, _flat(dense, layout), *settings, *arrays)
-    return _give(y, x, out), Moments(x.size // x.shape[1], mean, m2)
+    _call("forward", parallel, layout, (dense,), (*settings, mean, m2, invstd), y)
+    return _give(y, x, out), Moments(x.size // x.shape[1], mean, m2), invstd
 
 
 def _stays_near(x: Array, arrays: int, parallel: bool) -> bool:
@@ -249,7 +262,7 @@ def _stays_near(x: Array, arrays: int, parallel: bool) -> bool:
     if layout is None:  # a dense copy may lie in any order
         return False
     together = 1
-    if _kind(layout) is cpu_rows:
+    if _as_rows(layout):
         together = max(1, min(layout.channels, cpu_rows.WIDTH // layout.inner))
     near = layout.outer * layout.inner * together * x.itemsize * arrays <= NEAR
     parts = layout.channels // together
@@ -279,17 +292,9 @@ def backward_alone(
     dx = _target(dense, layout, out, grad)
     sum_dy, sum_dy_xhat = np.empty(x.shape[1]), np.empty(x.shape[1])
     constant = _NOWHERE if frozen is None else np.ascontiguousarray(frozen)
-    _run(
-        _kernel(layout, "backward"),
-        parallel,
-        _flat(dense, layout),
-        _flat(grad, layout),
-        *(_wide(values) for values in (mean, invstd, weight)),
-        constant,
-        sum_dy,
-        sum_dy_xhat,
-        _flat(dx, layout),
-    )
+    per_channel = (*(_wide(values) for values in (mean, invstd, weight)), constant)
+    sums = (sum_dy, sum_dy_xhat)
+    _call("backward", parallel, layout, (dense, grad), (*per_channel, *sums), dx)
     return sum_dy, sum_dy_xhat, _give(dx, x, out)
 
 
@@ -301,10 +306,10 @@ def backward_reduce(
     if x.size == 0:
         return np.zeros(channels), np.zeros(channels)
     dense, layout = _dense(x)
-    grad = _flat(_like(dy, x, dense, layout), layout)
+    grad = _like(dy, x, dense, layout)
     sum_dy, sum_dy_xhat = np.empty(channels), np.empty(channels)
     per_channel = (_wide(mean), _wide(invstd), sum_dy, sum_dy_xhat)
-    _run(_kernel(layout, "backward_reduce"), parallel, _flat(dense, layout), grad, *per_channel)
+    _call("backward_reduce", parallel, layout, (dense, grad), per_channel)
     return sum_dy, sum_dy_xhat
 
 
@@ -327,7 +332,18 @@ def backward_input(
     grad = _like(dy, x, dense, layout)
     dx = _target(dense, layout, out, grad)
     per_channel = tuple(_wide(v) for v in (mean, invstd, weight, mean_dy, mean_dy_xhat))
-    arrays = (_flat(dense, layout), _flat(grad, layout))
-    kernel = _kernel(layout, "backward_input")
-    _run(kernel, parallel, *arrays, *per_channel, _flat(dx, layout))
+    _call("backward_input", parallel, layout, (dense, grad), per_channel, dx)
     return _give(dx, x, out)
+
+
+def update_running(running_mean: Array, running_var: Array, total: Moments, factor: float) -> bool:
+    """Blend `total` in, in place; False, and nothing done, where the kernel can't write them.
+
+    The same numbers as `syncbn_core.moments.blend` gives, in a tenth of the time of NumPy's calls.
+    """
+    for running in (running_mean, running_var):
+        native = running.dtype in _BLENDED and running.dtype.isnative and running.flags.carray
+        if not native:
+            return False
+    blend(running_mean, running_var, total.mean, total.m2, total.count, factor)
+    return True

@@ -22,6 +22,7 @@ __all__ = [
     "MAP_FLAGS",
     "SUM_FLAGS",
     "Twins",
+    "blend",
     "exact",
     "has_half",
     "maps",
@@ -170,3 +171,11 @@ def merge(count, mean, m2, tile_count, tile_mean, tile_m2):
     delta = tile_mean - mean
     share = tile_count / total
     return mean + delta * share, m2 + tile_m2 + delta * delta * (count * share)
+
+
+@exact
+def blend(running_mean, running_var, mean, m2, count, factor):
+    """The update of running statistics, of `syncbn_core.moments`, in place."""
+    for c in range(mean.shape[0]):
+        running_mean[c] = (1.0 - factor) * running_mean[c] + factor * mean[c]
+        running_var[c] = (1.0 - factor) * running_var[c] + factor * (m2[c] / (count - 1))

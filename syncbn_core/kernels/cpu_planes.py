@@ -274,7 +274,7 @@ def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx
 
 
 @Twins
-def planes_forward(x, weight, bias, eps, clamp, mean, m2, y):
+def planes_forward(x, weight, bias, eps, clamp, mean, m2, invstd, y):
     """`planes_moments`, then `planes_normalize` by those; `x`, `y` [A, C, B].
 
     `invstd = 1 / sqrt(m2 / n + eps)`, with `clamp` `1 / sqrt(max(m2 / n, eps))`.
@@ -293,8 +293,8 @@ def planes_forward(x, weight, bias, eps, clamp, mean, m2, y):
         m2[c] = channel_m2
         var = channel_m2 / count
         wide = (eps if var < eps else var) if clamp else var + eps
-        invstd = 1.0 / np.sqrt(wide)
-        slope = invstd * weight[c] if weight.shape[0] else invstd
+        invstd[c] = 1.0 / np.sqrt(wide)
+        slope = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
         near = rounded(channel_mean, x)
         scale = rounded(slope, x)
         rest = (np.float64(near) - channel_mean) * slope

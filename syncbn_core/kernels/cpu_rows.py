@@ -1,9 +1,9 @@
-"""Numba CPU kernels for rows `[A, C * B]`: B neighbouring columns belong to one channel.
+"""Numba CPU kernels for rows `[R, C * B]`: B neighbouring columns belong to one channel.
 
-B is 1 where channels lie innermost (channels_last, `(N, C)`); short planes, as of 7x7, go through
-here too, because a loop over one of them would be mostly its ends. Columns are computed side by
-side, a block of them at a time; narrow rows are taken several at a time, as one. What the columns
-of a channel have added up to is added in float64.
+B (`inner`) is 1 where channels lie innermost (channels_last, `(N, C)`); short planes, as of 7x7, go
+through here too, because a loop over one of them would be mostly its ends. Columns are computed
+side by side, a block of them at a time; what those of a channel add up to is added in float64.
+Narrow rows should come joined, `[R / k, k * C * B]` with the `k` that `joined` says.
 
 Builds, per-channel arguments and remainders: as in `cpu_planes`. Rows are added four at a time, in
 an order that the shape alone decides.
@@ -34,9 +34,8 @@ MAX_CHUNKS = 64  # independent partial results per block, at most
 PIECE = 32768  # elements written by one task
 
 
-@exact
-def _repeats(rows, columns):
-    """How many narrow rows are taken as one: as many as fit, and divide them all."""
+def joined(rows, columns):
+    """How many narrow rows to take as one: as many as fit into a block, and divide them all."""
     if 2 * columns <= WIDTH:
         for repeats in range(min(rows, WIDTH // columns), 1, -1):
             if rows % repeats == 0:
@@ -45,11 +44,11 @@ def _repeats(rows, columns):
 
 
 @exact
-def _blocks(columns, channels):
-    """`(columns per channel, channels per block, blocks)`."""
-    inner = columns // channels
+def _blocks(columns, inner, channels):
+    """`(channels per block, blocks, columns per block)`."""
     together = max(1, min(channels, WIDTH // inner))
-    return inner, together, (channels + together - 1) // together
+    blocks = (channels + together - 1) // together
+    return together, blocks, columns if blocks == 1 else together * inner
 
 
 @exact
@@ -138,7 +137,8 @@ def _gradient(source, grad, near, of_dy, of_x, shift, target):
 
 
 @sums
-def _total(run):
+def _total(columns, begin, size):
+    run = columns[begin : begin + size]
     total = 0.0
     for i in range(run.shape[0]):
         total += run[i]
@@ -146,214 +146,126 @@ def _total(run):
 
 
 @exact
-def _fold(columns, inner, channels):
-    """Sums `(channels,)` over the columns of each channel, in float64; sets `columns` to 0."""
-    count = channels.shape[0]
-    if inner == 1:
-        channels[:] = columns[:count]
-        for begin in range(count, columns.shape[0], count):
-            channels += columns[begin : begin + count]
-    else:
-        for c in range(count):
-            channels[c] = _total(columns[c * inner : (c + 1) * inner])
-        for begin in range(count * inner, columns.shape[0], count * inner):
+def _fold(columns, inner, sums):
+    """Sums over the columns of each channel, in float64; sets `columns` to 0."""
+    count = sums.shape[0]
+    for c in range(count):
+        sums[c] = 0.0
+    for begin in range(0, columns.shape[0], count * inner):
+        if inner == 1:
             for c in range(count):
-                channels[c] += _total(columns[begin + c * inner : begin + (c + 1) * inner])
-    columns[:] = 0
+                sums[c] += columns[begin + c]
+        else:
+            for c in range(count):
+                sums[c] += _total(columns, begin + c * inner, inner)
+    for i in range(columns.shape[0]):
+        columns[i] = 0
 
 
 @exact
-def _spread(channels, inner, columns):
-    """What each channel has, rounded, into all of its columns."""
+def _spread(values, low, high, inner, columns):
+    """What the channels `low` to `high` have, rounded, into all of their columns."""
     i = 0
     while i < columns.shape[0]:
-        for c in range(channels.shape[0]):
+        for c in range(low, high):
             for _ in range(inner):
-                columns[i] = channels[c]
+                columns[i] = values[c]
                 i += 1
 
 
+# In what follows the columns `left` to `right` are those of the channels `low` to `high`.
+
+
 @exact
-def _chunk_moments(x, left, right, inner, begin, end, height, mean, m2):
-    """Moments of the tiles `begin` to `end` of a block; returns their count.
+def _chunk_moments(x, left, right, low, high, inner, begin, end, height, k, mean, m2):
+    """Moments of the tiles `begin` to `end` of a block, into row `k`; returns their count.
 
     Each tile as in `cpu_planes`: its sum first, then the deviations from that.
     """
-    rows, width = x.shape[0], right - left
+    width, channels = right - left, high - low
     first, second, shift = scratch(width, x), scratch(width, x), scratch(width, x)
-    channels = mean.shape[0]
-    sums = np.empty(channels)
-    squares = np.empty(channels)
-    near = np.empty(channels)
-    mean[:] = 0.0
-    m2[:] = 0.0
+    sums, squares, near = np.empty(channels), np.empty(channels), np.empty(channels)
     count = 0.0
     for t in range(begin, end):
-        top, bottom = t * height, min(rows, (t + 1) * height)
+        top, bottom = t * height, min(x.shape[0], (t + 1) * height)
         n = np.float64((bottom - top) * (width // channels))
         _add(x, left, right, top, bottom, first)
         _fold(first, inner, sums)
         for c in range(channels):
             near[c] = rounded(sums[c] / n, x)
-        _spread(near, inner, shift)
+        _spread(near, 0, channels, inner, shift)
         _add_deviations(x, left, right, top, bottom, shift, first, second)
         _fold(first, inner, sums)
         _fold(second, inner, squares)
         for c in range(channels):
             mend = sums[c] / n
             tile_m2 = max(squares[c] - mend * sums[c], 0.0 * squares[c])
-            mean[c], m2[c] = merge(count, mean[c], m2[c], n, near[c] + mend, tile_m2)
+            if count == 0.0:
+                mean[k, low + c], m2[k, low + c] = near[c] + mend, tile_m2
+            else:
+                mean[k, low + c], m2[k, low + c] = merge(
+                    count, mean[k, low + c], m2[k, low + c], n, near[c] + mend, tile_m2
+                )
         count += n
     return count
 
 
 @exact
-def _normalize(x, left, right, inner, mean, invstd, weight, bias, begin, end, y):
+def _merge_chunks(counts, means, m2s, low, high, mean, m2):
+    for c in range(low, high):
+        count = counts[0]
+        mean[c] = means[0, c]
+        m2[c] = m2s[0, c]
+        for k in range(1, counts.shape[0]):
+            mean[c], m2[c] = merge(count, mean[c], m2[c], counts[k], means[k, c], m2s[k, c])
+            count += counts[k]
+
+
+@exact
+def _normalize(x, left, right, low, high, inner, mean, invstd, weight, bias, begin, end, y):
     """The rows `begin` to `end` of a block."""
     width = right - left
     near, scale, shift = scratch(width, x), scratch(width, x), scratch(width, x)
-    slope, rest = np.empty(mean.shape[0]), np.empty(mean.shape[0])
-    for c in range(mean.shape[0]):
+    slope, rest = np.empty(high), np.empty(high)
+    for c in range(low, high):
         slope[c] = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
         rest[c] = (np.float64(rounded(mean[c], x)) - mean[c]) * slope[c]
         rest[c] = rest[c] + bias[c] if bias.shape[0] else rest[c]
-    _spread(mean, inner, near)
-    _spread(slope, inner, scale)
-    _spread(rest, inner, shift)
+    _spread(mean, low, high, inner, near)
+    _spread(slope, low, high, inner, scale)
+    _spread(rest, low, high, inner, shift)
     for r in range(begin, end):
         _affine(x[r, left:right], near, scale, shift, y[r, left:right])
 
 
 @exact
-def _chunk_products(x, dy, left, right, inner, mean, begin, end, height, firsts, seconds):
-    """Sums of `dy` and of `dy * (x - mean)`, mean rounded, over tiles of a block."""
-    rows, width = x.shape[0], right - left
+def _chunk_products(
+    x, dy, left, right, low, high, inner, mean, begin, end, height, k, firsts, seconds
+):
+    """Sums of `dy` and of `dy * (x - mean)`, mean rounded, over tiles of a block, into row `k`."""
+    width = right - left
     first, second, near = scratch(width, x), scratch(width, x), scratch(width, x)
-    sums = np.empty(mean.shape[0])
-    _spread(mean, inner, near)
-    firsts[:] = 0.0
-    seconds[:] = 0.0
+    of_dy, of_both = np.empty(high - low), np.empty(high - low)
+    _spread(mean, low, high, inner, near)
+    for c in range(low, high):
+        firsts[k, c] = 0.0
+        seconds[k, c] = 0.0
     for t in range(begin, end):
-        bottom = min(rows, (t + 1) * height)
+        bottom = min(x.shape[0], (t + 1) * height)
         _add_products(x, dy, left, right, t * height, bottom, near, first, second)
-        _fold(first, inner, sums)
-        firsts += sums
-        _fold(second, inner, sums)
-        seconds += sums
+        _fold(first, inner, of_dy)
+        _fold(second, inner, of_both)
+        for c in range(low, high):
+            firsts[k, c] += of_dy[c - low]
+            seconds[k, c] += of_both[c - low]
 
 
 @exact
-def _input(x, dy, left, right, inner, mean, invstd, weight, mean_dy, mean_dy_xhat, begin, end, dx):
-    """The rows `begin` to `end` of a block."""
-    width, channels = right - left, mean.shape[0]
-    near, of_dy = scratch(width, x), scratch(width, x)
-    of_x, shift = scratch(width, x), scratch(width, x)
-    factor, slope, rest = np.empty(channels), np.empty(channels), np.empty(channels)
-    for c in range(channels):
-        off = np.float64(rounded(mean[c], x)) - mean[c]
-        slope[c] = -invstd[c] * invstd[c] * mean_dy_xhat[c]
-        rest[c] = off * slope[c] - invstd[c] * mean_dy[c]
-        factor[c] = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
-    _spread(mean, inner, near)
-    _spread(factor, inner, of_dy)
-    _spread(slope, inner, of_x)
-    _spread(rest, inner, shift)
-    for r in range(begin, end):
-        source, grad = x[r, left:right], dy[r, left:right]
-        _gradient(source, grad, near, of_dy, of_x, shift, dx[r, left:right])
-
-
-@Twins
-def rows_moments(x, mean, m2):
-    """`x` [A, C * B] -> `mean`, `m2` (C,)."""
-    channels = mean.shape[0]
-    inner, together, blocks = _blocks(x.shape[1], channels)
-    repeats = _repeats(x.shape[0], x.shape[1])
-    view = x.reshape(x.shape[0] // repeats, x.shape[1] * repeats)
-    stride = together * inner * repeats
-    height, tiles, chunks = _tiles(view.shape[0], stride, blocks)
-    counts = np.empty(chunks)
-    means = np.empty((chunks, channels))
-    m2s = np.empty((chunks, channels))
-    for task in prange(blocks * chunks):
-        k, block = task // blocks, task % blocks
-        own = slice(block * together, min(channels, (block + 1) * together))
-        left, right = block * stride, min(view.shape[1], (block + 1) * stride)
-        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-        into = (means[k, own], m2s[k, own])
-        counts[k] = _chunk_moments(view, left, right, inner, begin, end, height, into[0], into[1])
-    _merge_chunks(counts, means, m2s, mean, m2)
-
-
-@exact
-def _merge_chunks(counts, means, m2s, mean, m2):
-    count = counts[0]
-    mean[:] = means[0]
-    m2[:] = m2s[0]
-    for k in range(1, counts.shape[0]):
-        for c in range(mean.shape[0]):
-            mean[c], m2[c] = merge(count, mean[c], m2[c], counts[k], means[k, c], m2s[k, c])
-        count += counts[k]
-
-
-@Twins
-def rows_normalize(x, mean, invstd, weight, bias, y):
-    """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [A, C * B]."""
-    channels = mean.shape[0]
-    inner, together, blocks = _blocks(x.shape[1], channels)
-    repeats = _repeats(x.shape[0], x.shape[1])
-    shape = (x.shape[0] // repeats, x.shape[1] * repeats)
-    view, target = x.reshape(shape), y.reshape(shape)
-    stride = together * inner * repeats
-    height, pieces = _pieces(shape[0], stride)
-    for task in prange(blocks * pieces):
-        block = task % blocks
-        own = slice(block * together, min(channels, (block + 1) * together))
-        left, right = block * stride, min(shape[1], (block + 1) * stride)
-        begin = (task // blocks) * height
-        end = min(shape[0], begin + height)
-        affine = (weight[own], bias[own])
-        moments = (mean[own], invstd[own])
-        _normalize(
-            view,
-            left,
-            right,
-            inner,
-            moments[0],
-            moments[1],
-            affine[0],
-            affine[1],
-            begin,
-            end,
-            target,
-        )
-
-
-@Twins
-def rows_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
-    """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [A, C * B]."""
-    channels = mean.shape[0]
-    inner, together, blocks = _blocks(x.shape[1], channels)
-    repeats = _repeats(x.shape[0], x.shape[1])
-    shape = (x.shape[0] // repeats, x.shape[1] * repeats)
-    view, grad = x.reshape(shape), dy.reshape(shape)
-    stride = together * inner * repeats
-    height, tiles, chunks = _tiles(shape[0], stride, blocks)
-    firsts = np.empty((chunks, channels))
-    seconds = np.empty((chunks, channels))
-    for task in prange(blocks * chunks):
-        k, block = task // blocks, task % blocks
-        own = slice(block * together, min(channels, (block + 1) * together))
-        left, right = block * stride, min(shape[1], (block + 1) * stride)
-        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-        into = (mean[own], firsts[k, own], seconds[k, own])
-        _chunk_products(
-            view, grad, left, right, inner, into[0], begin, end, height, into[1], into[2]
-        )
-    for c in range(channels):
+def _add_chunks(x, firsts, seconds, low, high, mean, invstd, sum_dy, sum_dy_xhat):
+    for c in range(low, high):
         first = 0.0
         second = 0.0
-        for k in range(chunks):
+        for k in range(firsts.shape[0]):
             first += firsts[k, c]
             second += seconds[k, c]
         rest = np.float64(rounded(mean[c], x)) - mean[c]
@@ -361,142 +273,179 @@ def rows_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
         sum_dy_xhat[c] = (second + rest * first) * invstd[c]
 
 
+@exact
+def _input(
+    x,
+    dy,
+    left,
+    right,
+    low,
+    high,
+    inner,
+    mean,
+    invstd,
+    weight,
+    mean_dy,
+    mean_dy_xhat,
+    begin,
+    end,
+    dx,
+):
+    """The rows `begin` to `end` of a block."""
+    width = right - left
+    near, of_dy = scratch(width, x), scratch(width, x)
+    of_x, shift = scratch(width, x), scratch(width, x)
+    factor, slope, rest = np.empty(high), np.empty(high), np.empty(high)
+    for c in range(low, high):
+        off = np.float64(rounded(mean[c], x)) - mean[c]
+        slope[c] = -invstd[c] * invstd[c] * mean_dy_xhat[c]
+        rest[c] = off * slope[c] - invstd[c] * mean_dy[c]
+        factor[c] = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
+    _spread(mean, low, high, inner, near)
+    _spread(factor, low, high, inner, of_dy)
+    _spread(slope, low, high, inner, of_x)
+    _spread(rest, low, high, inner, shift)
+    for r in range(begin, end):
+        source, grad = x[r, left:right], dy[r, left:right]
+        _gradient(source, grad, near, of_dy, of_x, shift, dx[r, left:right])
+
+
 @Twins
-def rows_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
-    """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, [A, C * B].
+def rows_moments(x, inner, mean, m2):
+    """`x` [R, C * B] -> `mean`, `m2` (C,)."""
+    channels = mean.shape[0]
+    together, blocks, stride = _blocks(x.shape[1], inner, channels)
+    height, tiles, chunks = _tiles(x.shape[0], stride, blocks)
+    counts = np.empty(chunks)
+    means = np.empty((chunks, channels))
+    m2s = np.empty((chunks, channels))
+    for task in prange(blocks * chunks):
+        k, block = task // blocks, task % blocks
+        low, high = block * together, min(channels, (block + 1) * together)
+        left, right = block * stride, min(x.shape[1], (block + 1) * stride)
+        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+        counts[k] = _chunk_moments(
+            x, left, right, low, high, inner, begin, end, height, k, means, m2s
+        )
+    _merge_chunks(counts, means, m2s, 0, channels, mean, m2)
+
+
+@Twins
+def rows_normalize(x, inner, mean, invstd, weight, bias, y):
+    """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [R, C * B]."""
+    channels = mean.shape[0]
+    together, blocks, stride = _blocks(x.shape[1], inner, channels)
+    height, pieces = _pieces(x.shape[0], stride)
+    for task in prange(blocks * pieces):
+        block = task % blocks
+        low, high = block * together, min(channels, (block + 1) * together)
+        left, right = block * stride, min(x.shape[1], (block + 1) * stride)
+        begin = (task // blocks) * height
+        end = min(x.shape[0], begin + height)
+        _normalize(x, left, right, low, high, inner, mean, invstd, weight, bias, begin, end, y)
+
+
+@Twins
+def rows_backward_reduce(x, dy, inner, mean, invstd, sum_dy, sum_dy_xhat):
+    """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [R, C * B]."""
+    channels = mean.shape[0]
+    together, blocks, stride = _blocks(x.shape[1], inner, channels)
+    height, tiles, chunks = _tiles(x.shape[0], stride, blocks)
+    firsts = np.empty((chunks, channels))
+    seconds = np.empty((chunks, channels))
+    for task in prange(blocks * chunks):
+        k, block = task // blocks, task % blocks
+        low, high = block * together, min(channels, (block + 1) * together)
+        left, right = block * stride, min(x.shape[1], (block + 1) * stride)
+        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+        _chunk_products(
+            x, dy, left, right, low, high, inner, mean, begin, end, height, k, firsts, seconds
+        )
+    _add_chunks(x, firsts, seconds, 0, channels, mean, invstd, sum_dy, sum_dy_xhat)
+
+
+@Twins
+def rows_backward_input(x, dy, inner, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
+    """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, [R, C * B].
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
     """
     channels = mean.shape[0]
-    inner, together, blocks = _blocks(x.shape[1], channels)
-    repeats = _repeats(x.shape[0], x.shape[1])
-    shape = (x.shape[0] // repeats, x.shape[1] * repeats)
-    view, grad, target = x.reshape(shape), dy.reshape(shape), dx.reshape(shape)
-    stride = together * inner * repeats
-    height, pieces = _pieces(shape[0], stride)
+    together, blocks, stride = _blocks(x.shape[1], inner, channels)
+    height, pieces = _pieces(x.shape[0], stride)
     for task in prange(blocks * pieces):
         block = task % blocks
-        own = slice(block * together, min(channels, (block + 1) * together))
-        left, right = block * stride, min(shape[1], (block + 1) * stride)
+        low, high = block * together, min(channels, (block + 1) * together)
+        left, right = block * stride, min(x.shape[1], (block + 1) * stride)
         begin = (task // blocks) * height
-        end = min(shape[0], begin + height)
+        end = min(x.shape[0], begin + height)
         _input(
-            view,
-            grad,
-            left,
-            right,
-            inner,
-            mean[own],
-            invstd[own],
-            weight[own],
-            mean_dy[own],
-            mean_dy_xhat[own],
-            begin,
-            end,
-            target,
-        )
+            x, dy, left, right, low, high, inner,
+            mean, invstd, weight, mean_dy, mean_dy_xhat, begin, end, dx,
+        )  # fmt: skip
 
 
 # Both steps of a direction, one block after the other, as in `cpu_planes`.
 
 
 @Twins
-def rows_forward(x, weight, bias, eps, clamp, mean, m2, y):
-    """`rows_moments`, then `rows_normalize` by those; `x`, `y` [A, C * B].
+def rows_forward(x, inner, weight, bias, eps, clamp, mean, m2, invstd, y):
+    """`rows_moments`, then `rows_normalize` by those; `x`, `y` [R, C * B].
 
     `invstd = 1 / sqrt(m2 / n + eps)`, with `clamp` `1 / sqrt(max(m2 / n, eps))`.
     """
+    rows, columns = x.shape
     channels = mean.shape[0]
-    inner, together, blocks = _blocks(x.shape[1], channels)
-    repeats = _repeats(x.shape[0], x.shape[1])
-    shape = (x.shape[0] // repeats, x.shape[1] * repeats)
-    view, target = x.reshape(shape), y.reshape(shape)
-    stride = together * inner * repeats
-    height, tiles, chunks = _tiles(shape[0], stride, blocks)
+    together, blocks, stride = _blocks(columns, inner, channels)
+    height, tiles, chunks = _tiles(rows, stride, blocks)
+    counts = np.empty((blocks, chunks))
+    means = np.empty((chunks, channels))
+    m2s = np.empty((chunks, channels))
     for block in prange(blocks):
         low, high = block * together, min(channels, (block + 1) * together)
-        left, right = block * stride, min(shape[1], (block + 1) * stride)
-        counts = np.empty(chunks)
-        means = np.empty((chunks, high - low))
-        m2s = np.empty((chunks, high - low))
+        left, right = block * stride, min(columns, (block + 1) * stride)
         for k in range(chunks):
             begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-            counts[k] = _chunk_moments(
-                view, left, right, inner, begin, end, height, means[k], m2s[k]
+            counts[block, k] = _chunk_moments(
+                x, left, right, low, high, inner, begin, end, height, k, means, m2s
             )
-        _merge_chunks(counts, means, m2s, mean[low:high], m2[low:high])
-        invstd = np.empty(high - low)
+        _merge_chunks(counts[block], means, m2s, low, high, mean, m2)
         for c in range(low, high):
-            var = m2[c] / (x.shape[0] * inner)
+            var = m2[c] / (rows * (columns // channels))
             wide = (eps if var < eps else var) if clamp else var + eps
-            invstd[c - low] = 1.0 / np.sqrt(wide)
-        _normalize(
-            view,
-            left,
-            right,
-            inner,
-            mean[low:high],
-            invstd,
-            weight[low:high],
-            bias[low:high],
-            0,
-            shape[0],
-            target,
-        )
+            invstd[c] = 1.0 / np.sqrt(wide)
+        _normalize(x, left, right, low, high, inner, mean, invstd, weight, bias, 0, rows, y)
 
 
 @Twins
-def rows_backward(x, dy, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx):
-    """`rows_backward_reduce`, then `rows_backward_input` by those; all [A, C * B].
+def rows_backward(x, dy, inner, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx):
+    """`rows_backward_reduce`, then `rows_backward_input` by those; all [R, C * B].
 
     `frozen` (C,) bool: where `invstd` is a constant; empty for nowhere.
     """
+    rows, columns = x.shape
     channels = mean.shape[0]
-    inner, together, blocks = _blocks(x.shape[1], channels)
-    repeats = _repeats(x.shape[0], x.shape[1])
-    shape = (x.shape[0] // repeats, x.shape[1] * repeats)
-    view, grad, target = x.reshape(shape), dy.reshape(shape), dx.reshape(shape)
-    stride = together * inner * repeats
-    height, tiles, chunks = _tiles(shape[0], stride, blocks)
-    count = x.shape[0] * inner
+    together, blocks, stride = _blocks(columns, inner, channels)
+    height, tiles, chunks = _tiles(rows, stride, blocks)
+    firsts, seconds = np.empty((chunks, channels)), np.empty((chunks, channels))
+    mean_dy, mean_dy_xhat = np.empty(channels), np.empty(channels)
+    count = rows * (columns // channels)
     for block in prange(blocks):
         low, high = block * together, min(channels, (block + 1) * together)
-        left, right = block * stride, min(shape[1], (block + 1) * stride)
-        firsts = np.empty(high - low)
-        seconds = np.empty(high - low)
-        first = np.zeros(high - low)
-        second = np.zeros(high - low)
+        left, right = block * stride, min(columns, (block + 1) * stride)
         for k in range(chunks):
             begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-            near = mean[low:high]
             _chunk_products(
-                view, grad, left, right, inner, near, begin, end, height, firsts, seconds
+                x, dy, left, right, low, high, inner, mean, begin, end, height, k, firsts, seconds
             )
-            first += firsts
-            second += seconds
+        _add_chunks(x, firsts, seconds, low, high, mean, invstd, sum_dy, sum_dy_xhat)
         for c in range(low, high):
-            own = c - low
-            rest = np.float64(rounded(mean[c], x)) - mean[c]
-            second[own] = (second[own] + rest * first[own]) * invstd[c]
-            sum_dy[c] = first[own]
-            sum_dy_xhat[c] = second[own]
             factor = weight[c] if weight.shape[0] else 1.0
-            first[own] = first[own] * factor / count
-            second[own] = second[own] * factor / count
+            mean_dy[c] = sum_dy[c] * factor / count
+            mean_dy_xhat[c] = sum_dy_xhat[c] * factor / count
             if frozen.shape[0] and frozen[c]:
-                second[own] = 0.0
+                mean_dy_xhat[c] = 0.0
         _input(
-            view,
-            grad,
-            left,
-            right,
-            inner,
-            mean[low:high],
-            invstd[low:high],
-            weight[low:high],
-            first,
-            second,
-            0,
-            shape[0],
-            target,
-        )
+            x, dy, left, right, low, high, inner,
+            mean, invstd, weight, mean_dy, mean_dy_xhat, 0, rows, dx,
+        )  # fmt: skip

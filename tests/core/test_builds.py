@@ -41,8 +41,8 @@ PLANES = {
     "many channels": (3, 2048, 7),
     "one element": (1, 1, 2),
 }
-# [A, C] or [A, C, B]; a block has 512 columns, a tile 32768 elements and 32 to 256 rows; blocks share
-# out 64 chunks; rows of 256 columns and less are joined where their number has a divisor.
+# [A, C] or [A, C, B]; a block has 512 columns, a tile 32768 elements and 32 to 256 rows; blocks
+# share out 64 chunks; rows of 256 columns and less are joined where their number has a divisor.
 ROWS = {
     "one row": (1, 3),
     "a tile exactly": (256, 300),
@@ -62,19 +62,22 @@ ROWS = {
 def run_kernels(kind: str, build: str, case: Any) -> dict[str, Array]:
     """All four kernels of a kind, straight, with results that were NaN before."""
     x, dy, mean, invstd, weight, bias, mean_dy, mean_dy_xhat = case
+    inner: tuple[int, ...] = ()
     if kind == "rows":
-        x, dy = x.reshape(len(x), -1), dy.reshape(len(dy), -1)
+        inner = (prod(x.shape[2:]),)
+        repeats = cpu_rows.joined(len(x), x[0].size)
+        x, dy = (a.reshape(len(a) // repeats, -1) for a in (x, dy))
     weight = np.empty(0) if weight is None else weight.astype("f8")
     bias = np.empty(0) if bias is None else bias.astype("f8")
     kernels = {step: getattr(KERNELS[f"{kind}_{step}"], build) for step in STEPS}
     channels = case.x.shape[1]
     result = {name: np.full(channels, np.nan) for name in ("mean", "m2", "sum_dy", "sum_dy_xhat")}
     result |= {name: np.full_like(x, np.nan) for name in ("y", "dx")}
-    kernels["moments"](x, result["mean"], result["m2"])
-    kernels["normalize"](x, mean, invstd, weight, bias, result["y"])
-    kernels["backward_reduce"](x, dy, mean, invstd, result["sum_dy"], result["sum_dy_xhat"])
+    kernels["moments"](x, *inner, result["mean"], result["m2"])
+    kernels["normalize"](x, *inner, mean, invstd, weight, bias, result["y"])
+    kernels["backward_reduce"](x, dy, *inner, mean, invstd, result["sum_dy"], result["sum_dy_xhat"])
     sums = (mean_dy, mean_dy_xhat)
-    kernels["backward_input"](x, dy, mean, invstd, weight, *sums, result["dx"])
+    kernels["backward_input"](x, dy, *inner, mean, invstd, weight, *sums, result["dx"])
     return result | {name: result[name].reshape(case.x.shape) for name in ("y", "dx")}
 
 

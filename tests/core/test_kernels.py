@@ -113,6 +113,8 @@ def test_kernels_get_dense_aligned_arrays_of_this_machine(
     def run(kernel: Any, parallel: bool, *arguments: Array) -> None:
         kernels.append(kernel)
         for array in arguments:
+            if isinstance(array, int):
+                continue
             assert type(array) is np.ndarray
             assert array.dtype in (np.float32, np.float64, np.int16)
             assert array.dtype.isnative
@@ -232,8 +234,11 @@ def test_variance_keeps_six_digits_in_float32_at_any_mean(
     x = (mean + np.random.default_rng(5).normal(size=shape)).astype(np.float32)
     axes = tuple(axis for axis in range(x.ndim) if axis != 1)
     got_mean, m2 = np.empty(shape[1]), np.empty(shape[1])
-    kernel = cpu_planes.planes_moments if kind == "planes" else cpu_rows.rows_moments
-    getattr(kernel, build)(x if kind == "planes" else x.reshape(len(x), -1), got_mean, m2)
+    if kind == "planes":
+        getattr(cpu_planes.planes_moments, build)(x, got_mean, m2)
+    else:
+        rows = x.reshape(len(x) // cpu_rows.joined(len(x), x[0].size), -1)
+        getattr(cpu_rows.rows_moments, build)(rows, prod(shape[2:]), got_mean, m2)
     var = m2 / (x.size // shape[1])
     wide = x.astype(np.float64)
     assert np.abs(var / wide.var(axes) - 1).max() < 1e-6

@@ -15,7 +15,10 @@ SHAPES = [
     (40, 3, 33, 31),  # few channels: several chunks to each
     (1, 9, 3),
     (2, 8, 2, 3, 4),
-    (300, 4, 2, 1),
+    (300, 4, 2, 1),  # rows: short planes, joined
+    (32, 70, 7, 7),  # rows in several blocks, a narrow last one
+    (40, 1100),
+    (301, 10),
 ]
 Array = np.ndarray[Any, Any]
 
@@ -59,6 +62,7 @@ def test_bitwise_the_same(
         np.testing.assert_array_equal(done[0], expected)
         np.testing.assert_array_equal(done[1].mean, moments.mean)
         np.testing.assert_array_equal(done[1].m2, moments.m2)
+        np.testing.assert_array_equal(done[2], invstd)
         assert out is None or done[0] is out
     frozen = moments.var < eps if eps_mode == "clamp" else None
     first, second = backend.backward_reduce(x, dy, moments.mean, invstd, parallel=parallel)

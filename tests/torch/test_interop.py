@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncbn_torch.interop import as_array, as_tensor, has_kernels
+from syncbn_torch.interop import as_array, as_tensor, has_kernels, values_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -20,6 +20,15 @@ def test_tensor_and_array_share_memory_both_ways(dtype: torch.dtype, grad: bool)
     back = as_tensor(array)
     back[0, 1] = 6
     assert tensor[0, 1] == 6
+
+
+def test_bfloat16_crosses_as_bits_and_as_numbers() -> None:
+    tensor = torch.tensor([1.0, -2.5], dtype=torch.bfloat16, requires_grad=True)
+    bits = as_array(tensor)
+    assert bits.dtype == np.uint16
+    bits[0] = 0x4000
+    assert tensor[0] == 2
+    np.testing.assert_array_equal(values_of(tensor), np.array([2, -2.5], np.float32))
 
 
 def test_strides_cross_unchanged() -> None:
@@ -38,7 +47,9 @@ def test_lazily_negated_tensor_has_its_own_sign() -> None:
 def test_what_has_kernels() -> None:
     assert has_kernels(torch.ones(1))
     assert has_kernels(torch.ones(1).double())
-    assert not has_kernels(torch.ones(1).half())
+    assert has_kernels(torch.ones(1).half())
+    assert has_kernels(torch.ones(1).bfloat16())
+    assert not has_kernels(torch.ones(1, dtype=torch.float8_e5m2))
     assert not has_kernels(torch.ones(1, device="meta"))
     assert not has_kernels(torch.ones(2, 2).to_sparse())
 
