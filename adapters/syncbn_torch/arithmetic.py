@@ -24,7 +24,7 @@ from syncbn_core.packed import PackedMoments
 from syncbn_torch import plain
 from syncbn_torch.cuda import CudaStatistics, has_cuda_kernels
 from syncbn_torch.cuda import moments as cuda_moments
-from syncbn_torch.interop import as_array, has_kernels, values_of
+from syncbn_torch.interop import as_array, empty_like, has_kernels, values_of
 from syncbn_torch.statistics import Channelwise, RunningStatistics, Sums, silent, tensor_of
 
 __all__ = [
@@ -86,6 +86,10 @@ def parameter_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradients by weight and bias from `sums` (2, C), in the dtype of weight."""
     dtype = x.dtype if weight is None else weight.dtype
+    if dtype is torch.float32 and not isinstance(sums, Tensor):
+        with silent():  # NumPy's small operations cost less than torch's
+            rounded = sums.astype(np.float32)
+        return tensor_of(rounded[1]), tensor_of(rounded[0])
     by_bias, by_weight = tensor_of(sums).to(dtype).unbind()
     return by_weight, by_bias
 
@@ -105,7 +109,7 @@ def forward_alone(
     """`(y, moments, invstd)` of a batch that is x alone, in one; None where that is no gain."""
     if not has_kernels(x) or x.numel() == 0:
         return None
-    y = torch.empty_like(x)
+    y = empty_like(x)
     per_channel = (_maybe(weight), _maybe(bias))
     settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "parallel": _threads(True)}
     done = core.forward_alone(as_array(x), *per_channel, out=as_array(y), **settings)
@@ -137,7 +141,7 @@ class HostStatistics:
     ) -> Tensor:
         """`y = (x - mean) * invstd * weight + bias`; running statistics are updated."""
         if has_kernels(x):
-            y = torch.empty_like(x)
+            y = empty_like(x)
             per_channel = (self.mean, self.invstd, _maybe(weight), _maybe(bias))
             threads = _threads(parallel)
             core.normalize(as_array(x), *per_channel, out=as_array(y), parallel=threads)
@@ -168,7 +172,7 @@ class HostStatistics:
         """
         if not has_kernels(x) or x.numel() == 0:
             return None
-        dx = torch.empty_like(x)
+        dx = empty_like(x)
         frozen = self.total.var < self.eps if self.eps_mode == "clamp" else None
         operands = (as_array(x), as_array(dy), self.mean, self.invstd, _maybe(weight), frozen)
         done = core.backward_alone(*operands, out=as_array(dx), parallel=_threads(True))
@@ -196,7 +200,7 @@ class HostStatistics:
         means = self.means(total, x)
         if not has_kernels(x):
             return plain.backward_input(x, dy, self.mean, self.invstd, weight, *means)
-        dx = torch.empty_like(x)
+        dx = empty_like(x)
         arrays = (as_array(x), as_array(dy), self.mean, self.invstd, _maybe(weight))
         threads = _threads(parallel)
         core.backward_input(*arrays, *means, out=as_array(dx), parallel=threads)

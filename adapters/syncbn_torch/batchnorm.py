@@ -36,7 +36,7 @@ from syncbn_core.moments import (
 )
 from syncbn_torch import functional
 from syncbn_torch.communicator import communicator_for
-from syncbn_torch.interop import has_kernels
+from syncbn_torch.interop import has_kernels, huge_pages_on_request
 from syncbn_torch.link import Link
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
@@ -255,9 +255,14 @@ def dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-# Elements per thread from which forward and backward together were faster than torch's, by 1.1 to
-# 1.6 times, on one thread and on two; for channels_last and (N, C) torch's were, or as fast.
+# By measurement (docs/speed.md), forward and backward together, on one thread and on two. Elements
+# per thread from which ours is faster for contiguous planes of float32 and float64, and for short
+# ones of any dtype:
 KERNEL_SIZE = 500_000
+# Bytes from which it is for any dtype and layout, as the result of torch's kernel is then mapped
+# anew each time, in small pages:
+MAPPED_SIZE = 1 << 25
+SHORT = 64  # elements of a plane
 
 
 _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
@@ -281,8 +286,14 @@ def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
         return True  # a kernel that is no torch operation can't be traced or transformed
     if _ours_always.get():
         return False
-    planes = x.dim() > 2 and x.is_contiguous()
-    return not (has_kernels(x) and planes and x.numel() >= KERNEL_SIZE * torch.get_num_threads())
+    if not has_kernels(x):
+        return True
+    size = x.numel()
+    if size * x.element_size() >= MAPPED_SIZE and huge_pages_on_request():
+        return False
+    if size < KERNEL_SIZE * torch.get_num_threads() or x.dim() < 3 or not x.is_contiguous():
+        return True
+    return x.element_size() < 4 and size > SHORT * x.shape[0] * x.shape[1]
 
 
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):

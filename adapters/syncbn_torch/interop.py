@@ -6,6 +6,8 @@ NumPy has no bfloat16: its bits go as uint16, as the kernels take them.
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["as_array", "as_tensor", "has_kernels", "values_of"]
+__all__ = [
+    "as_array",
+    "as_tensor",
+    "empty_like",
+    "has_kernels",
+    "huge_pages_on_request",
+    "values_of",
+]
 
+LARGE = 1 << 22  # bytes from which NumPy, too, asks for huge pages
+_MADV_HUGEPAGE = 14
+_PAGE = 4096
 _KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -47,3 +59,35 @@ def values_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     """The tensor that shares memory with `array`, which must be writable."""
     return torch.from_numpy(array)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """A new tensor like x, on huge pages where the system grants them to who asks (Linux).
+
+    A large result is new memory each time, and to get it page by page takes longer than to
+    compute it: 80 instead of 30 ms for 103 MB.
+    """
+    y = torch.empty_like(x)
+    size = y.numel() * y.element_size()
+    if size >= LARGE and huge_pages_on_request():
+        begin = -(-y.data_ptr() // _PAGE) * _PAGE
+        length = (y.data_ptr() + size - begin) // _PAGE * _PAGE
+        _madvise()(begin, length, _MADV_HUGEPAGE)  # only advice: nobody asks what came of it
+    return y
+
+
+@cache
+def huge_pages_on_request() -> bool:
+    """Whether this system has huge pages for those who ask, and for nobody else."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return "[madvise]" in file.read()
+    except OSError:  # not Linux, or hidden from a container
+        return False
+
+
+@cache
+def _madvise() -> Any:
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return advise

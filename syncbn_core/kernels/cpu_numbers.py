@@ -79,7 +79,8 @@ def has_half() -> bool:
 
     LLVM would call functions that Numba does not load where it does not.
     """
-    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    settings: Any = numba.config
+    name, features = settings.CPU_NAME, settings.CPU_FEATURES
     if features is not None:
         return "+f16c" in features
     if name is not None:
@@ -94,8 +95,7 @@ def _computed_in(dtype: Any) -> Any:
     return dtype if isinstance(dtype, types.Float) else types.float32
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def widen(typing_context, value):
+def _widen(typing_context, value):
     """An element of an activation as the number that is computed with."""
 
     def generate(context, builder, signature, arguments):
@@ -111,8 +111,10 @@ def widen(typing_context, value):
     return _computed_in(value)(value), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def narrow(typing_context, value, array):
+widen: Any = intrinsic(_widen)
+
+
+def _narrow(typing_context, value, array):
     """`value` rounded to what `array` holds."""
 
     def generate(context, builder, signature, arguments):
@@ -124,6 +126,9 @@ def narrow(typing_context, value, array):
         return number
 
     return array.dtype(value, array), generate
+
+
+narrow: Any = intrinsic(_narrow)
 
 
 def _nearest_bfloat16(builder, number):
@@ -145,7 +150,7 @@ def rounded(value: float, array: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(rounded)  # type: ignore[untyped-decorator]
+@overload(rounded)
 def _rounded(value, array):
     if _computed_in(array.dtype) == types.float64:
         return lambda value, array: np.float64(value)
@@ -157,7 +162,7 @@ def scratch(size: int, array: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(scratch)  # type: ignore[untyped-decorator]
+@overload(scratch)
 def _scratch(size, array):
     if _computed_in(array.dtype) == types.float64:
         return lambda size, array: np.zeros(size, np.float64)

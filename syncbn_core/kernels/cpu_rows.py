@@ -34,7 +34,7 @@ MAX_CHUNKS = 64  # independent partial results per block, at most
 PIECE = 32768  # elements written by one task
 
 
-def joined(rows, columns):
+def joined(rows: int, columns: int) -> int:
     """How many narrow rows to take as one: as many as fit into a block, and divide them all."""
     if 2 * columns <= WIDTH:
         for repeats in range(min(rows, WIDTH // columns), 1, -1):

@@ -142,4 +142,6 @@ def test_processor_without_float16_copies(fresh_python: Callable[..., str]) -> N
     assert generic[:2] == ["False", "float16"]
     for a, b in zip(here[2:], generic[2:], strict=True):
         a_values, b_values = (np.frombuffer(bytes.fromhex(t), np.float16) for t in (a, b))
-        np.testing.assert_allclose(a_values.astype("f4"), b_values.astype("f4"), rtol=2e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            a_values.astype("f4"), b_values.astype("f4"), rtol=2e-3, atol=1e-5
+        )

@@ -2,12 +2,20 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from syncbn_torch.interop import as_array, as_tensor, has_kernels, values_of
+from syncbn_torch.interop import (
+    as_array,
+    as_tensor,
+    empty_like,
+    has_kernels,
+    huge_pages_on_request,
+    values_of,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -57,3 +65,27 @@ def test_what_has_kernels() -> None:
 def test_import_compiles_nothing() -> None:
     code = "import syncbn_torch, sys; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.skipif(not huge_pages_on_request(), reason="no huge pages on request here")
+def test_large_results_ask_for_huge_pages() -> None:
+    size = 40 << 20  # mapped by itself
+    flags = [advised(empty(torch.empty(size, dtype=torch.uint8))) for empty in EMPTY]
+    assert flags == [False, True]
+
+
+EMPTY = (torch.empty_like, empty_like)
+
+
+def advised(tensor: torch.Tensor) -> bool:
+    """Whether the middle of its memory lies in a mapping that asks for huge pages."""
+    middle = tensor.data_ptr() + tensor.numel() // 2
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        words = line.split()
+        if "-" in words[0] and ":" not in words[0]:
+            low, high = (int(end, 16) for end in words[0].split("-"))
+            inside = low <= middle < high
+        elif inside and words[0] == "VmFlags:":
+            return "hg" in words
+    raise AssertionError("no mapping")
