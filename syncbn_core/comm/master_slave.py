@@ -213,7 +213,8 @@ class _Round:
             slave.calls += 1
             self.check(slave.calls)
             slave.message = message
-            self.changed.notify_all()
+            if not self.missing(slave.calls):  # waking the master for each would cost as much again
+                self.changed.notify_all()
             return slave.calls
 
     def give_up(self, identifier: Hashable, call: int, error: BaseException) -> bool:
