@@ -1,13 +1,17 @@
 """How fast the layer is on CPU, beside torch's and beside the measured speed of memory.
 
-    python benchmarks/cpu.py                       # everything, some fifteen minutes
+    python benchmarks/cpu.py                       # everything, some twenty minutes
     python benchmarks/cpu.py --quick               # float32 only, few shapes
     python benchmarks/cpu.py --other package.module:BatchNorm2d
-    python benchmarks/cpu.py --show benchmarks/results/cpu-....json
+    python benchmarks/cpu.py --show benchmarks/results/cpu-....json --plot docs/speed.png
 
 Contenders take turns within each round, so that a slow moment of the machine meets all of them;
 figures are medians over rounds, ratios are medians of the ratios of a round. Writes JSON to
-benchmarks/results, prints tables; nothing is judged here but against the targets it prints.
+benchmarks/results, prints tables and what became of the targets; nothing is asserted.
+
+A large result is new memory in each call, and glibc gives small ones back to the system at times:
+then their pages fault anew, for every contender. The part "kept" measures once more with an
+allocator that keeps its memory.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import contextlib
 import datetime
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -40,6 +45,7 @@ from syncbn_core import functional as core
 from syncbn_core.comm import run_in_threads, thread_group
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.batchnorm import always_ours
+from syncbn_torch.interop import as_array, huge_pages_on_request
 
 RESNET50 = [
     (32, 64, 112, 112), (32, 64, 56, 56), (32, 256, 56, 56), (32, 128, 56, 56),
@@ -51,7 +57,7 @@ TINY = (4, 8, 8, 8)
 FEW = [(32, 64, 56, 56), (32, 256, 14, 14), (32, 2048, 7, 7), *OTHERS]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
-LONG = 20.0  # seconds a case may take; then it ends with the rounds that it has
+LONG = 8.0  # seconds a case may take; then it ends with the rounds that it has
 
 
 # ------------------------------------------------------------------------- measuring
@@ -199,6 +205,48 @@ def kernels(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield kernel_case(shape, count, args.rounds)
 
 
+def kernel_dtypes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The kernels in 16 bits, over half the time of float32: what the bytes would let expect."""
+    shapes = FEW[:3] if args.quick else FEW
+    for shape in shapes:
+        for layout in LAYOUTS if len(shape) == 4 else ["NCHW"]:
+            for count in args.threads:
+                with threads(count):
+                    yield dtype_case(shape, layout, count, args.rounds)
+
+
+def dtype_case(shape: tuple[int, ...], layout: str, count: int, rounds: int) -> dict[str, Any]:
+    channels, parallel = shape[1], count > 1
+    mean, invstd, weight = np.zeros(channels), np.ones(channels), np.ones(channels, np.float32)
+
+    def contender(dtype: torch.dtype) -> Callable[[], dict[str, float]]:
+        x, dy, out = (as_array(tensor(shape, dtype, layout)) for _ in range(3))
+
+        def run() -> dict[str, float]:
+            begin = time.perf_counter()
+            core.local_moments(x, parallel=parallel)
+            core.normalize(x, mean, invstd, weight, weight, out=out, parallel=parallel)
+            middle = time.perf_counter()
+            core.backward_sums(x, dy, mean, invstd, parallel=parallel)
+            sums = (mean, mean)
+            core.backward_input(x, dy, mean, invstd, weight, *sums, out=out, parallel=parallel)
+            return {"forward": middle - begin, "backward": time.perf_counter() - middle}
+
+        return run
+
+    found = interleaved({n: contender(d) for n, d in DTYPES.items() if n != "float64"}, rounds)
+    over = {
+        name: {
+            part: statistics.median(
+                2 * t / f for t, f in zip(found[name][part], found["float32"][part], strict=True)
+            )
+            for part in ("forward", "backward")
+        }
+        for name in ("float16", "bfloat16")
+    }
+    return {"shape": shape, "layout": layout, "threads": count, "over_float32_by_bytes": over}
+
+
 def kernel_case(shape: tuple[int, ...], count: int, rounds: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     x, dy = (rng.standard_normal(shape, np.float32) for _ in range(2))
@@ -252,24 +300,42 @@ def kernel_case(shape: tuple[int, ...], count: int, rounds: int) -> dict[str, An
     }  # fmt: skip
 
 
+DEPTH = 8  # layers in a row
+
+
 def replicas(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Replicas that synchronize, over the unsplit layer, and in plain operations."""
-    for shape in [(32, 64, 56, 56), (8, 256, 28, 28), (32, 2048, 7, 7)]:
-        for count in (2, 4, 8):
-            x, dy = tensor(shape, torch.float32, "NCHW"), tensor(shape, torch.float32, "NCHW")
-            ours = DataParallelWithCallback(SyncBatchNorm(shape[1]), replicas=count)
-            plain = DataParallelWithCallback(PlainSynchronized(shape[1]), replicas=count)
-            layers = {"replicas": ours, "plain replicas": plain, "unsplit": Ours(shape[1])}
-            for number in args.threads:
-                with threads(number):
-                    runs = {key: passes(layer, x, dy) for key, layer in layers.items()}
-                    found = interleaved(runs, args.rounds)
-                yield {
-                    "shape": shape,
-                    "replicas": count,
-                    "threads": number,
-                    "found": summary(found, "unsplit"),
-                }
+    """Replicas that synchronize, over the unsplit layers, and in plain operations.
+
+    One layer, where splitting the input and joining the outputs counts in full, and eight in a row,
+    where it counts as in a network.
+    """
+    shapes = [(32, 64, 56, 56), (8, 256, 28, 28), (32, 2048, 7, 7)]
+    for depth, shape, count in itertools.product((1, DEPTH), shapes, (1, 2, 4, 8)):
+        if args.quick and (count in (1, 8) or shape != shapes[0]):
+            continue
+        x, dy = tensor(shape, torch.float32, "NCHW"), tensor(shape, torch.float32, "NCHW")
+
+        def stack(kind: Callable[[int], nn.Module], depth: int, channels: int) -> nn.Module:
+            return nn.Sequential(*[kind(channels) for _ in range(depth)])
+
+        ours = stack(SyncBatchNorm if count > 1 else Ours, depth, shape[1])
+        plain = stack(PlainSynchronized, depth, shape[1])
+        layers = {
+            "replicas": DataParallelWithCallback(ours, replicas=count),
+            "plain replicas": DataParallelWithCallback(plain, replicas=count),
+            "unsplit": stack(Ours, depth, shape[1]),
+        }
+        for number in args.threads:
+            with threads(number):
+                runs = {key: passes(layer, x, dy) for key, layer in layers.items()}
+                found = interleaved(runs, args.rounds)
+            yield {
+                "shape": shape,
+                "depth": depth,
+                "replicas": count,
+                "threads": number,
+                "found": summary(found, "unsplit"),
+            }
 
 
 def exchanges() -> Iterator[dict[str, Any]]:
@@ -305,31 +371,72 @@ def kept_bytes(layer: nn.Module, x: Tensor) -> int:
     return sum(saved.values())
 
 
+PEAK = """
+import sys, torch
+sys.path[:0] = {path!r}
+from cpu import CONTENDERS, most_memory, tensor
+layer = CONTENDERS[{name!r}](64)
+x = tensor((64, 64, 112, 112), torch.float32, "NCHW").requires_grad_()
+layer(x[:2]).sum().backward()
+most_memory()
+before = most_memory()
+layer(x).backward(x.detach())
+print((most_memory() - before) / (4 * x.numel()))
+"""
+CONTENDERS: dict[str, Callable[[int], nn.Module]] = {
+    "ours": Ours,
+    "torch": nn.BatchNorm2d,
+    "plain": PlainSynchronized,
+}
+
+
+def most_memory() -> int:
+    """Bytes that this process has held at most since this was last asked; 0 but on Linux."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    (line,) = (row for row in status.read_text().splitlines() if row.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(line.split()[1]) * 1024
+
+
 def memory() -> list[dict[str, Any]]:
-    shape = (32, 64, 56, 56)
-    x = torch.randn(shape)
-    contenders = {
-        "ours": Ours(64),
-        "torch": nn.BatchNorm2d(64),
-        "plain": PlainSynchronized(64),
-    }
+    """Activations kept for backward, and the most that a forward and backward add to x."""
+    x = torch.randn(32, 64, 56, 56)
     size = x.numel() * x.element_size()
     return [
-        {"name": name, "activations": kept_bytes(layer, x) / size}
-        for name, layer in contenders.items()
+        {
+            "name": name,
+            "activations": kept_bytes(kind(64), x) / size,
+            "peak": in_new_process(PEAK.format(name=name, path=sys.path)),
+        }
+        for name, kind in CONTENDERS.items()
     ]
+
+
+def in_new_process(code: str, **environment: str) -> float:
+    """The number that a program prints last."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, **environment}, timeout=300,
+    )  # fmt: skip
+    return float(done.stdout.split()[-1])
+
+
+def kept(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The layers once more, with an allocator that gives no memory back (glibc)."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--quick", "--parts", "layers", "--output", folder]
+        command += ["--rounds", str(args.rounds), "--threads", *map(str, args.threads)]
+        never = str(1 << 40)
+        keep = {"MALLOC_TRIM_THRESHOLD_": never, "MALLOC_MMAP_THRESHOLD_": never}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **keep})
+        (path,) = Path(folder).iterdir()
+        return list(json.loads(path.read_text(encoding="utf-8"))["layers"])
 
 
 def starts() -> dict[str, float]:
     """Seconds of imports and of the first use, in new processes."""
-
-    def run(code: str, **environment: str) -> float:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-            env={**os.environ, **environment}, timeout=300,
-        )  # fmt: skip
-        return float(done.stdout.split()[-1])
-
     first = (
         "import torch, time; b = time.perf_counter(); import syncbn_torch;"
         "from syncbn_torch.batchnorm import always_ours;"
@@ -338,12 +445,12 @@ def starts() -> dict[str, float]:
     )
     imported = "import torch, time; b = time.perf_counter(); import syncbn_torch; "
     with tempfile.TemporaryDirectory() as empty:
-        cold = run(first, NUMBA_CACHE_DIR=empty)
+        cold = in_new_process(first, NUMBA_CACHE_DIR=empty)
         return {
             "first use, nothing compiled": cold,
-            "first use": min(run(first, NUMBA_CACHE_DIR=empty) for _ in range(3)),
+            "first use": min(in_new_process(first, NUMBA_CACHE_DIR=empty) for _ in range(3)),
             "import syncbn_torch after torch": min(
-                run(imported + "print(time.perf_counter() - b)") for _ in range(3)
+                in_new_process(imported + "print(time.perf_counter() - b)") for _ in range(3)
             ),
         }
 
@@ -365,40 +472,55 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "numba": numba.__version__,
+        "huge_pages_on_request": huge_pages_on_request(),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--other", help="another layer: MODULE:CLASS, called with channels")
-    parser.add_argument("--parts", nargs="+", default=["layers", "kernels", "replicas", "rest"])
+    parts = ["layers", "kept", "kernels", "replicas", "rest"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
     parser.add_argument("--show", type=Path, help="only print what is in this file")
+    parser.add_argument("--plot", type=Path, help="draw the speed of the layers into this PNG")
     args = parser.parse_args()
     if args.show:
-        show(json.loads(args.show.read_text(encoding="utf-8")))
+        report(json.loads(args.show.read_text(encoding="utf-8")), args.plot)
         return 0
     torch.manual_seed(0)
     results: dict[str, Any] = {"facts": facts(), "rounds": args.rounds}
     if "layers" in args.parts:
         results["layers"] = list(whole_layers(args))
+    if "kept" in args.parts:
+        results["layers_kept"] = kept(args)
     if "kernels" in args.parts:
         results["kernels"] = list(kernels(args))
+        results["dtypes"] = list(kernel_dtypes(args))
     if "replicas" in args.parts:
         results["replicas"] = list(replicas(args))
     if "rest" in args.parts:
         results["exchanges"] = list(exchanges())
         results["memory"] = memory()
         results["starts"] = starts()
-    show(results)
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / f"cpu-{results['facts']['date']}{'-quick' if args.quick else ''}.json"
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    report(json.loads(path.read_text(encoding="utf-8")), args.plot)
     print(path)
     return 0
+
+
+def report(results: dict[str, Any], picture: Path | None) -> None:
+    show(results)
+    if picture is not None:
+        from cpu_plot import plot  # Matplotlib is not needed for the rest
+
+        plot(results, picture)
+        print(picture)
 
 
 if __name__ == "__main__":
