@@ -38,6 +38,9 @@ OLDEST_PYTHON, *NEWER_PYTHONS = nox.project.python_versions(PROJECT)
 # Sessions with torch run on the oldest Python, where it is there, else on the one that runs nox.
 TORCH_PYTHON = OLDEST_PYTHON if shutil.which(f"python{OLDEST_PYTHON}") else None
 
+# For tests that compute in one thread and wait for nobody.
+SIDE_BY_SIDE = ("--numprocesses", "2")
+
 CHECK_WHEEL = """
 import sys
 from importlib import metadata, resources
@@ -96,7 +99,7 @@ def tests_core(session: nox.Session) -> None:
     """The tests of the core, without torch, on the newer Pythons."""
     session.install(*CONSTRAINTS, "-e", ".", *groups("test"))
     fresh_numba_cache(session)
-    session.run("pytest", *(session.posargs or ["tests/core"]))
+    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, "tests/core"]))
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -115,7 +118,7 @@ def tests_cuda(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, "-e", ".[cuda13]", *groups("test", "ptx"))
     fresh_numba_cache(session)
     tests = [f"tests/core/test_{name}.py" for name in ("driver", "no_device", "stand_in")]
-    session.run("pytest", *(session.posargs or [*tests, "tests/ptx"]))
+    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *tests, "tests/ptx"]))
     # the packages of the other CUDA, and their error where no device is there
     other = fresh_directory(session, "cuda12")
     session.run("python", "-m", "venv", str(other))
@@ -131,7 +134,7 @@ def tests_simulator(session: nox.Session) -> None:
     """The CUDA kernels, and torch and CuPy on them, in Numba's simulator."""
     session.install(*CONSTRAINTS, "-e", ".[torch,examples]", *groups("test"))
     session.env["NUMBA_ENABLE_CUDASIM"] = "1"
-    session.run("pytest", *(session.posargs or ["tests/simulator"]))
+    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, "tests/simulator"]))
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -191,6 +194,27 @@ def wheel(session: nox.Session) -> None:
     with session.chdir(dist):
         session.run(python, "-c", CHECK_WHEEL, external=True, log=False)
     shutil.rmtree(fresh)
+
+
+@nox.session(python=TORCH_PYTHON)
+def benchmark(session: nox.Session) -> None:
+    """Measure the CPU: tables, JSON, and the picture of the README; twenty minutes."""
+    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("bench"))
+    session.run("python", "benchmarks/cpu.py", *(session.posargs or ["--plot", "docs/speed.png"]))
+
+
+@nox.session(python=TORCH_PYTHON)
+def compare(session: nox.Session) -> None:
+    """Speed of the working tree over another revision: `dev.py compare -- REVISION [options]`."""
+    revision, *options = session.posargs or ["HEAD"]
+    session.install(*CONSTRAINTS, "torch", "numba", "numpy", *groups("bench"))
+    other = fresh_directory(session, "other")
+    git = {"external": True, "silent": True}
+    session.run("git", "worktree", "add", "--force", "--detach", str(other), revision, **git)
+    try:
+        session.run("python", "benchmarks/compare.py", str(other), *options)
+    finally:
+        session.run("git", "worktree", "remove", "--force", str(other), **git)
 
 
 @nox.session(python=TORCH_PYTHON)

@@ -7,9 +7,9 @@
 
 Ioffe and Szegedy 2015, "Batch Normalization". Shapes and dtypes, the same everywhere:
 
-    x, dy, y, dx                  (N, C, *spatial), float32 or float64; float16 (and bfloat16 of
-                                  CuPy) are computed in float32. Any memory layout; results have
-                                  the layout of x.
+    x, dy, y, dx                  (N, C, *spatial), float64, float32, float16 or bfloat16 (CuPy's,
+                                  or NumPy's of the package ml_dtypes); 16 bits are computed in
+                                  float32. Any memory layout; results have the layout of x.
     weight, bias, running_*       (C,), floating
     mean, invstd, sums            (C,), float64
 
@@ -388,7 +388,7 @@ def check_input(x: Array, num_features: int | None = None) -> None:
         )
     if not _is_floating(x.dtype) or x.dtype.itemsize > 8:
         raise DTypeError(
-            f"expected float16, float32 or float64, got {x.dtype}; convert it first, for "
+            f"expected float16, bfloat16, float32 or float64, got {x.dtype}; convert it first, for "
             "example with x.astype(numpy.float32)"
         )
     if num_features is not None and shape[1] != num_features:

@@ -80,7 +80,7 @@ FORWARD: dict[str, tuple[dict[str, Any], type[SyncBNError], tuple[str, ...]]] = 
         f"x of dtype {np.dtype(dtype)}": (
             {"x": zeros(4, 3, 5, dtype=dtype)},
             DTypeError,
-            ("expected float16, float32 or float64", f"got {np.dtype(dtype)}", "astype"),
+            ("expected float16, bfloat16, float32 or float64", f"got {np.dtype(dtype)}", "astype"),
         )
         for dtype in (np.int64, np.uint8, np.bool_, np.complex64, object, *LONG)
     },

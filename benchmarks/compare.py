@@ -1,0 +1,152 @@
+"""Is this revision slower than another? Both measure the same cases in turns, in one run.
+
+    python benchmarks/compare.py OTHER_CHECKOUT [--rounds 9] [--threads 1 2]
+
+`python3 dev.py compare -- REVISION` makes the other checkout by itself. Each checkout is served by
+a process of its own, which says how long a forward and a backward took when it is asked; who is
+asked first changes from round to round. Ratios are medians over rounds, with quartiles: a change
+is one when 1 is not between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parents[1]
+SHAPES = {
+    "32x64x56x56": (32, 64, 56, 56),
+    "8x256x28x28": (8, 256, 28, 28),
+    "32x2048x7x7": (32, 2048, 7, 7),
+    "256x512": (256, 512),
+    "4x8x8x8": (4, 8, 8, 8),
+}
+WORKER = """
+import json, sys, time
+import torch
+from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
+from syncbn_torch.batchnorm import always_ours
+
+cases = {}
+
+def run(shape, dtype, layout, replicas, threads):
+    torch.set_num_threads(threads)
+    key = (shape, dtype, layout, replicas, threads)
+    if key not in cases:
+        x, dy = (torch.randn(shape).to(getattr(torch, dtype)) for _ in range(2))
+        if layout == "channels_last" and len(shape) == 4:
+            x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
+        layer = SyncBatchNorm(shape[1])
+        if replicas > 1:
+            layer = DataParallelWithCallback(layer, replicas=replicas)
+        cases[key] = (x.requires_grad_(), dy, layer)
+    x, dy, layer = cases[key]
+    begin = time.perf_counter()
+    with always_ours():
+        y = layer(x)
+    torch.autograd.grad(y, [x, *layer.parameters()], dy)
+    return time.perf_counter() - begin
+
+print("ready", flush=True)
+for line in sys.stdin:
+    shape, *rest = json.loads(line)
+    print(run(tuple(shape), *rest), flush=True)
+"""
+
+
+class Side:
+    """A checkout, and the process that measures it."""
+
+    def __init__(self, root: Path) -> None:
+        places = os.pathsep.join([str(root), str(root / "adapters")])
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": places},
+        )
+        self.answer()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(
+                f"a worker ended with status {self.process.wait()}; see its error above"
+            )
+        return line
+
+    def seconds(self, request: str) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(request + "\n")
+        self.process.stdin.flush()
+        return float(self.answer())
+
+    def close(self) -> None:
+        self.process.communicate(timeout=60)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("other", type=Path, help="a checkout of the other revision")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    args = parser.parse_args()
+    kinds = [("float32", "NCHW", 1), ("float32", "channels_last", 1), ("bfloat16", "NCHW", 1)]
+    kinds.append(("float32", "NCHW", 4))
+    sides = {"other": Side(args.other), "this": Side(HERE)}
+    table = Table(title="This revision over the other: times, forward and backward by our kernels")
+    for column in (
+        "shape",
+        "dtype",
+        "layout",
+        "replicas",
+        "threads",
+        "other, ms",
+        "ratio",
+        "quartiles",
+    ):
+        table.add_column(column, justify="right")
+    ratios = []
+    for name in args.shapes:
+        for dtype, layout, replicas in kinds:
+            if layout == "channels_last" and len(SHAPES[name]) != 4:
+                continue
+            for threads in args.threads:
+                request = json.dumps([SHAPES[name], dtype, layout, replicas, threads])
+                found: dict[str, list[float]] = {"other": [], "this": []}
+                for index in range(args.rounds + 1):
+                    for side in sides if index % 2 else reversed(sides):
+                        found[side].append(sides[side].seconds(request))
+                pairs = list(zip(found["other"], found["this"], strict=True))[
+                    1:
+                ]  # the first compiles
+                low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
+                ratios.append(middle)
+                other = statistics.median(a for a, _ in pairs) * 1e3
+                table.add_row(
+                    name, dtype, layout, str(replicas), str(threads), f"{other:.2f}",
+                    f"{middle:.2f}", f"{low:.2f} to {high:.2f}",
+                )  # fmt: skip
+    for side in sides.values():
+        side.close()
+    console = Console(width=120)
+    console.print(table)
+    console.print(
+        f"geometric mean {statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.2f}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What the CPU kernels cost, in units that don't depend on the machine: bytes, passes, vectors."""
+
+import platform
+import re
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numba
+import numpy as np
+import pytest
+from numba import types
+
+from syncbn_core import batch_norm_backward, batch_norm_forward
+from syncbn_core.backends import numpy as backend
+from syncbn_core.comm import SingleCommunicator
+from syncbn_core.kernels import cpu_planes, cpu_rows
+from syncbn_core.kernels.cpu_numbers import Twins, has_half
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the activations that each kernel was given."""
+    found: list[int] = []
+    original = backend._run
+
+    def run(kernel: Twins, parallel: bool, x: Array, *arguments: Any) -> None:
+        arrays = [x, *(a for a in arguments if isinstance(a, np.ndarray) and a.size == x.size)]
+        found.append(sum(a.nbytes for a in arrays))
+        original(kernel, parallel, x, *arguments)
+
+    monkeypatch.setattr(backend, "_run", run)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["f2", "bf2", "f4", "f8"])
+@pytest.mark.parametrize("layout", ["NCHW", "channels last", "short planes", "rows"])
+def test_three_passes_forward_and_five_backward_in_the_dtype_of_x(
+    layout: str, dtype: str, moved: list[int]
+) -> None:
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bf2" else dtype)
+    if dtype == "f2" and not has_half():
+        pytest.skip("this processor does not convert float16")
+    shapes = {"short planes": (16, 400, 7, 7), "rows": (500, 600)}
+    shape = shapes.get(layout, (4, 3, 180, 150))
+    x, dy = (np.ones(shape, kind) for _ in range(2))
+    if layout == "channels last":
+        x, dy = (a.transpose(0, 2, 3, 1).copy().transpose(0, 3, 1, 2) for a in (x, dy))
+    # with a communicator: somebody else may have a part of the batch
+    settings: dict[str, Any] = {"communicator": SingleCommunicator(), "parallel": False}
+    batch_norm_backward(dy, batch_norm_forward(x, **settings)[1], **settings)  # compile, load
+    moved.clear()
+    tracemalloc.start()
+    try:
+        _, saved = batch_norm_forward(x, **settings)
+        assert tracemalloc.get_traced_memory()[1] < 1.1 * x.nbytes  # y
+        assert sum(moved) == 3 * x.nbytes
+        moved.clear()
+        batch_norm_backward(dy, saved, **settings)
+        assert sum(moved) == 5 * x.nbytes
+        # y is gone, dx has come
+        assert tracemalloc.get_traced_memory()[1] < 2.2 * x.nbytes
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 40, 40), (16, 400, 7, 7)], ids=str)
+def test_a_layer_alone_reads_each_array_from_memory_once(
+    shape: tuple[int, ...], moved: list[int]
+) -> None:
+    x = np.ones(shape, np.float32)
+    _, saved = batch_norm_forward(x, parallel=False)
+    assert moved == [2 * x.nbytes]
+    moved.clear()
+    batch_norm_backward(x, saved, parallel=False)
+    assert moved == [3 * x.nbytes]
+
+
+# ------------------------------------------------------------------------------- vectors
+
+LOOPS = {
+    cpu_planes: "_sum _deviations _products _affine _gradient _channel_affine _channel_gradient",
+    cpu_rows: "_add _add_deviations _add_products _affine _gradient",
+}
+
+
+def signature(function: Any, element: Any, number: Any) -> tuple[Any, ...]:
+    """Types of the arguments, told by their names."""
+    rows = function.py_func.__module__.endswith("rows")
+    run, line = types.Array(element, 1, "C"), types.Array(number, 1, "C")
+    known = {
+        "x": types.Array(element, 2 if rows else 3, "C"),
+        "run": run, "source": run, "grad": run, "target": run,
+        "total": line, "first": line, "second": line,
+    }  # fmt: skip
+    known |= {"dy": known["x"], "y": known["x"], "dx": known["x"]}
+    if function.py_func.__name__ == "_products":
+        known |= {"x": run, "dy": run}
+    known |= dict.fromkeys(("left", "right", "begin", "end", "c"), types.int64)
+    channelwise = line if rows else number
+    code = function.py_func.__code__
+    return tuple(known.get(n, channelwise) for n in code.co_varnames[: code.co_argcount])
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86's assembler")
+@pytest.mark.parametrize(
+    "element", [types.float32, types.float64, types.int16, types.uint16], ids=str
+)
+def test_every_inner_loop_is_vectorized(element: Any) -> None:
+    """A change that costs this costs a factor of four to fifteen, and no result."""
+    features = numba.core.codegen.get_host_cpu_features()
+    if "+avx2" not in features or (element is types.int16 and not has_half()):
+        pytest.skip("a processor without the instructions")
+    number = element if isinstance(element, types.Float) else types.float32
+    for module, names in LOOPS.items():
+        for name in names.split():
+            function = getattr(module, name)
+            fresh = numba.njit(**function.targetoptions)(
+                function.py_func
+            )  # cached ones show no code
+            given = signature(function, element, number)
+            fresh.compile(given)
+            loops = vector_loops(fresh.inspect_asm(given))
+            assert loops, f"{module.__name__}.{name} of {element} has no loop over vectors"
+
+
+def vector_loops(assembler: str) -> list[str]:
+    """Blocks that jump back to their own beginning and compute with whole vectors."""
+    blocks = re.split(r"\n(?=\.L\w+:)", assembler)
+    found = []
+    for block in blocks:
+        label = block.partition(":")[0]
+        again = re.search(rf"\tj\w+\t{re.escape(label)}\b", block)
+        if again and re.search(r"v(f\w+|add|sub|mul)p[sd]\s.*[yz]mm", block):
+            found.append(block)
+    return found

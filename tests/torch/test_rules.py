@@ -1,0 +1,99 @@
+"""Which inputs a lone layer hands to torch's kernel, and what a small one costs."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from syncbn_torch import SyncBatchNorm, batchnorm
+from syncbn_torch.batchnorm import KERNEL_SIZE, MAPPED_SIZE, always_ours
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def goes_to_torch(x: Tensor) -> bool:
+    return batchnorm._torch_is_faster(x, "plus")
+
+
+def planes(count: int, inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Contiguous planes of `inner` elements, of `count` elements or some more in all."""
+    return torch.empty(8, -(-count // (8 * inner)), inner, dtype=dtype)
+
+
+def test_contiguous_planes_from_half_a_million_elements_per_thread(threads: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        assert not goes_to_torch(planes(KERNEL_SIZE * threads, 3136, dtype))
+        assert goes_to_torch(planes(KERNEL_SIZE * threads - 3136 * 8, 3136, dtype))
+    for dtype in HALVES:
+        assert goes_to_torch(planes(KERNEL_SIZE * threads, 3136, dtype))
+        assert not goes_to_torch(planes(KERNEL_SIZE * threads, 49, dtype))
+        assert goes_to_torch(planes(1000, 49, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_other_layouts_where_results_are_mapped_anew(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elements = MAPPED_SIZE // dtype.itemsize
+    large = torch.empty(elements // 64, 64, dtype=dtype)
+    image = torch.empty(2, 64, 8, elements // 1024, dtype=dtype)
+    image = image.to(memory_format=torch.channels_last)
+    for huge in (True, False):
+        monkeypatch.setattr(batchnorm, "huge_pages_on_request", lambda huge=huge: huge)
+        assert goes_to_torch(large) is not huge
+        assert goes_to_torch(image) is not huge
+        assert goes_to_torch(large[:-1])
+        assert goes_to_torch(image[:1])
+
+
+def test_clamp_and_always_ours_never_go_to_torch() -> None:
+    x = torch.empty(2, 3, 4)
+    assert goes_to_torch(x)
+    assert not batchnorm._torch_is_faster(x, "clamp")
+    with always_ours():
+        assert not goes_to_torch(x)
+
+
+def calls(action: Callable[[], Any]) -> int:
+    """Calls of Python and of C functions that an action makes; the same in every run."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    action()
+    sys.setprofile(profile)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_small_input_costs_few_calls() -> None:
+    """They are most of what it takes; the bounds are what was needed once, and a tenth more."""
+    x, dy = torch.randn(2, 4, 8, 8, 8)
+    x.requires_grad_()
+    layer, theirs = SyncBatchNorm(8), nn.BatchNorm2d(8)
+    assert calls(lambda: layer(x)) <= calls(lambda: theirs(x)) + 30
+    with always_ours():
+        assert calls(lambda: layer(x)) <= FORWARD
+        y = layer(x)
+    operands = [x, *layer.parameters()]
+    assert calls(lambda: torch.autograd.grad(y, operands, dy, retain_graph=True)) <= BACKWARD
+
+
+FORWARD = 160
+BACKWARD = 160
