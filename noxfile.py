@@ -80,7 +80,7 @@ def fresh_numba_cache(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def tests(session: nox.Session) -> None:
     """All tests, with torch."""
-    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test"))
+    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test", "bench"))
     fresh_numba_cache(session)
     session.run("pytest", *session.posargs)
 
@@ -200,19 +200,22 @@ def wheel(session: nox.Session) -> None:
 def benchmark(session: nox.Session) -> None:
     """Measure the CPU: tables, JSON, and the picture of the README; twenty minutes."""
     session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("bench"))
+    fresh_numba_cache(session)
     session.run("python", "benchmarks/cpu.py", *(session.posargs or ["--plot", "docs/speed.png"]))
 
 
 @nox.session(python=TORCH_PYTHON)
 def compare(session: nox.Session) -> None:
     """Speed of the working tree over another revision: `dev.py compare -- REVISION [options]`."""
-    revision, *options = session.posargs or ["HEAD"]
+    given = list(session.posargs)
+    revision = given.pop(0) if given and not given[0].startswith("-") else "HEAD"
     session.install(*CONSTRAINTS, "torch", "numba", "numpy", *groups("bench"))
+    fresh_numba_cache(session)
     other = fresh_directory(session, "other")
     git = {"external": True, "silent": True}
     session.run("git", "worktree", "add", "--force", "--detach", str(other), revision, **git)
     try:
-        session.run("python", "benchmarks/compare.py", str(other), *options)
+        session.run("python", "benchmarks/compare.py", str(other), *given)
     finally:
         session.run("git", "worktree", "remove", "--force", str(other), **git)
 

@@ -31,7 +31,7 @@ SHAPES = {
 }
 WORKER = """
 import json, sys, time
-import torch
+import numba, torch
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.batchnorm import always_ours
 
@@ -39,6 +39,7 @@ cases = {}
 
 def run(shape, dtype, layout, replicas, threads):
     torch.set_num_threads(threads)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     key = (shape, dtype, layout, replicas, threads)
     if key not in cases:
         x, dy = (torch.randn(shape).to(getattr(torch, dtype)) for _ in range(2))
@@ -125,7 +126,7 @@ def main() -> int:
             for threads in args.threads:
                 request = json.dumps([SHAPES[name], dtype, layout, replicas, threads])
                 found: dict[str, list[float]] = {"other": [], "this": []}
-                for index in range(args.rounds + 1):
+                for index in range(max(2, args.rounds) + 1):
                     for side in sides if index % 2 else reversed(sides):
                         found[side].append(sides[side].seconds(request))
                 pairs = list(zip(found["other"], found["this"], strict=True))[

@@ -151,9 +151,14 @@ def torch_layer(shape: tuple[int, ...]) -> nn.Module:
 # ----------------------------------------------------------------------------- cases
 
 
+def chosen(args: argparse.Namespace) -> list[tuple[int, ...]]:
+    shapes = FEW if args.quick else [*RESNET50, *OTHERS]
+    return [s for s in shapes if not args.shapes or "x".join(map(str, s)) in args.shapes]
+
+
 def whole_layers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Ours, as shipped and always by our kernels, against `nn.BatchNorm`."""
-    shapes = FEW if args.quick else [*RESNET50, *OTHERS]
+    shapes = chosen(args)
     for name, dtype in DTYPES.items():
         if args.quick and name != "float32":
             continue
@@ -198,7 +203,7 @@ def layer_case(
 
 def kernels(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The kernels alone, with reused and with fresh output, over the time of a copy."""
-    shapes = FEW if args.quick else [*RESNET50, *OTHERS]
+    shapes = chosen(args)
     for shape in shapes:
         for count in args.threads:
             with threads(count):
@@ -207,8 +212,7 @@ def kernels(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def kernel_dtypes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The kernels in 16 bits, over half the time of float32: what the bytes would let expect."""
-    shapes = FEW[:3] if args.quick else FEW
-    for shape in shapes:
+    for shape in [shape for shape in chosen(args) if shape in FEW]:
         for layout in LAYOUTS if len(shape) == 4 else ["NCHW"]:
             for count in args.threads:
                 with threads(count):
@@ -390,11 +394,11 @@ CONTENDERS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def most_memory() -> int:
-    """Bytes that this process has held at most since this was last asked; 0 but on Linux."""
+def most_memory() -> float:
+    """Bytes that this process has held at most since this was last asked; NaN but on Linux."""
     status = Path("/proc/self/status")
     if not status.exists():
-        return 0
+        return float("nan")
     (line,) = (row for row in status.read_text().splitlines() if row.startswith("VmHWM"))
     Path("/proc/self/clear_refs").write_text("5")
     return int(line.split()[1]) * 1024
@@ -483,6 +487,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--other", help="another layer: MODULE:CLASS, called with channels")
     parts = ["layers", "kept", "kernels", "replicas", "rest"]
+    parser.add_argument("--shapes", nargs="+", help="of the layers and kernels, as 4x8x8x8")
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
     parser.add_argument("--show", type=Path, help="only print what is in this file")
@@ -507,7 +512,9 @@ def main() -> int:
         results["memory"] = memory()
         results["starts"] = starts()
     args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"cpu-{results['facts']['date']}{'-quick' if args.quick else ''}.json"
+    kind = "-quick" if args.quick else ""
+    kind += "" if args.parts == parts else "-" + "-".join(args.parts)
+    path = args.output / f"cpu-{results['facts']['date']}{kind}.json"
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     report(json.loads(path.read_text(encoding="utf-8")), args.plot)
     print(path)

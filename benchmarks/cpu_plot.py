@@ -17,8 +17,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     """Speed of the layer over `nn.BatchNorm`'s by shape, and of the kernels over a copy's."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 5.5), layout="constrained")
     for axis, layout in zip(axes, ("NCHW", "channels_last"), strict=False):
-        bars(axis, results["layers"], layout)
-    floor(axes[2], results["kernels"])
+        bars(axis, results.get("layers", []), layout)
+    floor(axes[2], results.get("kernels", []))
     processor, cores = results["facts"]["processor"], results["facts"]["cores"]
     figure.suptitle(
         f"Forward and backward on CPU, float32 ({processor}, {cores} cores, "
@@ -44,19 +44,19 @@ def bars(axis: Any, rows: list[dict[str, Any]], layout: str) -> None:
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set_title(f"layer, {layout}: times as fast as nn.BatchNorm", fontsize=10)
-    axis.legend(loc="lower right", fontsize=8)
+    if rows:
+        axis.legend(loc="lower right", fontsize=8)
 
 
 def floor(axis: Any, rows: list[dict[str, Any]]) -> None:
     for part, marker in (("forward", "o"), ("backward", "s")):
         for count in sorted({row["threads"] for row in rows}):
-            some = sorted((r for r in rows if r["threads"] == count), key=lambda r: r["bytes"])
-            axis.plot(
+            some = [row for row in rows if row["threads"] == count]
+            axis.scatter(
                 [row["bytes"] / 2**20 for row in some],
                 [row["over_floor"]["reused output"][part] for row in some],
                 marker=marker,
-                markersize=4,
-                linewidth=1,
+                s=18,
                 label=f"{part}, {count} thread{'s' * (count > 1)}",
             )
     axis.axhline(1, color="black", linewidth=1)
@@ -64,4 +64,5 @@ def floor(axis: Any, rows: list[dict[str, Any]]) -> None:
     axis.set_ylim(0, 4)
     axis.set_xlabel("size of the activation, MiB")
     axis.set_title("kernels: time over 3 and 5 passes at copy speed", fontsize=10)
-    axis.legend(fontsize=8)
+    if rows:
+        axis.legend(fontsize=8)

@@ -501,15 +501,13 @@ def _update_running(
     total: Moments,
     momentum: float | None,
 ) -> None:
+    if running_mean is not None and running_var is not None and total.count > 0:
+        tracked = 0 if num_batches_tracked is None else int(num_batches_tracked) + 1
+        factor = averaging_factor(momentum, tracked)
+        if not update_running(running_mean, running_var, total, factor):
+            new_mean = blend(running_mean, total.mean, factor)
+            new_var = blend(running_var, total.unbiased_var, factor)
+            running_mean[...] = new_mean
+            running_var[...] = new_var
     if num_batches_tracked is not None:
         num_batches_tracked += 1
-    if running_mean is None or running_var is None or total.count == 0:
-        return
-    tracked = 0 if num_batches_tracked is None else int(num_batches_tracked)
-    factor = averaging_factor(momentum, tracked)
-    if update_running(running_mean, running_var, total, factor):
-        return
-    new_mean = blend(running_mean, total.mean, factor)
-    new_var = blend(running_var, total.unbiased_var, factor)
-    running_mean[...] = new_mean
-    running_var[...] = new_var

@@ -169,6 +169,16 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 f"convert one of them with .to({own.dtype}) or layer.to({input.dtype})"
             )
 
+    def _check_sizes(self) -> None:
+        """Raise for parameters and buffers of other sizes: kernels don't look at them."""
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            own = getattr(self, name)
+            if own is not None and own.shape != (self.num_features,):
+                raise ShapeError(
+                    f"expected {name} of shape ({self.num_features},), as num_features, got "
+                    f"{tuple(own.shape)}; set num_features with them"
+                )
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalized `input` (N, C, *spatial), same shape, dtype and memory layout.
 
@@ -200,6 +210,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         link = self._link
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
+        self._check_sizes()
         x, weight, bias = self._widened(input)
         settings: dict[str, Any] = {"eps": self.eps, "eps_mode": eps_mode}
         running = self._running() if self.training else None
@@ -225,7 +236,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return communicator_for(self.process_group) if self.training else None
 
     def _widened(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`(x, weight, bias)`, in float32 where there are no kernels for half precision."""
+        """`(x, weight, bias)`, in float32 where there are no kernels: for subclasses of Tensor."""
         weight: Tensor | None = self.weight
         bias: Tensor | None = self.bias
         if x.device.type == "cpu" and not has_kernels(x):

@@ -48,6 +48,7 @@ def forward_together(
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         layer._check(x)
+        layer._check_sizes()
     dtypes = tuple(map(dtype_name, inputs))
     communicator = communicator.at(Site(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0]))
     calls = [Call(layer.eps, layer.effective_eps_mode, communicator) for layer in layers]

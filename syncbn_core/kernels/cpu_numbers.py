@@ -7,7 +7,9 @@ rounded once, to nearest even, when they are stored; NaN stays NaN.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -40,10 +42,22 @@ SUM_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
 MAP_FLAGS = {"contract"}
 
 
+def _stamp() -> int:
+    """Changes with this file, at which Numba's cache does not look when its users are the same."""
+    try:
+        return zlib.crc32(Path(__file__).read_bytes())
+    except OSError:  # imported from an archive
+        return 0
+
+
+_STAMP = _stamp()
+
+
 def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit` with an on-disk cache where there is a place to write it."""
 
     def decorate(function: Callable[..., Any]) -> Any:
+        function = _renamed(function, f"_{_STAMP:08x}")
         try:
             return numba.njit(cache=True, **options)(function)
         except RuntimeError:  # no writable cache directory, for example a read-only container
@@ -61,9 +75,9 @@ class Twins:
         self.parallel = _jit(parallel=True, **options)(_renamed(function, "_parallel"))
 
 
-def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:
-    """A copy under another name: Numba's disk cache tells builds apart by name, not by options."""
-    copy = FunctionType(function.__code__, function.__globals__, function.__name__ + suffix)
+def _renamed(function: Callable[..., Any], suffix: str) -> Callable[..., Any]:
+    """A copy under another name, by which alone Numba's disk cache tells builds apart."""
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__)
     copy.__qualname__ = function.__qualname__ + suffix
     copy.__module__ = function.__module__
     return copy

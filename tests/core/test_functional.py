@@ -1,6 +1,7 @@
 """`syncbn_core.functional`: parts of a batch, in threads, against the undivided batch."""
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -513,3 +514,17 @@ def test_backward_writes_to_out_and_to_dy_itself() -> None:
         assert gradients.x is out
         for a, b in zip(gradients, expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_any_kind_of_number_may_be_the_momentum() -> None:
+    x = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32)
+    found = []
+    for momentum in (0.25, Fraction(1, 4), np.float32(0.25)):
+        running = {"running_mean": np.zeros(3), "running_var": np.ones(3)}
+        counter = np.array(0)
+        momentum_: Any = momentum
+        batch_norm_forward(x, **running, num_batches_tracked=counter, momentum=momentum_)
+        assert counter == 1
+        found.append(np.stack(list(running.values())))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])

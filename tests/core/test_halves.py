@@ -9,6 +9,7 @@ import pytest
 
 from syncbn_core import batch_norm_backward, batch_norm_eval, batch_norm_forward
 from syncbn_core.backends import numpy as backend
+from syncbn_core.comm import SingleCommunicator
 
 Array = np.ndarray[Any, Any]
 HALVES = pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["f2", "bf2"])
@@ -115,6 +116,43 @@ def test_out_and_layouts(dtype: Any) -> None:
     own = x.copy()
     assert batch_norm_forward(own, out=own)[0] is own
     np.testing.assert_array_equal(own, expected)
+
+
+@HALVES
+@pytest.mark.parametrize("of_dy", ["f4", "f8", "f2", ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e5, 1e-9])
+def test_gradient_of_another_dtype_is_not_rounded_to_that_of_x(
+    dtype: Any, of_dy: Any, scale: float
+) -> None:
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(6, 4, 30)).astype(dtype)
+    with np.errstate(over="ignore"):
+        dy = (scale * rng.normal(size=x.shape)).astype(of_dy)
+    if not np.isfinite(dy.astype(np.float64)).all():
+        pytest.skip("beyond float16")
+    saved = batch_norm_forward(x, parallel=False)[1]
+    wanted = batch_norm_backward(
+        dy.astype(np.float64), batch_norm_forward(x.astype(np.float64))[1], parallel=False
+    )
+    for communicator in (None, SingleCommunicator()):
+        settings: dict[str, Any] = {"communicator": communicator, "parallel": False}
+        with np.errstate(over="ignore"):
+            gradients = batch_norm_backward(dy, saved, **settings)
+        assert gradients.x.dtype == x.dtype
+        for name in ("weight", "bias"):
+            right = getattr(wanted, name)
+            limit = 65504 if dtype is np.float16 else 3e38
+            got = getattr(gradients, name).astype(np.float64)
+            near = np.abs(got - right) <= 1e-2 * np.abs(wanted.weight).max() + 1e-7
+            assert (near | (np.abs(right) > 0.99 * limit)).all()
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2])
+def test_eight_bits_are_computed_in_float32(dtype: Any) -> None:
+    x = np.random.default_rng(5).normal(size=(4, 3, 50)).astype(dtype)
+    y, _ = batch_norm_forward(x)
+    expected, _ = batch_norm_forward(x.astype(np.float32))
+    np.testing.assert_array_equal(y.astype(np.float32), expected.astype(dtype).astype(np.float32))
 
 
 def test_bits_of_bfloat16_are_taken_as_uint16() -> None:

@@ -20,6 +20,7 @@ SHAPES = [
     (40, 1100),
     (301, 10),
 ]
+FEW_BLOCKS = [(32, 70, 7, 7), (40, 1100)]
 Array = np.ndarray[Any, Any]
 
 
@@ -55,9 +56,9 @@ def test_bitwise_the_same(
     settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "parallel": parallel}
     for out in (None, np.empty_like(x)):
         done = backend.forward_alone(x, *given, out=out, **settings)
-        if done is None:  # too few channels for two threads
+        if done is None:  # too few channels, or blocks of them, for two threads
             assert parallel
-            assert shape[1] < 8
+            assert shape[1] < 8 or shape in FEW_BLOCKS
             return
         np.testing.assert_array_equal(done[0], expected)
         np.testing.assert_array_equal(done[1].mean, moments.mean)

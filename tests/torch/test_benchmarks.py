@@ -62,6 +62,32 @@ def test_scaling_measures_fits_and_simulates(tmp_path: Path) -> None:
     assert all(waiting > 0 for _, _, waiting in results["simulated"])
 
 
+def test_benchmark_of_the_cpu_measures_all_contenders_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    few = ["--quick", "--rounds", "2", "--shapes", "4x8x8x8", "--output", str(tmp_path)]
+    other = ["--other", "torch.nn:BatchNorm2d", "--parts", "layers", "kernels"]
+    picture = str(tmp_path / "speed.png")
+    done = run("cpu.py", *few, *other, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("cpu-*-quick-layers-kernels.json")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert len(results["layers"]) == len(results["kernels"]) * 2 == len(results["dtypes"]) == 4
+    for row in results["layers"]:
+        assert row["found"].keys() == {"shipped", "kernels", "torch", "torch.nn:BatchNorm2d"}
+        for found in row["found"].values():
+            assert found["both"]["low"] <= found["both"]["median"] <= found["both"]["high"]
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
+    assert "Targets" in done.stdout
+
+
+def test_revisions_are_compared() -> None:
+    pytest.importorskip("rich")
+    done = run("compare.py", str(ROOT), "--rounds", "2", "--threads", "1", "--shapes", "4x8x8x8")
+    assert done.returncode == 0, done.stderr
+    assert "geometric mean" in done.stdout
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
 def test_session_without_a_device_ends_at_once_and_says_so(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
