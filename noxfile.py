@@ -142,7 +142,11 @@ def tests_oldest(session: nox.Session) -> None:
     """All tests with the oldest supported NumPy and Numba."""
     oldest = [bound.replace(">=", "==") for bound in PROJECT["project"]["dependencies"]]
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = [pin for pin in pins if not pin.startswith(("numpy==", "numba==", "llvmlite=="))]
+    pins = [
+        pin
+        for pin in pins
+        if not pin.startswith(("numpy==", "numba==", "llvmlite==", "ml_dtypes=="))
+    ]
     others = fresh_directory(session, "constraints") / "others.txt"
     others.write_text("\n".join(pins), encoding="utf-8")
     session.install("-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
