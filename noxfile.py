@@ -82,7 +82,11 @@ def tests(session: nox.Session) -> None:
     """All tests, with torch."""
     session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test", "bench"))
     fresh_numba_cache(session)
-    session.run("pytest", *session.posargs)
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+    else:  # most of the core's time is compilation
+        session.run("pytest", *SIDE_BY_SIDE, "tests/core")
+        session.run("pytest", "tests", "--ignore", "tests/core")
 
 
 @nox.session(python=TORCH_PYTHON)
@@ -151,8 +155,14 @@ def tests_oldest(session: nox.Session) -> None:
     others.write_text("\n".join(pins), encoding="utf-8")
     session.install("-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
     fresh_numba_cache(session)
-    session.env["SYNCBN_FAULT_RUNS"] = "7"  # the versions change little there
-    session.run("pytest", *session.posargs)
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    session.run("pytest", *SIDE_BY_SIDE, "tests/core")
+    # processes, scripts and documents don't depend on these versions
+    same = ("distributed", "process_faults", "benchmarks", "documents")
+    ignored = [f"--ignore=tests/torch/test_{name}.py" for name in same]
+    session.run("pytest", *ignored, "tests/torch")
 
 
 @nox.session
