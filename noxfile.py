@@ -103,7 +103,11 @@ def tests_core(session: nox.Session) -> None:
     """The tests of the core, without torch, on the newer Pythons."""
     session.install(*CONSTRAINTS, "-e", ".", *groups("test"))
     fresh_numba_cache(session)
-    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, "tests/core"]))
+    # what the kernels compute does not depend on Python: of them, the public functions' tests
+    names = ("comm", "comm_failures", "functional", "functional_errors", "imports", "layers")
+    names += ("layout", "moments")
+    usual = [*SIDE_BY_SIDE, *(f"tests/core/test_{name}.py" for name in names)]
+    session.run("pytest", *(session.posargs or usual))
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -143,7 +147,7 @@ def tests_simulator(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """All tests with the oldest supported NumPy and Numba."""
+    """The tests of the core, and of torch beside it, with the oldest supported NumPy and Numba."""
     oldest = [bound.replace(">=", "==") for bound in PROJECT["project"]["dependencies"]]
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [
@@ -155,14 +159,10 @@ def tests_oldest(session: nox.Session) -> None:
     others.write_text("\n".join(pins), encoding="utf-8")
     session.install("-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
     fresh_numba_cache(session)
-    if session.posargs:
-        session.run("pytest", *session.posargs)
-        return
-    session.run("pytest", *SIDE_BY_SIDE, "tests/core")
-    # processes, scripts and documents don't depend on these versions
-    same = ("distributed", "process_faults", "benchmarks", "documents")
-    ignored = [f"--ignore=tests/torch/test_{name}.py" for name in same]
-    session.run("pytest", *ignored, "tests/torch")
+    # what depends on them: the kernels, and how tensors become arrays
+    names = ("autograd", "batchnorm", "interop")
+    usual = [*SIDE_BY_SIDE, "tests/core", *(f"tests/torch/test_{name}.py" for name in names)]
+    session.run("pytest", *(session.posargs or usual))
 
 
 @nox.session

@@ -46,7 +46,7 @@ def test_dry_run_of_the_benchmark_measures_every_contender_and_says_it_is_none(
 
 
 def test_fodder_for_the_sanitizer_is_right_on_the_cpu() -> None:
-    done = run("gpu_sanitize.py", "--device", "cpu", "--seconds", "30")  # as many as fit
+    done = run("gpu_sanitize.py", "--device", "cpu", "--seconds", "10")  # as many as fit
     assert done.returncode == 0, done.stdout
     assert " comparisons, 0 wrong" in done.stdout.splitlines()[-1]
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAULTS = ("kill", "stop", "exit", "raise", "skip", "again", "none")
-RUNS = int(os.environ.get("SYNCBN_FAULT_RUNS", "28"))
+RUNS = int(os.environ.get("SYNCBN_FAULT_RUNS", "14"))
 TOGETHER = 6  # worlds at a time: they wait more than they work
 DEADLINE = 5.0  # seconds, of the process groups
 LIMIT = 100.0  # seconds that a world may take on a busy machine
