@@ -274,7 +274,8 @@ def _stays_near(x: Array, arrays: int, parallel: bool) -> bool:
         return False
     together = 1
     if _as_rows(layout):
-        together = max(1, min(layout.channels, cpu_rows.WIDTH // layout.inner))
+        width = cpu_rows.WIDE if layout.inner == 1 else cpu_rows.WIDTH
+        together = max(1, min(layout.channels, width // layout.inner))
     near = layout.outer * layout.inner * together * x.itemsize * arrays <= NEAR
     parts = layout.channels // together
     many = parallel and x.size >= PARALLEL_SIZE

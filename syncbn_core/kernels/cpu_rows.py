@@ -27,11 +27,12 @@ from syncbn_core.kernels.cpu_numbers import (
 )
 
 WIDTH = 512  # columns of a block: what is kept per column stays in L1
+WIDE = 4096  # the same where B = 1: whole rows are read faster than pieces of them
 TILE = 32768  # elements of a tile, read twice while they are in L2
 MIN_ROWS = 32
 MAX_ROWS = 256  # a column is summed one row after the other: longer sums lose digits
 MAX_CHUNKS = 64  # independent partial results per block, at most
-PIECE = 32768  # elements written by one task
+PIECE = 1 << 18  # elements written by one task, which begins with the constants of its columns
 
 
 def joined(rows: int, columns: int) -> int:
@@ -46,7 +47,7 @@ def joined(rows: int, columns: int) -> int:
 @exact
 def _blocks(columns, inner, channels):
     """`(channels per block, blocks, columns per block)`."""
-    together = max(1, min(channels, WIDTH // inner))
+    together = min(channels, WIDE) if inner == 1 else max(1, min(channels, WIDTH // inner))
     blocks = (channels + together - 1) // together
     return together, blocks, columns if blocks == 1 else together * inner
 
@@ -104,16 +105,8 @@ def _add_deviations(x, left, right, begin, end, shift, first, second):
 @maps
 def _add_products(x, dy, left, right, begin, end, shift, first, second):
     """`first += sum(dy)`, `second += sum(dy * (x - shift))` over rows."""
-    for r in range(begin, end - 1, 2):
-        a, b = x[r, left:right], x[r + 1, left:right]
-        g, h = dy[r, left:right], dy[r + 1, left:right]
-        for i in range(first.shape[0]):
-            s = shift[i]
-            p, q = widen(g[i]), widen(h[i])
-            first[i] += p + q
-            second[i] += p * (widen(a[i]) - s) + q * (widen(b[i]) - s)
-    if (end - begin) % 2:
-        a, g = x[end - 1, left:right], dy[end - 1, left:right]
+    for r in range(begin, end):
+        a, g = x[r, left:right], dy[r, left:right]
         for i in range(first.shape[0]):
             p = widen(g[i])
             first[i] += p
@@ -165,6 +158,11 @@ def _fold(columns, inner, sums):
 @exact
 def _spread(values, low, high, inner, columns):
     """What the channels `low` to `high` have, rounded, into all of their columns."""
+    if inner == 1:
+        for begin in range(0, columns.shape[0], high - low):
+            for c in range(low, high):
+                columns[begin + c - low] = values[c]
+        return
     i = 0
     while i < columns.shape[0]:
         for c in range(low, high):
