@@ -140,47 +140,57 @@ def _total(columns, begin, size):
 
 @exact
 def _fold(columns, inner, sums):
-    """Sums over the columns of each channel, in float64; sets `columns` to 0."""
+    """Adds the columns of each channel to its `sums`, in float64; sets `columns` to 0."""
     count = sums.shape[0]
-    for c in range(count):
-        sums[c] = 0.0
     for begin in range(0, columns.shape[0], count * inner):
         if inner == 1:
+            row = columns[begin : begin + count]
             for c in range(count):
-                sums[c] += columns[begin + c]
+                sums[c] += row[c]
         else:
             for c in range(count):
                 sums[c] += _total(columns, begin + c * inner, inner)
-    for i in range(columns.shape[0]):
-        columns[i] = 0
+    columns[:] = 0
 
 
 @exact
-def _spread(values, low, high, inner, columns):
-    """What the channels `low` to `high` have, rounded, into all of their columns."""
+def _spread(values, inner, columns):
+    """What each channel has, rounded, into all of its columns."""
+    count = values.shape[0]
     if inner == 1:
-        for begin in range(0, columns.shape[0], high - low):
-            for c in range(low, high):
-                columns[begin + c - low] = values[c]
+        for begin in range(0, columns.shape[0], count):
+            row = columns[begin : begin + count]
+            for c in range(count):
+                row[c] = values[c]
         return
     i = 0
     while i < columns.shape[0]:
-        for c in range(low, high):
+        for c in range(count):
             for _ in range(inner):
                 columns[i] = values[c]
                 i += 1
 
 
+@exact
+def _merge_in(count, mean, m2, other_count, other_mean, other_m2):
+    """`cpu_numbers.merge` for each channel, in place; returns the new count."""
+    if count == 0.0:
+        for c in range(mean.shape[0]):
+            mean[c], m2[c] = other_mean[c], other_m2[c]
+    else:
+        for c in range(mean.shape[0]):
+            mean[c], m2[c] = merge(count, mean[c], m2[c], other_count, other_mean[c], other_m2[c])
+    return count + other_count
+
+
 # In what follows the columns `left` to `right` are those of the channels `low` to `high`.
+# Loops over channels go over arrays of just those, from 0: else they would not be vectorized.
 
 
 @exact
-def _chunk_moments(x, left, right, low, high, inner, begin, end, height, k, mean, m2):
-    """Moments of the tiles `begin` to `end` of a block, into row `k`; returns their count.
-
-    Each tile as in `cpu_planes`: its sum first, then the deviations from that.
-    """
-    width, channels = right - left, high - low
+def _chunk_moments(x, left, right, inner, begin, end, height, mean, m2):
+    """Moments of the tiles `begin` to `end` of a block, each as in `cpu_planes`; the count."""
+    width, channels = right - left, mean.shape[0]
     first, second, shift = scratch(width, x), scratch(width, x), scratch(width, x)
     sums, squares, near = np.empty(channels), np.empty(channels), np.empty(channels)
     count = 0.0
@@ -188,121 +198,98 @@ def _chunk_moments(x, left, right, low, high, inner, begin, end, height, k, mean
         top, bottom = t * height, min(x.shape[0], (t + 1) * height)
         n = np.float64((bottom - top) * (width // channels))
         _add(x, left, right, top, bottom, first)
+        sums[:] = 0.0
+        squares[:] = 0.0
         _fold(first, inner, sums)
         for c in range(channels):
             near[c] = rounded(sums[c] / n, x)
-        _spread(near, 0, channels, inner, shift)
+            sums[c] = 0.0
+        _spread(near, inner, shift)
         _add_deviations(x, left, right, top, bottom, shift, first, second)
         _fold(first, inner, sums)
         _fold(second, inner, squares)
         for c in range(channels):
             mend = sums[c] / n
-            tile_m2 = max(squares[c] - mend * sums[c], 0.0 * squares[c])
-            if count == 0.0:
-                mean[k, low + c], m2[k, low + c] = near[c] + mend, tile_m2
-            else:
-                mean[k, low + c], m2[k, low + c] = merge(
-                    count, mean[k, low + c], m2[k, low + c], n, near[c] + mend, tile_m2
-                )
-        count += n
+            near[c] += mend
+            squares[c] = max(squares[c] - mend * sums[c], 0.0 * squares[c])
+        count = _merge_in(count, mean, m2, n, near, squares)
     return count
 
 
 @exact
 def _merge_chunks(counts, means, m2s, low, high, mean, m2):
-    for c in range(low, high):
-        count = counts[0]
-        mean[c] = means[0, c]
-        m2[c] = m2s[0, c]
-        for k in range(1, counts.shape[0]):
-            mean[c], m2[c] = merge(count, mean[c], m2[c], counts[k], means[k, c], m2s[k, c])
-            count += counts[k]
+    count = 0.0
+    for k in range(counts.shape[0]):
+        count = _merge_in(
+            count, mean[low:high], m2[low:high], counts[k], means[k, low:high], m2s[k, low:high]
+        )
 
 
 @exact
-def _normalize(x, left, right, low, high, inner, mean, invstd, weight, bias, begin, end, y):
+def _normalize(x, left, right, inner, mean, invstd, weight, bias, begin, end, y):
     """The rows `begin` to `end` of a block."""
-    width = right - left
+    width, channels = right - left, mean.shape[0]
     near, scale, shift = scratch(width, x), scratch(width, x), scratch(width, x)
-    slope, rest = np.empty(high), np.empty(high)
-    for c in range(low, high):
+    slope, rest = np.empty(channels), np.empty(channels)
+    for c in range(channels):
         slope[c] = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
         rest[c] = (np.float64(rounded(mean[c], x)) - mean[c]) * slope[c]
         rest[c] = rest[c] + bias[c] if bias.shape[0] else rest[c]
-    _spread(mean, low, high, inner, near)
-    _spread(slope, low, high, inner, scale)
-    _spread(rest, low, high, inner, shift)
+    _spread(mean, inner, near)
+    _spread(slope, inner, scale)
+    _spread(rest, inner, shift)
     for r in range(begin, end):
         _affine(x[r, left:right], near, scale, shift, y[r, left:right])
 
 
 @exact
-def _chunk_products(
-    x, dy, left, right, low, high, inner, mean, begin, end, height, k, firsts, seconds
-):
-    """Sums of `dy` and of `dy * (x - mean)`, mean rounded, over tiles of a block, into row `k`."""
+def _chunk_products(x, dy, left, right, inner, mean, begin, end, height, of_dy, of_both):
+    """Sums of `dy` and of `dy * (x - mean)`, mean rounded, over tiles of a block."""
     width = right - left
     first, second, near = scratch(width, x), scratch(width, x), scratch(width, x)
-    of_dy, of_both = np.empty(high - low), np.empty(high - low)
-    _spread(mean, low, high, inner, near)
-    for c in range(low, high):
-        firsts[k, c] = 0.0
-        seconds[k, c] = 0.0
+    _spread(mean, inner, near)
+    of_dy[:] = 0.0
+    of_both[:] = 0.0
     for t in range(begin, end):
         bottom = min(x.shape[0], (t + 1) * height)
         _add_products(x, dy, left, right, t * height, bottom, near, first, second)
         _fold(first, inner, of_dy)
         _fold(second, inner, of_both)
-        for c in range(low, high):
-            firsts[k, c] += of_dy[c - low]
-            seconds[k, c] += of_both[c - low]
 
 
 @exact
 def _add_chunks(x, firsts, seconds, low, high, mean, invstd, sum_dy, sum_dy_xhat):
+    first, second = sum_dy[low:high], sum_dy_xhat[low:high]
+    first[:] = 0.0
+    second[:] = 0.0
+    for k in range(firsts.shape[0]):
+        of_dy, of_both = firsts[k, low:high], seconds[k, low:high]
+        for c in range(high - low):
+            first[c] += of_dy[c]
+            second[c] += of_both[c]
     for c in range(low, high):
-        first = 0.0
-        second = 0.0
-        for k in range(firsts.shape[0]):
-            first += firsts[k, c]
-            second += seconds[k, c]
         rest = np.float64(rounded(mean[c], x)) - mean[c]
-        sum_dy[c] = first
-        sum_dy_xhat[c] = (second + rest * first) * invstd[c]
+        sum_dy_xhat[c] = (sum_dy_xhat[c] + rest * sum_dy[c]) * invstd[c]
 
 
 @exact
 def _input(
-    x,
-    dy,
-    left,
-    right,
-    low,
-    high,
-    inner,
-    mean,
-    invstd,
-    weight,
-    mean_dy,
-    mean_dy_xhat,
-    begin,
-    end,
-    dx,
-):
+    x, dy, left, right, inner, mean, invstd, weight, mean_dy, mean_dy_xhat, begin, end, dx
+):  # fmt: skip
     """The rows `begin` to `end` of a block."""
-    width = right - left
+    width, channels = right - left, mean.shape[0]
     near, of_dy = scratch(width, x), scratch(width, x)
     of_x, shift = scratch(width, x), scratch(width, x)
-    factor, slope, rest = np.empty(high), np.empty(high), np.empty(high)
-    for c in range(low, high):
+    factor, slope, rest = np.empty(channels), np.empty(channels), np.empty(channels)
+    for c in range(channels):
         off = np.float64(rounded(mean[c], x)) - mean[c]
         slope[c] = -invstd[c] * invstd[c] * mean_dy_xhat[c]
         rest[c] = off * slope[c] - invstd[c] * mean_dy[c]
         factor[c] = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
-    _spread(mean, low, high, inner, near)
-    _spread(factor, low, high, inner, of_dy)
-    _spread(slope, low, high, inner, of_x)
-    _spread(rest, low, high, inner, shift)
+    _spread(mean, inner, near)
+    _spread(factor, inner, of_dy)
+    _spread(slope, inner, of_x)
+    _spread(rest, inner, shift)
     for r in range(begin, end):
         source, grad = x[r, left:right], dy[r, left:right]
         _gradient(source, grad, near, of_dy, of_x, shift, dx[r, left:right])
@@ -323,7 +310,7 @@ def rows_moments(x, inner, mean, m2):
         left, right = block * stride, min(x.shape[1], (block + 1) * stride)
         begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
         counts[k] = _chunk_moments(
-            x, left, right, low, high, inner, begin, end, height, k, means, m2s
+            x, left, right, inner, begin, end, height, means[k, low:high], m2s[k, low:high]
         )
     _merge_chunks(counts, means, m2s, 0, channels, mean, m2)
 
@@ -340,7 +327,10 @@ def rows_normalize(x, inner, mean, invstd, weight, bias, y):
         left, right = block * stride, min(x.shape[1], (block + 1) * stride)
         begin = (task // blocks) * height
         end = min(x.shape[0], begin + height)
-        _normalize(x, left, right, low, high, inner, mean, invstd, weight, bias, begin, end, y)
+        _normalize(
+            x, left, right, inner, mean[low:high], invstd[low:high],
+            weight[low:high], bias[low:high], begin, end, y,
+        )  # fmt: skip
 
 
 @Twins
@@ -357,8 +347,9 @@ def rows_backward_reduce(x, dy, inner, mean, invstd, sum_dy, sum_dy_xhat):
         left, right = block * stride, min(x.shape[1], (block + 1) * stride)
         begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
         _chunk_products(
-            x, dy, left, right, low, high, inner, mean, begin, end, height, k, firsts, seconds
-        )
+            x, dy, left, right, inner, mean[low:high], begin, end, height,
+            firsts[k, low:high], seconds[k, low:high],
+        )  # fmt: skip
     _add_chunks(x, firsts, seconds, 0, channels, mean, invstd, sum_dy, sum_dy_xhat)
 
 
@@ -378,8 +369,8 @@ def rows_backward_input(x, dy, inner, mean, invstd, weight, mean_dy, mean_dy_xha
         begin = (task // blocks) * height
         end = min(x.shape[0], begin + height)
         _input(
-            x, dy, left, right, low, high, inner,
-            mean, invstd, weight, mean_dy, mean_dy_xhat, begin, end, dx,
+            x, dy, left, right, inner, mean[low:high], invstd[low:high], weight[low:high],
+            mean_dy[low:high], mean_dy_xhat[low:high], begin, end, dx,
         )  # fmt: skip
 
 
@@ -405,14 +396,17 @@ def rows_forward(x, inner, weight, bias, eps, clamp, mean, m2, invstd, y):
         for k in range(chunks):
             begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
             counts[block, k] = _chunk_moments(
-                x, left, right, low, high, inner, begin, end, height, k, means, m2s
+                x, left, right, inner, begin, end, height, means[k, low:high], m2s[k, low:high]
             )
         _merge_chunks(counts[block], means, m2s, low, high, mean, m2)
         for c in range(low, high):
             var = m2[c] / (rows * (columns // channels))
             wide = (eps if var < eps else var) if clamp else var + eps
             invstd[c] = 1.0 / np.sqrt(wide)
-        _normalize(x, left, right, low, high, inner, mean, invstd, weight, bias, 0, rows, y)
+        _normalize(
+            x, left, right, inner, mean[low:high], invstd[low:high],
+            weight[low:high], bias[low:high], 0, rows, y,
+        )  # fmt: skip
 
 
 @Twins
@@ -434,8 +428,9 @@ def rows_backward(x, dy, inner, mean, invstd, weight, frozen, sum_dy, sum_dy_xha
         for k in range(chunks):
             begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
             _chunk_products(
-                x, dy, left, right, low, high, inner, mean, begin, end, height, k, firsts, seconds
-            )
+                x, dy, left, right, inner, mean[low:high], begin, end, height,
+                firsts[k, low:high], seconds[k, low:high],
+            )  # fmt: skip
         _add_chunks(x, firsts, seconds, low, high, mean, invstd, sum_dy, sum_dy_xhat)
         for c in range(low, high):
             factor = weight[c] if weight.shape[0] else 1.0
@@ -444,6 +439,6 @@ def rows_backward(x, dy, inner, mean, invstd, weight, frozen, sum_dy, sum_dy_xha
             if frozen.shape[0] and frozen[c]:
                 mean_dy_xhat[c] = 0.0
         _input(
-            x, dy, left, right, low, high, inner,
-            mean, invstd, weight, mean_dy, mean_dy_xhat, 0, rows, dx,
+            x, dy, left, right, inner, mean[low:high], invstd[low:high], weight[low:high],
+            mean_dy[low:high], mean_dy_xhat[low:high], 0, rows, dx,
         )  # fmt: skip
