@@ -42,22 +42,20 @@ class Layout:
 
 def layout_of(array: Array) -> Layout | None:
     """Layout of an `(N, C, *spatial)` array of rank 2 or more, or None when it is not dense."""
-    return _plan(array.shape, array.strides, array.itemsize)
-
-
-def layout_of_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
-    """`layout_of` for who has strides in elements, as torch's tensors do."""
-    return _plan(shape, strides, 1)
+    return layout_of_strides(array.shape, array.strides, array.itemsize)
 
 
 @lru_cache(maxsize=1024)
-def _plan(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Layout | None:
+def layout_of_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1
+) -> Layout | None:
+    """`layout_of` for strides in units of so many per element: in elements, as torch has them."""
     if 0 in shape:  # nothing lies anywhere; CuPy gives strides of 0
         return Layout(tuple(range(len(shape))), shape[0], shape[1], prod(shape[2:]))
     # Axes of size 1 have arbitrary strides; outermost, they leave a single channel one long run.
     long_axes = [axis for axis, size in enumerate(shape) if size != 1]
     long_axes.sort(key=lambda axis: -strides[axis])
-    run = itemsize
+    run = unit
     for axis in reversed(long_axes):
         if strides[axis] != run:
             return None

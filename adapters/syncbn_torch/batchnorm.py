@@ -169,16 +169,6 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 f"convert one of them with .to({own.dtype}) or layer.to({input.dtype})"
             )
 
-    def _check_sizes(self) -> None:
-        """Raise for parameters and buffers of other sizes: kernels don't look at them."""
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            own = getattr(self, name)
-            if own is not None and own.shape != (self.num_features,):
-                raise ShapeError(
-                    f"expected {name} of shape ({self.num_features},), as num_features, got "
-                    f"{tuple(own.shape)}; set num_features with them"
-                )
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalized `input` (N, C, *spatial), same shape, dtype and memory layout.
 
@@ -210,18 +200,23 @@ class _SynchronizedBatchNorm(_BatchNorm):
         link = self._link
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
-        self._check_sizes()
-        x, weight, bias = self._widened(input)
-        settings: dict[str, Any] = {"eps": self.eps, "eps_mode": eps_mode}
-        running = self._running() if self.training else None
+        weight, bias, running = self._operands()
+        x, weight, bias = _widened(input, weight, bias)
         if link is None:
-            settings["running"] = running
-            y, _ = functional.batch_norm(x, weight, bias, communicator=communicator, **settings)
+            y, _ = functional.batch_norm(
+                x,
+                weight,
+                bias,
+                eps=self.eps,
+                eps_mode=eps_mode,
+                communicator=communicator,
+                running=running if self.training else None,
+            )
         else:
             member, edge = functional.measure(x)
             call = functional.Call(self.eps, eps_mode, communicator)
             edge, merged = link.exchange(x, member, edge, call)
-            mine = running if merged and link.is_master else None
+            mine = running if merged and link.is_master and self.training else None
             y = functional.normalize(x, edge, weight, bias, member, mine)
         return y if y.dtype == input.dtype else y.to(input.dtype)
 
@@ -235,30 +230,44 @@ class _SynchronizedBatchNorm(_BatchNorm):
     def _communicator(self) -> ProcessCommunicator | None:
         return communicator_for(self.process_group) if self.training else None
 
-    def _widened(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`(x, weight, bias)`, in float32 where there are no kernels: for subclasses of Tensor."""
-        weight: Tensor | None = self.weight
-        bias: Tensor | None = self.bias
-        if x.device.type == "cpu" and not has_kernels(x):
-            x = x.float()
-            weight, bias = (None if p is None else p.float() for p in (weight, bias))
-        return x, weight, bias
+    def _operands(self) -> tuple[Tensor | None, Tensor | None, RunningStatistics]:
+        """`(weight, bias, what a batch updates)`.
+
+        `ShapeError` for parameters and buffers of other sizes: kernels don't look at them.
+        """
+        weight, bias = self.weight, self.bias  # each costs a search
+        mean, var = self.running_mean, self.running_var
+        size = (self.num_features,)
+        named = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+        for name, own in named.items():
+            if own is not None and own.shape != size:
+                raise ShapeError(
+                    f"expected {name} of shape {size}, as num_features, got {tuple(own.shape)}; "
+                    "set num_features with them"
+                )
+        if not self.track_running_stats:
+            return weight, bias, RunningStatistics(None, None, None, self.momentum)
+        return weight, bias, RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
 
     def _by_torch(self, input: Tensor) -> Tensor:
-        running = self._running() if self.training else RunningStatistics(None, None, None, 0.0)
+        weight, bias, running = self._operands()
+        if not self.training:
+            running = RunningStatistics(None, None, None, 0.0)
         mean, var, counter = running.mean, running.var, running.counter
-        factor = running.factor()
-        y = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
+        y = F.batch_norm(input, mean, var, weight, bias, True, running.factor(), self.eps)
         if counter is not None:
             counter.add_(1)
         return y
 
-    def _running(self) -> RunningStatistics:
-        """What a batch has to update."""
-        if not self.track_running_stats:
-            return RunningStatistics(None, None, None, self.momentum)
-        counter = self.num_batches_tracked
-        return RunningStatistics(self.running_mean, self.running_var, counter, self.momentum)
+
+def _widened(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same in float32 where there are no kernels for x: for subclasses of Tensor."""
+    if x.device.type == "cpu" and not has_kernels(x):
+        weight, bias = (None if p is None else p.float() for p in (weight, bias))
+        return x.float(), weight, bias
+    return x, weight, bias
 
 
 def dtype_name(x: Tensor) -> str:

@@ -34,10 +34,17 @@ from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import Moments, merge_all, require_more_than_one_value
 from syncbn_core.packed import PackedMoments
 from syncbn_torch import arithmetic, plain
-from syncbn_torch.arithmetic import HostStatistics, Statistics, place_like
+from syncbn_torch.arithmetic import Statistics
 from syncbn_torch.cuda import CudaStatistics
 from syncbn_torch.handover import Handover
-from syncbn_torch.statistics import Channelwise, RunningStatistics, Sums, silent, tensor_of
+from syncbn_torch.statistics import (
+    Channelwise,
+    RunningStatistics,
+    Sums,
+    parameter_gradients,
+    silent,
+    tensor_of,
+)
 
 __all__ = [
     "Call",
@@ -122,15 +129,14 @@ class Call:
             parts_of_all = total.parts.contiguous()
             self.places = {device: parts_of_all.to(device) for device in devices}
         else:
-            self.invstd = arithmetic.invstd(total.var, self.eps, self.eps_mode)
+            self.invstd = arithmetic.invstd(total, self.eps, self.eps_mode)
 
     def statistics(self, x: Tensor) -> Statistics:
         """Statistics where x is."""
         total = self.total
         if isinstance(total, PackedMoments):
             return CudaStatistics(self.places[x.device], self.eps, self.eps_mode)
-        mean, invstd = place_like(total.mean, x), place_like(self.invstd, x)
-        return HostStatistics(total, mean, invstd, self.eps, self.eps_mode)
+        return arithmetic.statistics_of(x, total, self.invstd, self.eps, self.eps_mode)
 
     def differentiable_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`(mean, invstd)` where x is, as a function of every member's x that has a graph."""
@@ -284,12 +290,10 @@ class Alone(Function):
         done = None
         if call.communicator is None:
             require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-            done = arithmetic.forward_alone(x, weight, bias, call.eps, call.eps_mode)
+            done = arithmetic.forward_alone(x, weight, bias, running, call.eps, call.eps_mode)
         if done is not None:
             alone, call.total, call.invstd = done
             ctx.statistics = call.statistics(x)
-            if running is not None:
-                running.update(call.total)
             return alone
         call.merge([arithmetic.moments(x, parallel=True)], x.shape)
         ctx.statistics = call.statistics(x)
@@ -327,8 +331,8 @@ def _differentiable_sums(
     x: Tensor, dy: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
 ) -> Sums:
     sums = torch.stack(plain.backward_reduce(x, dy, mean, invstd))
-    gradients = arithmetic.parameter_gradients(sums, x, weight)
-    return Sums(arithmetic.weighted(sums, weight), *gradients)
+    weighted = sums if weight is None else sums * weight
+    return Sums(weighted, *parameter_gradients(sums, x, weight))
 
 
 def needed_gradients(ctx: Any, first: int, sums: Sums) -> tuple[Tensor | None, Tensor | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 __all__ = [
+    "TYPES",
     "as_array",
     "as_tensor",
     "empty_like",
     "has_kernels",
     "huge_pages_on_request",
-    "values_of",
+    "in_memory",
 ]
 
 LARGE = 1 << 22  # bytes from which NumPy, too, asks for huge pages
 _MADV_HUGEPAGE = 14
-_TYPES: dict[torch.dtype, np.dtype[Any]] = {
+TYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float64: np.dtype(np.float64),
     torch.float32: np.dtype(np.float32),
     torch.float16: np.dtype(np.float16),
@@ -41,21 +43,33 @@ def has_kernels(tensor: Tensor) -> bool:
     """Whether `syncbn_core` has a backend for this device, dtype and storage layout."""
     return (
         type(tensor) in (Tensor, Parameter)  # a subclass may have no data of its own
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.dtype in _KERNEL_DTYPES
         and tensor.layout is torch.strided
+        and (tensor.dtype is not torch.float16 or _has_half())
     )
+
+
+@cache
+def _has_half() -> bool:
+    return import_module("syncbn_core.kernels.cpu_numbers").has_half()  # type: ignore[no-any-return]
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy of it where its values are not what lies in memory."""
+    if tensor.is_neg():  # negated when it is read
+        return tensor.detach().resolve_neg()
+    if tensor.data_ptr() == 0 and tensor.numel() > 0:  # zeros that have no memory
+        return tensor.detach().clone()
+    return tensor
 
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The array that shares memory with a `tensor` on the CPU; outside the autograd graph."""
-    if tensor.is_neg():  # a lazy negation is not in memory
-        tensor = tensor.resolve_neg()
-    if tensor.data_ptr() == 0:  # nothing in it, or zeros that have no memory
-        tensor = tensor.detach().clone()
-        if tensor.numel() == 0:
-            return np.empty(tuple(tensor.shape), _TYPES[tensor.dtype])
-    dtype = _TYPES[tensor.dtype]
+    tensor = in_memory(tensor)
+    if tensor.numel() == 0:
+        return np.empty(tuple(tensor.shape), TYPES[tensor.dtype])
+    dtype = TYPES[tensor.dtype]
     size = dtype.itemsize
     if tensor.is_contiguous():
         strides, extent = None, tensor.numel() * size
@@ -65,11 +79,6 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     memory: Any = (ctypes.c_char * extent).from_address(tensor.data_ptr())
     memory.owner = tensor  # lives as long as the array does
     return np.ndarray(tensor.shape, dtype, memory, 0, strides)
-
-
-def values_of(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The numbers of a tensor on the CPU, in a dtype that NumPy computes with."""
-    return as_array(tensor.float() if tensor.dtype is torch.bfloat16 else tensor)
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:

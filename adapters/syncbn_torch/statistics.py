@@ -8,17 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from syncbn_core.functional import update_running
 from syncbn_core.moments import Moments, averaging_factor, blend
 from syncbn_torch.interop import as_array, as_tensor
 from syncbn_torch.plain import wide_dtype
 
-__all__ = ["Channelwise", "RunningStatistics", "Sums", "silent", "tensor_of"]
+__all__ = ["Channelwise", "RunningStatistics", "Sums", "parameter_gradients", "silent", "tensor_of"]
 
 Channelwise = Any  # numpy.ndarray or Tensor, (C,) or (2, C)
-_BLENDED = (torch.float32, torch.float64)
 
 
 def silent() -> np.errstate:
@@ -43,7 +40,7 @@ class Sums(NamedTuple):
     by_bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunningStatistics:
     """The buffers of a layer that a batch has to update, and by how much."""
 
@@ -62,29 +59,30 @@ class RunningStatistics:
         """Blend the moments of the whole batch in; of an empty batch, only count it."""
         if self.mean is not None and self.var is not None and total.count > 0:
             factor = self.factor()
-            if not _blend_in_place(self.mean, self.var, total, factor):
-                with torch.no_grad():
-                    new_mean = _blended(self.mean, total.mean, factor)
-                    new_var = _blended(self.var, total.unbiased_var, factor)
-                    self.mean.copy_(new_mean)
-                    self.var.copy_(new_var)
+            with torch.no_grad():
+                new_mean = _blended(self.mean, total.mean, factor)
+                new_var = _blended(self.var, total.unbiased_var, factor)
+                self.mean.copy_(new_mean)
+                self.var.copy_(new_var)
+        self.add_one()
+
+    def add_one(self) -> None:
+        """Count a batch."""
         if self.counter is not None:
             self.counter.add_(1)
 
 
-def _blend_in_place(mean: Tensor, var: Tensor, total: Moments, factor: float) -> bool:
-    """Whether it could be done by the kernels: a tenth of the time of torch's small operations."""
-    if isinstance(total.mean, Tensor) or total.count < 2:
-        return False
-    for buffer in (mean, var):
-        plain = type(buffer) is Tensor and buffer.device.type == "cpu"
-        if not (plain and buffer.dtype in _BLENDED and buffer.layout is torch.strided):
-            return False
-    if not update_running(as_array(mean), as_array(var), total, factor):
-        return False
-    increment_version(mean)  # who has kept them for backward must learn of it
-    increment_version(var)
-    return True
+def parameter_gradients(
+    sums: Channelwise, x: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients by weight and bias from `sums` (2, C), in the dtype of weight."""
+    dtype = x.dtype if weight is None else weight.dtype
+    if dtype is torch.float32 and not isinstance(sums, Tensor):
+        with silent():  # NumPy's small operations cost less than torch's
+            rounded = sums.astype(np.float32)
+        return tensor_of(rounded[1]), tensor_of(rounded[0])
+    by_bias, by_weight = tensor_of(sums).to(dtype).unbind()
+    return by_weight, by_bias
 
 
 def _blended(running: Tensor, batch: Channelwise, factor: float) -> Tensor:

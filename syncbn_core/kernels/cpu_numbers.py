@@ -27,6 +27,8 @@ __all__ = [
     "blend",
     "exact",
     "has_half",
+    "invstd_of",
+    "invstds",
     "maps",
     "merge",
     "narrow",
@@ -190,6 +192,20 @@ def merge(count, mean, m2, tile_count, tile_mean, tile_m2):
     delta = tile_mean - mean
     share = tile_count / total
     return mean + delta * share, m2 + tile_m2 + delta * delta * (count * share)
+
+
+@exact
+def invstd_of(var, eps, clamp):
+    """`1 / sqrt(var + eps)`, with `clamp` `1 / sqrt(max(var, eps))`; NaN stays NaN."""
+    wide = (eps if var < eps else var) if clamp else var + eps
+    return 1.0 / np.sqrt(wide)
+
+
+@exact
+def invstds(m2, count, eps, clamp, invstd):
+    """`invstd_of` each channel."""
+    for c in range(m2.shape[0]):
+        invstd[c] = invstd_of(m2[c] / count, eps, clamp)
 
 
 @exact

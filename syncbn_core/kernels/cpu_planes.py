@@ -19,6 +19,7 @@ from numba import prange
 from syncbn_core.kernels.cpu_numbers import (
     Twins,
     exact,
+    invstd_of,
     maps,
     merge,
     narrow,
@@ -291,9 +292,7 @@ def planes_forward(x, weight, bias, eps, clamp, mean, m2, invstd, y):
             count += n
         mean[c] = channel_mean
         m2[c] = channel_m2
-        var = channel_m2 / count
-        wide = (eps if var < eps else var) if clamp else var + eps
-        invstd[c] = 1.0 / np.sqrt(wide)
+        invstd[c] = invstd_of(channel_m2 / count, eps, clamp)
         slope = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
         near = rounded(channel_mean, x)
         scale = rounded(slope, x)

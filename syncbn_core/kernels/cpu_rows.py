@@ -17,6 +17,7 @@ from numba import prange
 from syncbn_core.kernels.cpu_numbers import (
     Twins,
     exact,
+    invstd_of,
     maps,
     merge,
     narrow,
@@ -400,9 +401,7 @@ def rows_forward(x, inner, weight, bias, eps, clamp, mean, m2, invstd, y):
             )
         _merge_chunks(counts[block], means, m2s, low, high, mean, m2)
         for c in range(low, high):
-            var = m2[c] / (rows * (columns // channels))
-            wide = (eps if var < eps else var) if clamp else var + eps
-            invstd[c] = 1.0 / np.sqrt(wide)
+            invstd[c] = invstd_of(m2[c] / (rows * (columns // channels)), eps, clamp)
         _normalize(
             x, left, right, inner, mean[low:high], invstd[low:high],
             weight[low:high], bias[low:high], 0, rows, y,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import syncbn_core
+from syncbn_core.backends import cpu
 from syncbn_core.backends import numpy as backend
 from syncbn_core.kernels import cpu_planes, cpu_rows
 
@@ -111,7 +112,7 @@ def test_serial_and_parallel_builds_give_the_same_bits(
 
 
 def test_results_do_not_depend_on_the_number_of_threads(make_case: Function) -> None:
-    numba = backend.numba
+    numba = cpu.numba
     threads = numba.get_num_threads()
     for kind, shape in (("planes", (70, 1, 8192)), ("rows", (200_000, 3))):
         case = make_case(shape)
@@ -194,15 +195,15 @@ class FakeKernel:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """`chosen(parallel=, size=, during=)`: the builds that were run, on a machine of two cores."""
-    monkeypatch.setattr(backend.numba, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 2)
 
     def run(
         parallel: bool = True,
-        size: int = backend.PARALLEL_SIZE,
+        size: int = cpu.PARALLEL_SIZE,
         during: Callable[[FakeKernel], Any] = lambda kernel: None,
     ) -> list[str]:
         kernel = FakeKernel(lambda: during(kernel))
-        backend._run(kernel, parallel, np.empty(size))  # type: ignore[arg-type]
+        cpu._run(kernel, parallel, np.empty(size))  # type: ignore[arg-type]
         return kernel.calls
 
     return run
@@ -211,26 +212,26 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_parallel_build_is_for_one_caller_with_enough_work(
     chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_layer", lambda: "omp")
+    monkeypatch.setattr(cpu, "_layer", lambda: "omp")
     assert chosen() == ["parallel"]
     assert chosen() == ["parallel"]
     assert chosen(parallel=False) == ["serial"]
-    assert chosen(size=backend.PARALLEL_SIZE - 1) == ["serial"]
-    monkeypatch.setattr(backend.numba, "get_num_threads", lambda: 1)
+    assert chosen(size=cpu.PARALLEL_SIZE - 1) == ["serial"]
+    monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 1)
     assert chosen() == ["serial"]
-    monkeypatch.setattr(backend.numba, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(backend, "_forked", True)
+    monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "_forked", True)
     assert chosen() == ["serial"]
 
 
 def test_thread_that_comes_during_a_parallel_kernel_takes_the_serial_build(
     chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_layer", lambda: "omp")
+    monkeypatch.setattr(cpu, "_layer", lambda: "omp")
 
     def from_another_thread(kernel: FakeKernel) -> None:
-        arguments = (kernel, True, np.empty(backend.PARALLEL_SIZE))
-        thread = threading.Thread(target=backend._run, args=arguments)
+        arguments = (kernel, True, np.empty(cpu.PARALLEL_SIZE))
+        thread = threading.Thread(target=cpu._run, args=arguments)
         thread.start()
         thread.join()
 
@@ -241,7 +242,7 @@ def test_thread_that_comes_during_a_parallel_kernel_takes_the_serial_build(
 def test_parallel_kernel_that_fails_leaves_its_place(
     chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_layer", lambda: "omp")
+    monkeypatch.setattr(cpu, "_layer", lambda: "omp")
 
     def fail(kernel: FakeKernel) -> None:
         raise MemoryError
@@ -254,12 +255,12 @@ def test_parallel_kernel_that_fails_leaves_its_place(
 def test_workqueue_layer_is_not_entered_while_other_threads_live(
     chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend.threading, "active_count", lambda: 1)
-    monkeypatch.setattr(backend, "_layer", lambda: "workqueue")
+    monkeypatch.setattr(cpu.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(cpu, "_layer", lambda: "workqueue")
     assert chosen() == ["parallel"]
-    monkeypatch.setattr(backend.threading, "active_count", lambda: 2)
+    monkeypatch.setattr(cpu.threading, "active_count", lambda: 2)
     assert chosen() == ["serial"]
-    monkeypatch.setattr(backend, "_layer", lambda: "tbb")
+    monkeypatch.setattr(cpu, "_layer", lambda: "tbb")
     assert chosen() == ["parallel"]
 
 
@@ -450,7 +451,7 @@ print(layer, status)
 """
 
 
-@pytest.mark.skipif(not hasattr(backend.os, "fork"), reason="no fork here")
+@pytest.mark.skipif(not hasattr(cpu.os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("layer", ["workqueue", "omp", "tbb"])
 def test_forked_child_works_after_the_parent_used_threads(
     layer: str, fresh_python: Function

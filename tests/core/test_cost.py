@@ -12,7 +12,7 @@ import pytest
 from numba import types
 
 from syncbn_core import batch_norm_backward, batch_norm_forward
-from syncbn_core.backends import numpy as backend
+from syncbn_core.backends import cpu
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.kernels import cpu_planes, cpu_rows
 from syncbn_core.kernels.cpu_numbers import Twins, has_half
@@ -24,14 +24,14 @@ Array = np.ndarray[Any, Any]
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the activations that each kernel was given."""
     found: list[int] = []
-    original = backend._run
+    original = cpu._run
 
     def run(kernel: Twins, parallel: bool, x: Array, *arguments: Any) -> None:
         arrays = [x, *(a for a in arguments if isinstance(a, np.ndarray) and a.size == x.size)]
         found.append(sum(a.nbytes for a in arrays))
         original(kernel, parallel, x, *arguments)
 
-    monkeypatch.setattr(backend, "_run", run)
+    monkeypatch.setattr(cpu, "_run", run)
     return found
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncbn_core.backends import cpu, reference
 from syncbn_core.backends import numpy as backend
-from syncbn_core.backends import reference
 from syncbn_core.kernels import cpu_planes, cpu_rows
 from syncbn_core.layout import layout_of
 
@@ -121,7 +121,7 @@ def test_kernels_get_dense_aligned_arrays_of_this_machine(
             assert array.flags.carray  # C order, aligned, writable
         kernel.serial(*arguments)
 
-    monkeypatch.setattr(backend, "_run", run)
+    monkeypatch.setattr(cpu, "_run", run)
     for shape in ((40, 3), (4, 3, 2, 5)):
         case = make_case(shape, affine="f8")
         run_steps(backend, type(case)(*(a if a.ndim == 1 else layouts[layout](a) for a in case)))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from syncbn_core import functional
+from syncbn_core.backends import cpu
 from syncbn_core.backends import numpy as backend
 from syncbn_core.kernels.cpu_numbers import Twins
 
@@ -20,7 +21,6 @@ SHAPES = [
     (40, 1100),
     (301, 10),
 ]
-FEW_BLOCKS = [(32, 70, 7, 7), (40, 1100)]
 Array = np.ndarray[Any, Any]
 
 
@@ -45,8 +45,8 @@ def test_bitwise_the_same(
     parallel: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backend, "NEAR", 1 << 40)
-    monkeypatch.setattr(backend.numba, "get_num_threads", lambda: 1 if not parallel else 2)
+    monkeypatch.setattr(cpu, "NEAR", 1 << 40)
+    monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 1 if not parallel else 2)
     x, dy, weight, bias = case(shape, dtype)
     given = (weight, bias) if affine else (None, None)
     eps = 4.0  # "clamp" freezes some channels
@@ -56,10 +56,7 @@ def test_bitwise_the_same(
     settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "parallel": parallel}
     for out in (None, np.empty_like(x)):
         done = backend.forward_alone(x, *given, out=out, **settings)
-        if done is None:  # too few channels, or blocks of them, for two threads
-            assert parallel
-            assert shape[1] < 8 or shape in FEW_BLOCKS
-            return
+        assert done is not None
         np.testing.assert_array_equal(done[0], expected)
         np.testing.assert_array_equal(done[1].mean, moments.mean)
         np.testing.assert_array_equal(done[1].m2, moments.m2)
@@ -81,13 +78,13 @@ def test_bitwise_the_same(
 
 def test_layers_alone_take_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    original = backend._run
+    original = cpu._run
 
     def run(kernel: Twins, *arguments: Any) -> None:
         ran.append(kernel.serial.__name__)
         original(kernel, *arguments)
 
-    monkeypatch.setattr(backend, "_run", run)
+    monkeypatch.setattr(cpu, "_run", run)
     x, dy, weight, bias = case((6, 16, 7, 7), "f4")
     y, saved = functional.batch_norm_forward(x, weight, bias)
     functional.batch_norm_backward(dy, saved)

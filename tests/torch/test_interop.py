@@ -12,7 +12,6 @@ from syncbn_torch.interop import (
     as_tensor,
     has_kernels,
     huge_pages_on_request,
-    values_of,
 )
 
 
@@ -28,13 +27,12 @@ def test_tensor_and_array_share_memory_both_ways(dtype: torch.dtype, grad: bool)
     assert tensor[0, 1] == 6
 
 
-def test_bfloat16_crosses_as_bits_and_as_numbers() -> None:
+def test_bfloat16_crosses_as_bits() -> None:
     tensor = torch.tensor([1.0, -2.5], dtype=torch.bfloat16, requires_grad=True)
     bits = as_array(tensor)
     assert bits.dtype == np.uint16
     bits[0] = 0x4000
     assert tensor[0] == 2
-    np.testing.assert_array_equal(values_of(tensor), np.array([2, -2.5], np.float32))
 
 
 def test_strides_cross_unchanged() -> None:
