@@ -277,8 +277,9 @@ def dtype_name(x: Tensor) -> str:
 
 # By measurement (docs/speed.md), forward and backward together, on one thread and on two. Elements
 # per thread from which ours is faster for contiguous planes of float32 and float64, and for short
-# ones of any dtype:
-KERNEL_SIZE = 500_000
+# ones of 16 bits:
+KERNEL_SIZE = 150_000
+KERNEL_SIZE_16_BITS = 500_000
 # Bytes from which it is for any dtype and layout, as the result of torch's kernel is then mapped
 # anew each time, in small pages:
 MAPPED_SIZE = 1 << 25
@@ -311,9 +312,12 @@ def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
     size = x.numel()
     if size * x.element_size() >= MAPPED_SIZE and huge_pages_on_request():
         return False
-    if size < KERNEL_SIZE * torch.get_num_threads() or x.dim() < 3 or not x.is_contiguous():
+    if x.dim() < 3 or not x.is_contiguous():
         return True
-    return x.element_size() < 4 and size > SHORT * x.shape[0] * x.shape[1]
+    if x.element_size() > 2:
+        return size < KERNEL_SIZE * torch.get_num_threads()
+    long = size > SHORT * x.shape[0] * x.shape[1]
+    return long or size < KERNEL_SIZE_16_BITS * torch.get_num_threads()
 
 
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
