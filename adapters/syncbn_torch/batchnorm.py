@@ -27,6 +27,7 @@ from syncbn_core.errors import (
     DeviceError,
     DTypeError,
     ShapeError,
+    StateError,
 )
 from syncbn_core.moments import (
     EpsMode,
@@ -173,16 +174,18 @@ class _SynchronizedBatchNorm(_BatchNorm):
         """Normalized `input` (N, C, *spatial), same shape, dtype and memory layout.
 
         Raises `ShapeError`, `DTypeError`, `DeviceError`; in training torch's ValueError for one
-        value per channel in all; the errors of `syncbn_core.comm` when members are missing.
-        Running statistics are then as before.
+        value per channel in all, `StateError` for running statistics that can't be written, the
+        errors of `syncbn_core.comm` when members are missing. Running statistics are then as
+        before.
         """
         self._check(input)
         eps_mode = self.effective_eps_mode
-        mean, var = self.running_mean, self.running_var
-        if not self.training and mean is not None and var is not None:
-            return functional.batch_norm_eval(
-                input, mean, var, self.weight, self.bias, eps=self.eps, eps_mode=eps_mode
-            )
+        if not self.training:
+            mean, var = self.running_mean, self.running_var
+            if mean is not None and var is not None:
+                return functional.batch_norm_eval(
+                    input, mean, var, self.weight, self.bias, eps=self.eps, eps_mode=eps_mode
+                )
         if torch.compiler.is_compiling() and not (self._alone() and eps_mode == "plus"):
             # kernels and messages are no torch operations: the graph breaks here
             return torch._dynamo.disable(self._by_kernels)(input)  # type: ignore[no-any-return]
@@ -234,6 +237,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         """`(weight, bias, what a batch updates)`.
 
         `ShapeError` for parameters and buffers of other sizes: kernels don't look at them.
+        `StateError` for buffers that may not be written here.
         """
         weight, bias = self.weight, self.bias  # each costs a search
         mean, var = self.running_mean, self.running_var
@@ -247,14 +251,20 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 )
         if not self.track_running_stats:
             return weight, bias, RunningStatistics(None, None, None, self.momentum)
+        if mean is not None and mean.is_inference() and not torch.is_inference_mode_enabled():
+            raise StateError(
+                "expected running statistics that can be updated, got those of a layer built in "
+                "torch.inference_mode(); build it outside, or train it in there too"
+            )
         return weight, bias, RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
 
     def _by_torch(self, input: Tensor) -> Tensor:
-        weight, bias, running = self._operands()
-        if not self.training:
-            running = RunningStatistics(None, None, None, 0.0)
-        mean, var, counter = running.mean, running.var, running.counter
-        y = F.batch_norm(input, mean, var, weight, bias, True, running.factor(), self.eps)
+        mean = var = counter = None
+        factor = 0.0
+        if self.training and self.track_running_stats:
+            mean, var, counter = self.running_mean, self.running_var, self.num_batches_tracked
+            factor = RunningStatistics(mean, var, counter, self.momentum).factor()
+        y = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
         if counter is not None:
             counter.add_(1)
         return y

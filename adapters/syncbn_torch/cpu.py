@@ -45,10 +45,13 @@ def _dense(x: Tensor) -> tuple[Tensor, Plan]:
     return x, plan
 
 
-def _like(dy: Tensor, x: Tensor) -> Tensor:
-    """`dy` in the dtype and strides of the dense `x`."""
-    same = dy.dtype == x.dtype and dy.stride() == x.stride() and type(dy) in (Tensor, Parameter)
-    return in_memory(dy) if same else torch.empty_like(x).copy_(dy)
+def _like(dy: Tensor, x: Tensor, plan: Plan) -> Tensor:
+    """`dy` in the dtype and layout of the dense `x`."""
+    if dy.dtype == x.dtype and type(dy) in (Tensor, Parameter):
+        own = plan_of(dy.shape, dy.stride(), TYPES[dy.dtype])
+        if own is plan or (own is not None and own.layout == plan.layout):
+            return in_memory(dy)
+    return torch.empty_like(x).copy_(dy)
 
 
 @lru_cache(maxsize=256)
@@ -128,6 +131,7 @@ def _can_blend(mean: Tensor, var: Tensor, total: Moments) -> bool:
         and buffer.is_contiguous()
         and buffer.shape == total.mean.shape
         and not buffer.is_neg()
+        and not buffer.is_inference()  # which has no version, and may not be written outside
         for buffer in (mean, var)
     )
 
@@ -177,7 +181,7 @@ class CpuStatistics:
             sums = np.zeros((2, x.shape[1]))
         else:
             x, plan = _dense(x)
-            dy = _like(dy, x)
+            dy = _like(dy, x, plan)
             views = (plan.at(x.data_ptr()), plan.at(dy.data_ptr()), self.total.mean, self.invstd)
             sums = kernels.backward_reduce(plan, *views, parallel=_threads(parallel))
         if weight is None:
@@ -197,7 +201,7 @@ class CpuStatistics:
         if x.numel() == 0:
             return None
         x, plan = _dense(x)
-        dy = _like(dy, x)
+        dy = _like(dy, x, plan)
         dx = empty_like(x)
         views = (plan.at(x.data_ptr()), plan.at(dy.data_ptr()))
         channelwise = (self.total.mean, self.invstd, wide(weight), self._frozen())
@@ -213,7 +217,7 @@ class CpuStatistics:
             return torch.empty_like(x)
         mean_dy, mean_dy_xhat = kernels.means(total, self.total.count, self._frozen())
         x, plan = _dense(x)
-        dy = _like(dy, x)
+        dy = _like(dy, x, plan)
         dx = empty_like(x)
         views = (plan.at(x.data_ptr()), plan.at(dy.data_ptr()))
         channelwise = (self.total.mean, self.invstd, wide(weight), mean_dy, mean_dy_xhat)

@@ -1,4 +1,4 @@
-"""Tensors and arrays over the same memory: the only place where they cross.
+"""Tensors and arrays over the same memory; `cpu.py` has views for the time of one step.
 
 Tensors become arrays by their address: `tensor.numpy()` would make their storage one that can't be
 resized, which FSDP does, and DLPack takes longer. NumPy has no bfloat16: its bits go as

@@ -209,7 +209,7 @@ def moments(plan: Plan, x: Array, *, parallel: bool) -> Moments:
 def invstd_of(total: Moments, eps: float, clamp: bool) -> Array:
     """`1 / sqrt(var + eps)`, with `clamp` `1 / sqrt(max(var, eps))`; `(C,)`."""
     result = np.empty(total.m2.shape[0])
-    invstds(total.m2, max(total.count, 1), eps, clamp, result)
+    invstds(total.m2, max(total.count, 1), float(eps), clamp, result)
     return result
 
 
@@ -242,7 +242,7 @@ def forward_alone(
     """`(moments, invstd)` of x alone, and y by them; in one go where a channel stays near."""
     if plan.stays_near(1, parallel):
         mean, m2, invstd = np.empty((3, plan.channels))
-        plan.call("forward", parallel, (x,), (weight, bias, eps, clamp, mean, m2, invstd), y)
+        plan.call("forward", parallel, (x,), (weight, bias, float(eps), clamp, mean, m2, invstd), y)
         return Moments(plan.count, mean, m2), invstd
     total = moments(plan, x, parallel=parallel)
     invstd = invstd_of(total, eps, clamp)
@@ -320,4 +320,4 @@ def means(sums: Array, count: int, frozen: Array | None) -> Array:
 
 def update_running(running_mean: Array, running_var: Array, total: Moments, factor: float) -> None:
     """Blend `total`, of two values per channel or more, into float32 or float64 `(C,)` in place."""
-    blend(running_mean, running_var, total.mean, total.m2, total.count, factor)
+    blend(running_mean, running_var, total.mean, total.m2, total.count, float(factor))

@@ -155,7 +155,7 @@ def forward_alone(
         return None
     dense, plan = _dense(x)
     y = _target(dense, plan, out)
-    settings = (_wide(weight), _wide(bias), float(eps), eps_mode == "clamp")
+    settings = (_wide(weight), _wide(bias), eps, eps_mode == "clamp")
     views = (plan.view(dense), *settings, plan.view(y))
     total, invstd = cpu.forward_alone(plan, *views, parallel=parallel)
     return _give(y, x, out), total, invstd
@@ -232,5 +232,5 @@ def update_running(running_mean: Array, running_var: Array, total: Moments, fact
         native = running.dtype in _BLENDED and running.dtype.isnative and running.flags.carray
         if not native or running.shape != total.mean.shape:
             return False
-    cpu.update_running(running_mean, running_var, total, float(factor))
+    cpu.update_running(running_mean, running_var, total, factor)
     return True

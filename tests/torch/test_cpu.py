@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncbn_torch import cpu
+from syncbn_core.errors import StateError
+from syncbn_torch import SyncBatchNorm, cpu
+from syncbn_torch.batchnorm import always_ours
 from syncbn_torch.statistics import RunningStatistics
 
 
@@ -111,3 +113,20 @@ def test_running_statistics_of_any_kind_are_updated(kind: str, count: int) -> No
     assert var.tolist() == [2.75] * 3
     assert counter == 1
     assert mean._version > version
+
+
+def test_a_layer_built_in_inference_mode_trains_there_and_nowhere_else() -> None:
+    with torch.inference_mode():
+        layer = SyncBatchNorm(3)
+    x = torch.randn(8, 3, 5)
+    before = layer.running_mean.clone(), layer.running_var.clone()  # type: ignore[union-attr]
+    with always_ours():
+        with pytest.raises(StateError, match="inference_mode"):
+            layer(x)
+        assert torch.equal(layer.running_mean, before[0])  # type: ignore[arg-type]
+        assert torch.equal(layer.running_var, before[1])  # type: ignore[arg-type]
+        assert layer.num_batches_tracked == 0
+        with torch.inference_mode():
+            layer(x)
+        assert layer.num_batches_tracked == 1
+        torch.testing.assert_close(layer.running_mean, 0.1 * x.mean((0, 2)))
