@@ -290,9 +290,9 @@ def dtype_name(x: Tensor) -> str:
 # ones of 16 bits:
 KERNEL_SIZE = 150_000
 KERNEL_SIZE_16_BITS = 500_000
-# Bytes from which it is for any dtype and layout, as the result of torch's kernel is then mapped
-# anew each time, in small pages:
-MAPPED_SIZE = 1 << 25
+# Bytes from which it is for any dtype and layout, as the result of torch's kernel is then new
+# memory each time, in small pages:
+MAPPED_SIZE = 24 << 20
 SHORT = 64  # elements of a plane
 
 
