@@ -27,7 +27,6 @@ from syncbn_core.errors import (
     DeviceError,
     DTypeError,
     ShapeError,
-    StateError,
 )
 from syncbn_core.moments import (
     EpsMode,
@@ -37,7 +36,7 @@ from syncbn_core.moments import (
 )
 from syncbn_torch import functional
 from syncbn_torch.communicator import communicator_for
-from syncbn_torch.interop import has_kernels, huge_pages_on_request
+from syncbn_torch.interop import PLAIN, has_kernels, huge_pages_on_request, widened
 from syncbn_torch.link import Link
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
@@ -203,8 +202,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
         link = self._link
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
-        weight, bias, running = self._operands()
-        x, weight, bias = _widened(input, weight, bias)
+        weight, bias, running = self._operands(input)
+        x, weight, bias = widened(input, weight, bias)
         if link is None:
             y, _ = functional.batch_norm(
                 x,
@@ -213,13 +212,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 eps=self.eps,
                 eps_mode=eps_mode,
                 communicator=communicator,
-                running=running if self.training else None,
+                running=running,
             )
         else:
             member, edge = functional.measure(x)
             call = functional.Call(self.eps, eps_mode, communicator)
             edge, merged = link.exchange(x, member, edge, call)
-            mine = running if merged and link.is_master and self.training else None
+            mine = running if merged and link.is_master else None
             y = functional.normalize(x, edge, weight, bias, member, mine)
         return y if y.dtype == input.dtype else y.to(input.dtype)
 
@@ -233,51 +232,57 @@ class _SynchronizedBatchNorm(_BatchNorm):
     def _communicator(self) -> ProcessCommunicator | None:
         return communicator_for(self.process_group) if self.training else None
 
-    def _operands(self) -> tuple[Tensor | None, Tensor | None, RunningStatistics]:
-        """`(weight, bias, what a batch updates)`.
+    def _operands(
+        self, input: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, RunningStatistics | None]:
+        """`(weight, bias, what a batch updates)`, None for the last in eval.
 
-        `ShapeError` for parameters and buffers of other sizes: kernels don't look at them.
-        `StateError` for buffers that may not be written here.
+        Raises what would be wrong with them for kernels, which don't look: sizes, devices.
         """
         weight, bias = self.weight, self.bias  # each costs a search
         mean, var = self.running_mean, self.running_var
         size = (self.num_features,)
+        plain = has_kernels(input)
         named = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
         for name, own in named.items():
-            if own is not None and own.shape != size:
+            if own is None:
+                continue
+            if own.shape != size:
                 raise ShapeError(
                     f"expected {name} of shape {size}, as num_features, got {tuple(own.shape)}; "
                     "set num_features with them"
                 )
+            if own.device != input.device:
+                raise DeviceError(
+                    f"expected {name} on {input.device}, where the input is, got {own.device}; "
+                    "move the layer with .to(device)"
+                )
+            if plain and type(own) not in PLAIN:
+                raise DTypeError(
+                    f"expected {name} to be a plain tensor, as the input is, got "
+                    f"{type(own).__name__}; convert one of them"
+                )
+        if not self.training:
+            return weight, bias, None
+        counter = self.num_batches_tracked
+        running = RunningStatistics(mean, var, counter, self.momentum)
         if not self.track_running_stats:
-            return weight, bias, RunningStatistics(None, None, None, self.momentum)
-        if mean is not None and mean.is_inference() and not torch.is_inference_mode_enabled():
-            raise StateError(
-                "expected running statistics that can be updated, got those of a layer built in "
-                "torch.inference_mode(); build it outside, or train it in there too"
-            )
-        return weight, bias, RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
+            running = RunningStatistics(None, None, None, self.momentum)
+        running.check()
+        return weight, bias, running
 
     def _by_torch(self, input: Tensor) -> Tensor:
         mean = var = counter = None
         factor = 0.0
         if self.training and self.track_running_stats:
             mean, var, counter = self.running_mean, self.running_var, self.num_batches_tracked
-            factor = RunningStatistics(mean, var, counter, self.momentum).factor()
+            running = RunningStatistics(mean, var, counter, self.momentum)
+            running.check()
+            factor = running.factor()
         y = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
         if counter is not None:
             counter.add_(1)
         return y
-
-
-def _widened(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The same in float32 where there are no kernels for x: for subclasses of Tensor."""
-    if x.device.type == "cpu" and not has_kernels(x):
-        weight, bias = (None if p is None else p.float() for p in (weight, bias))
-        return x.float(), weight, bias
-    return x, weight, bias
 
 
 def dtype_name(x: Tensor) -> str:
@@ -290,9 +295,9 @@ def dtype_name(x: Tensor) -> str:
 # ones of 16 bits:
 KERNEL_SIZE = 150_000
 KERNEL_SIZE_16_BITS = 500_000
-# Bytes from which it is for any dtype and layout, as the result of torch's kernel is then new
-# memory each time, in small pages:
-MAPPED_SIZE = 24 << 20
+# Bytes from which it is for any dtype and layout, because our results lie in huge pages where
+# they are given on request:
+HUGE_SIZE = 24 << 20
 SHORT = 64  # elements of a plane
 
 
@@ -317,17 +322,19 @@ def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
         return True  # a kernel that is no torch operation can't be traced or transformed
     if _ours_always.get():
         return False
-    if not has_kernels(x):
+    return not (_is_large(x) and has_kernels(x))
+
+
+def _is_large(x: Tensor) -> bool:
+    size, bytes_each = x.numel(), x.element_size()
+    if size * bytes_each >= HUGE_SIZE and huge_pages_on_request():
         return True
-    size = x.numel()
-    if size * x.element_size() >= MAPPED_SIZE and huge_pages_on_request():
-        return False
     if x.dim() < 3 or not x.is_contiguous():
-        return True
-    if x.element_size() > 2:
-        return size < KERNEL_SIZE * torch.get_num_threads()
-    long = size > SHORT * x.shape[0] * x.shape[1]
-    return long or size < KERNEL_SIZE_16_BITS * torch.get_num_threads()
+        return False
+    if bytes_each > 2:
+        return size >= KERNEL_SIZE * torch.get_num_threads()
+    short = size <= SHORT * x.shape[0] * x.shape[1]
+    return short and size >= KERNEL_SIZE_16_BITS * torch.get_num_threads()
 
 
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
 from syncbn_core.backends import cpu as kernels
 from syncbn_core.backends.cpu import Plan, plan_of
 from syncbn_core.moments import Moments
-from syncbn_torch.interop import TYPES, empty_like, in_memory
+from syncbn_torch.interop import PLAIN, TYPES, empty_like, in_memory
 from syncbn_torch.statistics import RunningStatistics, Sums, parameter_gradients, silent
 
 __all__ = ["CpuStatistics", "forward_alone", "invstd", "moments", "wide"]
@@ -47,7 +46,7 @@ def _dense(x: Tensor) -> tuple[Tensor, Plan]:
 
 def _like(dy: Tensor, x: Tensor, plan: Plan) -> Tensor:
     """`dy` in the dtype and layout of the dense `x`."""
-    if dy.dtype == x.dtype and type(dy) in (Tensor, Parameter):
+    if dy.dtype == x.dtype and type(dy) in PLAIN:
         own = plan_of(dy.shape, dy.stride(), TYPES[dy.dtype])
         if own is plan or (own is not None and own.layout == plan.layout):
             return in_memory(dy)
@@ -118,7 +117,8 @@ def update(running: RunningStatistics, total: Moments) -> None:
         running.update(total)
         return
     kernels.update_running(_column(mean), _column(var), total, running.factor())
-    increment_version((mean, var))  # who has kept them for backward must learn of it
+    increment_version(mean)  # who has kept them for backward must learn of it
+    increment_version(var)
     running.add_one()
 
 
@@ -130,8 +130,8 @@ def _can_blend(mean: Tensor, var: Tensor, total: Moments) -> bool:
         and buffer.layout is torch.strided
         and buffer.is_contiguous()
         and buffer.shape == total.mean.shape
-        and not buffer.is_neg()
-        and not buffer.is_inference()  # which has no version, and may not be written outside
+        and in_memory(buffer) is buffer
+        and not buffer.is_inference()  # those have no version
         for buffer in (mean, var)
     )
 

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from syncbn_core.errors import StateError
+
 __all__ = [
+    "PLAIN",
     "TYPES",
     "as_array",
     "as_tensor",
@@ -26,6 +29,7 @@ __all__ = [
     "has_kernels",
     "huge_pages_on_request",
     "in_memory",
+    "widened",
 ]
 
 LARGE = 1 << 22  # bytes from which NumPy, too, asks for huge pages
@@ -36,13 +40,14 @@ TYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float16: np.dtype(np.float16),
     torch.bfloat16: np.dtype(np.uint16),
 }
+PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
 _KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def has_kernels(tensor: Tensor) -> bool:
     """Whether `syncbn_core` has a backend for this device, dtype and storage layout."""
     return (
-        type(tensor) in (Tensor, Parameter)  # a subclass may have no data of its own
+        type(tensor) in PLAIN
         and tensor.is_cpu
         and tensor.dtype in _KERNEL_DTYPES
         and tensor.layout is torch.strided
@@ -56,12 +61,21 @@ def _has_half() -> bool:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it where its values are not what lies in memory."""
+    """A plain `tensor`, or a copy of it where its address is not that of its values, aligned.
+
+    `StateError` for one whose storage was freed.
+    """
     if tensor.is_neg():  # negated when it is read
         return tensor.detach().resolve_neg()
-    if tensor.data_ptr() == 0 and tensor.numel() > 0:  # zeros that have no memory
+    address, size = tensor.data_ptr(), tensor.element_size()
+    if address == tensor.storage_offset() * size and tensor.numel() > 0:  # it has no memory
+        if not tensor._is_zerotensor():
+            raise StateError(
+                f"expected a tensor with its values, got one of shape {tuple(tensor.shape)} whose "
+                "storage was freed; if a wrapper such as FSDP has done so, call the wrapped model"
+            )
         return tensor.detach().clone()
-    return tensor
+    return tensor.detach().clone() if address % size else tensor
 
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -99,6 +113,16 @@ def empty_like(x: Tensor) -> Tensor:
         length = (y.data_ptr() + size - begin) // mmap.PAGESIZE * mmap.PAGESIZE
         _madvise()(begin, length, _MADV_HUGEPAGE)  # only advice: nobody asks what came of it
     return y
+
+
+def widened(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same in float32 where there are no kernels for x: for subclasses of Tensor."""
+    if x.device.type == "cpu" and not has_kernels(x):
+        weight, bias = (None if p is None else p.float() for p in (weight, bias))
+        return x.float(), weight, bias
+    return x, weight, bias
 
 
 @cache

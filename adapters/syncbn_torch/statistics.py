@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from syncbn_core.errors import StateError
 from syncbn_core.moments import Moments, averaging_factor, blend
 from syncbn_torch.interop import as_array, as_tensor
 from syncbn_torch.plain import wide_dtype
@@ -40,7 +41,7 @@ class Sums(NamedTuple):
     by_bias: Tensor | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # not frozen: that would take four times as long to make
 class RunningStatistics:
     """The buffers of a layer that a batch has to update, and by how much."""
 
@@ -48,6 +49,17 @@ class RunningStatistics:
     var: Tensor | None
     counter: Tensor | None
     momentum: float | None
+
+    def check(self) -> None:
+        """Raise `StateError`, before anything is written, where torch would in the middle."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        for own in (self.mean, self.var, self.counter):
+            if own is not None and own.is_inference():
+                raise StateError(
+                    "expected running statistics that can be updated, got those of a layer built "
+                    "in torch.inference_mode(); build it outside, or train it in there too"
+                )
 
     def factor(self) -> float:
         """Share of the new batch, which the counter does not count yet; none without a counter."""

@@ -16,9 +16,9 @@ from torch.autograd import Function
 from syncbn_core.comm import ProcessCommunicator, Site
 from syncbn_core.errors import ShapeError
 from syncbn_torch import arithmetic
-from syncbn_torch.batchnorm import _SynchronizedBatchNorm, _widened, dtype_name
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm, dtype_name
 from syncbn_torch.functional import Call, needed_gradients
-from syncbn_torch.interop import as_array
+from syncbn_torch.interop import as_array, widened
 from syncbn_torch.names import name_of
 from syncbn_torch.statistics import Channelwise, RunningStatistics, tensor_of
 
@@ -48,13 +48,13 @@ def forward_together(
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         layer._check(x)
-    own = [layer._operands() for layer in layers]
+    own = [layer._operands(x) for layer, x in zip(layers, inputs, strict=True)]
     dtypes = tuple(map(dtype_name, inputs))
     communicator = communicator.at(Site(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0]))
     calls = [Call(layer.eps, layer.effective_eps_mode, communicator) for layer in layers]
     running = [one for *_, one in own]
     operands = [operand for (weight, bias, _), x in zip(own, inputs, strict=True)
-                for operand in _widened(x, weight, bias)]  # fmt: skip
+                for operand in widened(x, weight, bias)]  # fmt: skip
     outputs = Together.apply(calls, running, *operands)
     return [y.to(x.dtype) for y, x in zip(outputs, inputs, strict=True)]
 

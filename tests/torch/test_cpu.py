@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncbn_core.errors import StateError
+from syncbn_core.errors import DeviceError, DTypeError, StateError
 from syncbn_torch import SyncBatchNorm, cpu
 from syncbn_torch.batchnorm import always_ours
 from syncbn_torch.statistics import RunningStatistics
@@ -30,6 +30,18 @@ def zeros_without_memory(x: Tensor) -> Tensor:
     return made
 
 
+def later_zeros(x: Tensor) -> Tensor:
+    """Zeros that have no memory, beyond the first of them: their address is not 0."""
+    return zeros_without_memory(torch.cat([x, x]))[x.shape[0] :]
+
+
+def misaligned(x: Tensor) -> Tensor:
+    buffer = bytearray(x.numel() * x.element_size() + 1)
+    made = torch.frombuffer(buffer, dtype=x.dtype, offset=1).reshape(x.shape)
+    assert made.data_ptr() % x.element_size()
+    return made.copy_(x)
+
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "gaps": gaps,
     "negated": negated,
@@ -37,6 +49,8 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x[:1].expand_as(x),
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "no memory": zeros_without_memory,
+    "no memory, with an offset": later_zeros,
+    "misaligned": misaligned,
 }
 
 
@@ -91,6 +105,7 @@ BUFFERS: dict[str, Callable[[], Tensor]] = {
     "float16": lambda: torch.ones(3).half(),
     "gaps": lambda: torch.ones(6)[::2],
     "negated": lambda: negated(torch.ones(3)),
+    "misaligned": lambda: misaligned(torch.ones(3)),
     "parameter": lambda: torch.nn.Parameter(torch.ones(3), requires_grad=False),
 }
 
@@ -115,18 +130,64 @@ def test_running_statistics_of_any_kind_are_updated(kind: str, count: int) -> No
     assert mean._version > version
 
 
-def test_a_layer_built_in_inference_mode_trains_there_and_nowhere_else() -> None:
+def state_of(layer: SyncBatchNorm) -> dict[str, list[float]]:
+    return {name: buffer.tolist() for name, buffer in layer.named_buffers()}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("which", ["running_mean", "running_var", "num_batches_tracked"])
+def test_buffers_made_in_inference_mode_are_updated_there_and_nowhere_else(
+    which: str, grad: bool, ours: bool
+) -> None:
+    layer = SyncBatchNorm(3)
     with torch.inference_mode():
-        layer = SyncBatchNorm(3)
+        setattr(layer, which, getattr(layer, which).clone())
     x = torch.randn(8, 3, 5)
-    before = layer.running_mean.clone(), layer.running_var.clone()  # type: ignore[union-attr]
-    with always_ours():
+    before = state_of(layer)
+    with always_ours(ours), torch.set_grad_enabled(grad):
         with pytest.raises(StateError, match="inference_mode"):
             layer(x)
-        assert torch.equal(layer.running_mean, before[0])  # type: ignore[arg-type]
-        assert torch.equal(layer.running_var, before[1])  # type: ignore[arg-type]
-        assert layer.num_batches_tracked == 0
+        assert state_of(layer) == before
         with torch.inference_mode():
             layer(x)
-        assert layer.num_batches_tracked == 1
-        torch.testing.assert_close(layer.running_mean, 0.1 * x.mean((0, 2)))
+    assert layer.num_batches_tracked == 1
+    torch.testing.assert_close(layer.running_mean, 0.1 * x.mean((0, 2)))
+
+
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_freed_memory_is_not_read(offset: int) -> None:
+    layer = SyncBatchNorm(3)
+    before = state_of(layer)
+    with always_ours(), pytest.raises(StateError, match="storage was freed"):
+        layer(freed(torch.randn(8, 3, 5)[offset:]))
+    layer.weight.data = freed(torch.ones(3 + offset)[offset:])
+    with always_ours(), pytest.raises(StateError, match="storage was freed"):
+        layer(torch.randn(8, 3, 5))
+    assert state_of(layer) == before
+
+
+@pytest.mark.parametrize("name", ["bias", "running_var"])
+def test_what_lies_elsewhere_is_refused(name: str) -> None:
+    layer = SyncBatchNorm(3)
+    other = torch.ones(3, device="meta")
+    setattr(layer, name, torch.nn.Parameter(other) if name == "bias" else other)
+    with always_ours(), pytest.raises(DeviceError, match=f"expected {name} on cpu.*got meta"):
+        layer(torch.randn(8, 3, 5))
+    assert layer.num_batches_tracked == 0
+
+
+def test_parameters_that_are_no_plain_tensors_are_refused() -> None:
+    class Wrapped(Tensor):
+        pass
+
+    layer = SyncBatchNorm(3)
+    layer.bias = torch.nn.Parameter(torch.ones(3).as_subclass(Wrapped))
+    with always_ours(), pytest.raises(DTypeError, match="expected bias to be a plain tensor"):
+        layer(torch.randn(8, 3, 5))
+    assert layer.num_batches_tracked == 0

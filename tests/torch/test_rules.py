@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from syncbn_core.errors import ShapeError
 from syncbn_torch import SyncBatchNorm, batchnorm
 from syncbn_torch.batchnorm import (
+    HUGE_SIZE,
     KERNEL_SIZE,
     KERNEL_SIZE_16_BITS,
-    MAPPED_SIZE,
     always_ours,
 )
 
@@ -53,7 +53,7 @@ def test_contiguous_planes_from_so_many_elements_per_thread(threads: int) -> Non
 def test_other_layouts_where_results_are_mapped_anew(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elements = MAPPED_SIZE // dtype.itemsize
+    elements = HUGE_SIZE // dtype.itemsize
     large = torch.empty(elements // 64, 64, dtype=dtype)
     image = torch.empty(2, 64, 8, elements // 1024, dtype=dtype)
     image = image.to(memory_format=torch.channels_last)
