@@ -60,6 +60,19 @@ assert getattr(syncbn_core, "__version__", version) == version, "pyproject.toml 
 print("syncbn", version, "imports from the wheel")
 """
 
+# Once, instead of in every rank at the same time.
+COMPILE_KERNELS = """
+import numpy as np
+from syncbn_core import BatchNorm
+from syncbn_core.comm import SingleCommunicator
+
+for dtype in (np.float64, np.float32):
+    for shape in ((12, 5), (12, 5, 3, 2)):
+        for communicator in (None, SingleCommunicator()):
+            layer = BatchNorm(5, dtype=dtype, communicator=communicator)
+            layer.backward(layer(np.ones(shape, dtype)))
+"""
+
 
 def groups(*names: str) -> list[str]:
     return nox.project.dependency_groups(PROJECT, *names)
@@ -115,6 +128,7 @@ def tests_mpi(session: nox.Session) -> None:
     """Ranks of MPI; Open MPI comes as a wheel, so that nobody has to be root."""
     session.install(*CONSTRAINTS, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
     fresh_numba_cache(session)
+    session.run("python", "-c", COMPILE_KERNELS)
     session.run("pytest", *(session.posargs or ["tests/core/test_mpi.py"]))
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")
