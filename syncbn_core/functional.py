@@ -48,6 +48,7 @@ from syncbn_core.moments import (
     check_eps_mode,
     check_momentum,
     invstd_from_var,
+    mean_gradients,
     require_more_than_one_value,
 )
 
@@ -276,10 +277,7 @@ def _means_over_members(
     total = communicator.all_reduce_sums(np.stack([sum_dy, sum_dy_xhat]))
     if saved.weight is not None:
         total = total * np.asarray(saved.weight, dtype=np.float64)
-    mean_dy, mean_dy_xhat = total / max(saved.count, 1)
-    if saved.clamped is not None:
-        mean_dy_xhat = np.where(saved.clamped, 0.0, mean_dy_xhat)
-    return mean_dy, mean_dy_xhat
+    return mean_gradients(total, saved.count, saved.clamped)
 
 
 # The steps, for adapters that bring their own graph and communication. They check nothing.

@@ -36,6 +36,7 @@ __all__ = [
     "check_eps",
     "check_eps_mode",
     "check_momentum",
+    "mean_gradients",
     "merge_all",
     "require_more_than_one_value",
 ]
@@ -115,6 +116,15 @@ def invstd_from_var(var: Array, eps: float, eps_mode: EpsMode) -> Array:
 def merge_all(parts: Sequence[Moments]) -> Moments:
     """Merge `parts` (at least one) from the left: in replica or rank order."""
     return parts[0].merge_with(parts[1:])
+
+
+def mean_gradients(sums: Array, count: int, frozen: Array | None) -> tuple[Array, Array]:
+    """What `sum(dy), sum(dy * xhat)` times weight, (2, C), over all members, give each value.
+
+    `frozen` (C,) bool: where the deviation is a constant ("clamp"), through which none flows.
+    """
+    mean_dy, mean_dy_xhat = sums / max(count, 1)
+    return mean_dy, mean_dy_xhat if frozen is None else np.where(frozen, 0.0, mean_dy_xhat)
 
 
 def averaging_factor(momentum: float | None, num_batches_tracked: int) -> float:

@@ -65,7 +65,7 @@ def invstd(total: Moments, eps: float, eps_mode: Any) -> Channelwise:
     """`1 / sqrt(var + eps)`, or for "clamp" `1 / sqrt(max(var, eps))`."""
     if isinstance(total.mean, Tensor):
         return plain.invstd_from_var(total.var, eps, eps_mode)
-    return _cpu().invstd(total, eps, eps_mode)
+    return total.invstd(eps, eps_mode)
 
 
 def moments(x: Tensor, *, parallel: bool) -> Moments:

@@ -7,8 +7,6 @@ a step, in which the tensor is held.
 
 from __future__ import annotations
 
-import ctypes
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,11 +16,11 @@ from torch.autograd.graph import increment_version
 
 from syncbn_core.backends import cpu as kernels
 from syncbn_core.backends.cpu import Plan, plan_of
-from syncbn_core.moments import Moments
-from syncbn_torch.interop import PLAIN, TYPES, empty_like, in_memory
+from syncbn_core.moments import EpsMode, Moments, mean_gradients
+from syncbn_torch.interop import PLAIN, TYPES, as_array, empty_like, in_memory
 from syncbn_torch.statistics import RunningStatistics, Sums, parameter_gradients, silent
 
-__all__ = ["CpuStatistics", "forward_alone", "invstd", "moments", "wide"]
+__all__ = ["CpuStatistics", "forward_alone", "moments", "wide"]
 
 Array = np.ndarray[Any, Any]
 _BLENDED = (torch.float32, torch.float64)
@@ -53,29 +51,12 @@ def _like(dy: Tensor, x: Tensor, plan: Plan) -> Tensor:
     return torch.empty_like(x).copy_(dy)
 
 
-@lru_cache(maxsize=256)
-def _memory(size: int) -> Any:
-    return ctypes.c_char * size
-
-
-def _column(tensor: Tensor) -> Array:
-    """The memory of contiguous float32 or float64 `(C,)`."""
-    size = tensor.shape[0]
-    dtype = TYPES[tensor.dtype]
-    memory = _memory(size * dtype.itemsize).from_address(tensor.data_ptr())
-    return np.ndarray((size,), dtype, memory)
-
-
 def wide(values: Tensor | None) -> Array:
     """A float64 copy of a parameter `(C,)`; empty for None."""
     if values is None:
         return kernels.NOTHING
-    if values.dtype not in _BLENDED:
-        values = values.float()
-    if not values.is_contiguous():
-        values = values.contiguous()
-    values = in_memory(values)
-    return _column(values).astype(np.float64)
+    numbers = values.float() if values.dtype is torch.bfloat16 else values  # NumPy has none
+    return as_array(numbers).astype(np.float64)
 
 
 def moments(x: Tensor, *, parallel: bool) -> Moments:
@@ -86,24 +67,19 @@ def moments(x: Tensor, *, parallel: bool) -> Moments:
     return kernels.moments(plan, plan.at(x.data_ptr()), parallel=_threads(parallel))
 
 
-def invstd(total: Moments, eps: float, eps_mode: str) -> Array:
-    """`1 / sqrt(var + eps)`, or for "clamp" `1 / sqrt(max(var, eps))`."""
-    return kernels.invstd_of(total, eps, eps_mode == "clamp")
-
-
 def forward_alone(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     running: RunningStatistics | None,
     eps: float,
-    eps_mode: str,
+    eps_mode: EpsMode,
 ) -> tuple[Tensor, Moments, Array]:
     """`(y, moments, invstd)` of a batch that is x alone, and not empty; updates `running`."""
     x, plan = _dense(x)
     y = empty_like(x)
     views = (plan.at(x.data_ptr()), wide(weight), wide(bias))
-    settings = (eps, eps_mode == "clamp", plan.at(y.data_ptr()))
+    settings = (eps, eps_mode, plan.at(y.data_ptr()))
     total, invstd = kernels.forward_alone(plan, *views, *settings, parallel=_threads(True))
     if running is not None:
         update(running, total)
@@ -116,24 +92,26 @@ def update(running: RunningStatistics, total: Moments) -> None:
     if mean is None or var is None or not _can_blend(mean, var, total):
         running.update(total)
         return
-    kernels.update_running(_column(mean), _column(var), total, running.factor())
+    kernels.update_running(as_array(mean), as_array(var), total, running.factor())
     increment_version(mean)  # who has kept them for backward must learn of it
     increment_version(var)
     running.add_one()
 
 
 def _can_blend(mean: Tensor, var: Tensor, total: Moments) -> bool:
-    return total.count > 1 and all(
-        type(buffer) is Tensor
-        and buffer.is_cpu
-        and buffer.dtype in _BLENDED
-        and buffer.layout is torch.strided
-        and buffer.is_contiguous()
-        and buffer.shape == total.mean.shape
-        and in_memory(buffer) is buffer
-        and not buffer.is_inference()  # those have no version
-        for buffer in (mean, var)
-    )
+    for buffer in (mean, var):
+        if not (
+            type(buffer) is Tensor
+            and buffer.is_cpu
+            and buffer.dtype in _BLENDED
+            and buffer.layout is torch.strided
+            and buffer.is_contiguous()
+            and buffer.shape == total.mean.shape
+            and in_memory(buffer) is buffer
+            and not buffer.is_inference()  # those have no version
+        ):
+            return False
+    return total.count > 1
 
 
 class CpuStatistics:
@@ -215,7 +193,7 @@ class CpuStatistics:
         """dx from the sums over all members, `[2, C]`."""
         if x.numel() == 0:
             return torch.empty_like(x)
-        mean_dy, mean_dy_xhat = kernels.means(total, self.total.count, self._frozen())
+        mean_dy, mean_dy_xhat = mean_gradients(total, self.total.count, self._frozen())
         x, plan = _dense(x)
         dy = _like(dy, x, plan)
         dx = empty_like(x)

@@ -22,9 +22,9 @@ import numba
 import numpy as np
 
 from syncbn_core.kernels import cpu_planes, cpu_rows
-from syncbn_core.kernels.cpu_numbers import Twins, blend, has_half, invstds
+from syncbn_core.kernels.cpu_numbers import Twins, blend, has_half
 from syncbn_core.layout import Layout, layout_of_strides
-from syncbn_core.moments import Moments
+from syncbn_core.moments import EpsMode, Moments, mean_gradients
 
 __all__ = [
     "NOTHING",
@@ -34,8 +34,6 @@ __all__ = [
     "backward_reduce",
     "carrier",
     "forward_alone",
-    "invstd_of",
-    "means",
     "moments",
     "normalize",
     "plan_of",
@@ -206,13 +204,6 @@ def moments(plan: Plan, x: Array, *, parallel: bool) -> Moments:
     return Moments(plan.count, mean, m2)
 
 
-def invstd_of(total: Moments, eps: float, clamp: bool) -> Array:
-    """`1 / sqrt(var + eps)`, with `clamp` `1 / sqrt(max(var, eps))`; `(C,)`."""
-    result = np.empty(total.m2.shape[0])
-    invstds(total.m2, max(total.count, 1), float(eps), clamp, result)
-    return result
-
-
 def normalize(
     plan: Plan,
     x: Array,
@@ -234,7 +225,7 @@ def forward_alone(
     weight: Array,
     bias: Array,
     eps: float,
-    clamp: bool,
+    eps_mode: EpsMode,
     y: Array,
     *,
     parallel: bool,
@@ -242,10 +233,11 @@ def forward_alone(
     """`(moments, invstd)` of x alone, and y by them; in one go where a channel stays near."""
     if plan.stays_near(1, parallel):
         mean, m2, invstd = np.empty((3, plan.channels))
-        plan.call("forward", parallel, (x,), (weight, bias, float(eps), clamp, mean, m2, invstd), y)
+        settings = (weight, bias, float(eps), eps_mode == "clamp")
+        plan.call("forward", parallel, (x,), (*settings, mean, m2, invstd), y)
         return Moments(plan.count, mean, m2), invstd
     total = moments(plan, x, parallel=parallel)
-    invstd = invstd_of(total, eps, clamp)
+    invstd = total.invstd(eps, eps_mode)
     normalize(plan, x, total.mean, invstd, weight, bias, y, parallel=parallel)
     return total, invstd
 
@@ -301,21 +293,10 @@ def backward_alone(
     sums = backward_reduce(plan, x, dy, mean, invstd, parallel=parallel)
     with np.errstate(invalid="ignore", over="ignore"):
         total = sums * weight if weight.size else sums
-    mean_dy, mean_dy_xhat = means(total, plan.count, frozen)
+    mean_dy, mean_dy_xhat = mean_gradients(total, plan.count, frozen)
     channelwise = (mean, invstd, weight, mean_dy, mean_dy_xhat)
     backward_input(plan, x, dy, *channelwise, dx, parallel=parallel)
     return sums
-
-
-def means(sums: Array, count: int, frozen: Array | None) -> Array:
-    """`sum(dy), sum(dy * xhat)` over all members, times weight, (2, C), over the total count.
-
-    `frozen` (C,) bool: where the deviation is a constant, and the second of them 0.
-    """
-    result = sums / max(count, 1)
-    if frozen is not None:
-        result[1][frozen] = 0.0
-    return result
 
 
 def update_running(running_mean: Array, running_var: Array, total: Moments, factor: float) -> None:

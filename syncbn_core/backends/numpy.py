@@ -15,7 +15,7 @@ import numpy as np
 from syncbn_core.backends import cpu
 from syncbn_core.backends.cpu import Plan, carrier, plan_of
 from syncbn_core.layout import writable_view
-from syncbn_core.moments import Moments
+from syncbn_core.moments import EpsMode, Moments
 
 __all__ = [
     "backward_alone",
@@ -146,7 +146,7 @@ def forward_alone(
     bias: Array | None,
     *,
     eps: float,
-    eps_mode: str,
+    eps_mode: EpsMode,
     out: Array | None = None,
     parallel: bool = True,
 ) -> tuple[Array, Moments, Array] | None:
@@ -155,7 +155,7 @@ def forward_alone(
         return None
     dense, plan = _dense(x)
     y = _target(dense, plan, out)
-    settings = (_wide(weight), _wide(bias), eps, eps_mode == "clamp")
+    settings = (_wide(weight), _wide(bias), eps, eps_mode)
     views = (plan.view(dense), *settings, plan.view(y))
     total, invstd = cpu.forward_alone(plan, *views, parallel=parallel)
     return _give(y, x, out), total, invstd

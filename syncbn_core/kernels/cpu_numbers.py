@@ -28,7 +28,6 @@ __all__ = [
     "exact",
     "has_half",
     "invstd_of",
-    "invstds",
     "maps",
     "merge",
     "narrow",
@@ -199,13 +198,6 @@ def invstd_of(var, eps, clamp):
     """`1 / sqrt(var + eps)`, with `clamp` `1 / sqrt(max(var, eps))`; NaN stays NaN."""
     wide = (eps if var < eps else var) if clamp else var + eps
     return 1.0 / np.sqrt(wide)
-
-
-@exact
-def invstds(m2, count, eps, clamp, invstd):
-    """`invstd_of` each channel."""
-    for c in range(m2.shape[0]):
-        invstd[c] = invstd_of(m2[c] / count, eps, clamp)
 
 
 @exact

@@ -122,9 +122,8 @@ def test_every_inner_loop_is_vectorized(element: Any) -> None:
             given = signature(function, element, number)
             fresh.compile(given)
             loops = vector_loops(fresh.inspect_asm(given))
-            due = (
-                2 if name in ("_add", "_add_deviations") else 1
-            )  # four rows at once, and those left over
+            # four rows at once, and those left over
+            due = 2 if name in ("_add", "_add_deviations") else 1
             assert len(loops) >= due, (
                 f"{module.__name__}.{name} of {element}: {len(loops)} of {due}"
             )
