@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import _thread
+import sys
 import threading
+import time
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from syncbn_core.comm.deadline import get_default_timeout
+from syncbn_core.comm.future import Gate
 from syncbn_core.errors import CommAborted
 
 __all__ = ["run_in_threads"]
 
 T = TypeVar("T")
 
-GRACE = 1.0  # seconds that Ctrl-C leaves the members to end
+GRACE = 0.5  # seconds that Ctrl-C leaves the members to end
 
 
 def run_in_threads(
@@ -28,61 +34,159 @@ def run_in_threads(
     Member 0 runs in the calling thread. When a member raises, `abort(error)` is called, which
     should release whoever waits for it; when one returns, `leave(index)` is. After all have
     ended, the first error that is not a mere consequence (`CommAborted`) is raised again: the
-    original object, with a note that names the member. A member that has not ended by the
-    process's deadline (`get_default_timeout`) after an error is left to itself, and named.
+    original object, with a note that names the member.
+
+    A member that computes is waited for: a `RuntimeWarning` says once which one, and where it is,
+    when the caller has waited for the process's deadline (`get_default_timeout`). A member that
+    has not ended by that deadline after an error is left to itself, and named. On Ctrl-C the
+    others are released, and half a second later those that have not ended are left to themselves.
     """
-    results: list[Any] = [None] * len(members)
-    errors: list[tuple[int, BaseException]] = []
-    running: set[int] = set()
-    changed = threading.Condition(threading.Lock())
-
-    def run(index: int) -> None:
-        try:
-            results[index] = members[index]()
-        except BaseException as error:
-            with changed:
-                errors.append((index, error))
-            abort(error)
-        else:
-            leave(index)
-        finally:
-            with changed:
-                running.discard(index)
-                changed.notify_all()
-
-    def wait() -> None:
-        """Until all members have ended, or an error is older than the deadline."""
-        with changed:
-            changed.wait_for(lambda: not running or errors)
-            if running:
-                changed.wait_for(lambda: not running, get_default_timeout())
-
+    crew = _Crew(members, abort, leave, describe)
     try:
-        for index in range(1, len(members)):
-            running.add(index)
-            name = f"{describe} {index}"
-            try:
-                threading.Thread(target=run, args=(index,), name=name, daemon=True).start()
-            except BaseException:
-                running.discard(index)
-                raise
-        if members:
-            run(0)
-        wait()
-    except BaseException as error:  # no thread could be started, or Ctrl-C while waiting
-        abort(error)
-        with changed:
-            changed.wait_for(lambda: not running, GRACE)
+        crew.start()
+        crew.run_first()
+        crew.wait()
+    except BaseException as error:  # Ctrl-C, or no thread could be started
+        try:
+            _thread.start_new_thread(crew.give_up, (error,))  # which no second Ctrl-C cuts off
+        except RuntimeError:
+            crew.give_up(error)
+        crew.all_ended_within(GRACE)
         raise
-    if errors:
-        causes = [item for item in errors if not isinstance(item[1], CommAborted)]
-        index, first = (causes or errors)[0]
-        first.add_note(f"raised in {describe} {index} of {len(members)}")
-        if running:
-            first.add_note(f"still running: {describe} {', '.join(map(str, sorted(running)))}")
+    first = crew.first_error()
+    if first is not None:
         try:
             raise first
         finally:  # no cycle from the traceback to this frame and back: it would keep activations
-            errors.clear()
-            del first, causes
-    return results
+            crew.errors.clear()
+            del first
+    return crew.results
+
+
+class _Crew(Generic[T]):
+    """The members of one call, and what has become of them."""
+
+    def __init__(
+        self,
+        members: Sequence[Callable[[], T]],
+        abort: Callable[[BaseException], Any],
+        leave: Callable[[int], Any],
+        describe: str,
+    ) -> None:
+        self.size = len(members)
+        self.abort = abort
+        self.leave = leave
+        self.describe = describe
+        self.jobs = dict(enumerate(members))  # that have not begun
+        self.results: list[Any] = [None] * len(members)
+        self.errors: list[tuple[int, BaseException]] = []
+        self.running: dict[int, threading.Thread] = {}
+        self.lock = threading.Lock()
+        self.gate = Gate()  # where the caller waits for the next member that ends
+
+    def start(self) -> None:
+        """Members 1, 2, ... in threads, which the interpreter's exit doesn't wait for."""
+        for index in range(1, self.size):
+            name = f"{self.describe} {index}"
+            thread = threading.Thread(target=self.run, args=(index,), name=name, daemon=True)
+            self.running[index] = thread
+            try:
+                thread.start()
+            except RuntimeError:
+                del self.running[index]
+                raise
+
+    def run(self, index: int) -> None:
+        """What the thread of a member does."""
+        job = self.jobs.pop(index, None)
+        try:
+            if job is not None:
+                self.results[index] = job()
+        except BaseException as error:
+            self.errors.append((index, error))
+            self.abort(error)
+        else:
+            self.leave(index)
+        finally:
+            with self.lock:
+                del self.running[index]
+                self.gate.open()
+
+    def run_first(self) -> None:
+        """Member 0, in the calling thread: Ctrl-C is no error of its own."""
+        job = self.jobs.pop(0, None)
+        if job is None:
+            return
+        try:
+            self.results[0] = job()
+        except Exception as error:
+            self.errors.append((0, error))
+            self.abort(error)
+        else:
+            self.leave(0)
+
+    def give_up(self, error: BaseException) -> None:
+        """Begin no more members, and release those that wait."""
+        self.jobs.clear()
+        self.abort(error)
+
+    def wait(self) -> None:
+        """Until all members have ended, or an error is older than the deadline."""
+        seconds = get_default_timeout()
+        patience = time.monotonic() + seconds
+        while True:
+            failed = bool(self.errors)
+            if self.all_ended_within(patience - time.monotonic(), stop_at_error=not failed):
+                return
+            if failed:
+                return
+            if self.errors:
+                patience = time.monotonic() + seconds
+            else:
+                self._warn(seconds)
+                patience = time.monotonic() + threading.TIMEOUT_MAX
+
+    def all_ended_within(self, seconds: float, stop_at_error: bool = False) -> bool:
+        """Whether all members have ended; after so many seconds at most, or at an error."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with self.lock:
+                if not self.running:
+                    return True
+                gate = self.gate = Gate()
+            left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+            if left <= 0 or (stop_at_error and self.errors):
+                return False
+            gate.wait(left)
+
+    def _warn(self, seconds: float) -> None:
+        frames = sys._current_frames()
+        with self.lock:
+            running = {index: thread.ident for index, thread in self.running.items()}
+        for index, ident in running.items():
+            frame = frames.get(ident or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown\n"
+            warnings.warn(
+                f"{self.describe} {index} of {self.size} is still computing {seconds:g} s after "
+                f"{self.describe} 0 has ended; it is waited for, as long as it takes. It is at:\n"
+                f"{stack}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def first_error(self) -> BaseException | None:
+        """The first error that is no mere consequence, with notes where it takes any."""
+        if not self.errors:
+            return None
+        errors = list(self.errors)
+        causes = [item for item in errors if not isinstance(item[1], CommAborted)]
+        index, first = (causes or errors)[0]
+        with self.lock:
+            running = ", ".join(map(str, sorted(self.running)))
+        try:
+            first.add_note(f"raised in {self.describe} {index} of {self.size}")
+            if running:
+                first.add_note(f"still running: {self.describe} {running}")
+        except Exception:  # a class of exceptions may refuse attributes
+            pass
+        return first

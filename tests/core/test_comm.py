@@ -378,7 +378,9 @@ def test_timeout_of_object_goes_before_process_before_environment(
 
 def test_environment_sets_the_deadline_of_a_process() -> None:
     script = (
+        "import threading\n"
         "from syncbn_core.comm import SyncMaster\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "SyncMaster(list, name='bn').register_slave(1).run_slave(0)\n"
     )
     done = subprocess.run(

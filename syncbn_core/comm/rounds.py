@@ -1,0 +1,207 @@
+"""What a master and its slaves share from one registration to the next.
+
+A call is known by its number, so a message that comes after its call has failed is told so at
+once, and is never taken for the next one.
+
+The lock is held for a few statements at a time, never while code of the user runs: texts of errors
+are made before. Ctrl-C may cut a step off between any two statements that call something. So the
+steps that release others can be run again, and what belongs together is stored side by side.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from syncbn_core.comm.future import NOTHING, FutureResult, Gate
+from syncbn_core.errors import CommAborted, CommError, ProtocolError
+
+__all__ = ["MASTER", "Cause", "Round", "Slave", "named", "shown"]
+
+MASTER = 0
+
+
+def shown(value: Any, limit: int = 200) -> str:
+    """`repr(value)`, whatever it raises."""
+    try:
+        return f"{value!r:.{limit}}"
+    except Exception:
+        return f"<{type(value).__name__}, whose repr fails>"
+
+
+class Cause(NamedTuple):
+    """An error, and its text: made outside of locks, because code of the user makes it."""
+
+    error: BaseException
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Cause:
+        kind = type(error).__name__
+        try:
+            text = f"{kind}: {error}"
+        except Exception:
+            text = f"{kind}, whose text can't be shown because its __str__ fails"
+        return cls(error, text)
+
+    def aborted(self, what: str) -> CommAborted:
+        """A fresh error per member: one exception object must not be raised in two threads."""
+        error = CommAborted(f"{what}: {self.text}")
+        error.__cause__ = self.error
+        return error
+
+
+class Slave:
+    """What a round knows of one slave."""
+
+    __slots__ = ("busy", "calls", "message", "result")
+
+    def __init__(self, result: FutureResult[Any]) -> None:
+        self.busy = False  # a thread is in run_slave
+        self.calls = 0  # calls made so far
+        self.message: Any = NOTHING  # of a call that waits for its reply
+        self.result = result
+
+
+class Round:
+    """One registration of slaves: their mailboxes, and how many calls each member has made."""
+
+    def __init__(self, name: str, timeout: float | None) -> None:
+        self.name = name
+        self.timeout = timeout
+        self.lock = threading.Lock()
+        self.gate = Gate()  # where the master waits
+        self.slaves: dict[Hashable, Slave] = {}
+        self.calls = 0  # calls made by the master
+        self.busy = False  # a thread is in run_master
+        self.failures: dict[int, Cause] = {}
+        self.left: set[Hashable] = set()
+        self.broken: Cause | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Round, (self.name, self.timeout)
+
+    # The methods below are called with the lock held.
+
+    @property
+    def used(self) -> bool:
+        """Whether it is too late to register another slave."""
+        calls = self.calls or any(slave.calls for slave in self.slaves.values())
+        return bool(calls or self.left or self.broken)
+
+    def where(self, call: int) -> str:
+        return f"call {call} of {self.name}"
+
+    def missing(self, call: int) -> list[Hashable]:
+        """Members that have not yet given their message for `call`."""
+        absent: list[Hashable] = [i for i, slave in self.slaves.items() if slave.calls < call]
+        return absent if self.calls >= call else [MASTER, *absent]
+
+    def check(self, call: int) -> None:
+        """Raise if `call` has failed, or can't succeed any more."""
+        if self.broken is not None:
+            raise self.broken.aborted(f"{self.where(call)} was given up")
+        if call in self.failures:
+            raise self.failures[call].aborted(f"{self.where(call)} has failed")
+        gone = [member for member in self.missing(call) if member in self.left]
+        if gone:
+            error = CommAborted(
+                f"{self.where(call)} can't complete: {named(gone)} left without taking part; "
+                "every member has to make the same calls"
+            )
+            self.fail_call(call, Cause(error, f"CommAborted: {error}"))
+            try:
+                raise error
+            finally:
+                del error
+
+    def fail_call(self, call: int, cause: Cause) -> None:
+        """Release everybody who waits in `call`, and whoever comes to it later."""
+        self.failures.setdefault(call, cause)
+        everybody_is_at = min([self.calls, *(slave.calls for slave in self.slaves.values())])
+        self.failures = {k: c for k, c in self.failures.items() if k >= everybody_is_at}
+        for slave in self.slaves.values():
+            if slave.calls == call and slave.message is not NOTHING:
+                slave.result.fail(cause.aborted(f"{self.where(call)} has failed"))
+                slave.message = NOTHING
+        self.gate.open()
+
+    def break_up(self, cause: Cause) -> None:
+        """Release everybody, in this call and in all later ones."""
+        if self.broken is None:
+            self.broken = cause
+        for slave in self.slaves.values():
+            if slave.message is not NOTHING:
+                slave.result.fail(self.broken.aborted(f"{self.where(slave.calls)} was given up"))
+                slave.message = NOTHING
+        self.gate.open()
+
+    # The methods below take the lock.
+
+    def post(self, slave: Slave, call: int, message: Any) -> None:
+        """The slave's message for its call."""
+        with self.lock:
+            slave.result.drop()  # what an interrupted call may have left there
+            try:
+                self.check(call)
+            except BaseException:
+                slave.calls = call
+                raise
+            slave.message, slave.calls = message, call
+            if not self.missing(call):  # waking the master for each would cost as much again
+                self.gate.open()
+
+    def give_up(self, slave: Slave, call: int, cause: Cause, posted: bool) -> bool:
+        """A slave stops waiting for `call`, which fails; False if its reply has come."""
+        with self.lock:
+            if posted and slave.message is NOTHING:
+                return False
+            slave.calls = max(slave.calls, call)
+            self.fail_call(call, cause)
+            return True
+
+    def fail(self, call: int, cause: Cause) -> None:
+        """The master's call has failed."""
+        with self.lock:
+            self.calls = max(self.calls, call)
+            self.fail_call(call, cause)
+
+    def abort(self, cause: Cause) -> None:
+        with self.lock:
+            self.break_up(cause)
+
+    def close(self) -> None:
+        """Release everybody for good, and forget earlier errors: they keep frames alive."""
+        error = CommError("a new round has begun; register the slaves again")
+        with self.lock:
+            self.broken = None
+            self.failures = {}
+            self.break_up(Cause.of(error))
+
+    def leave(self, member: Hashable) -> None:
+        with self.lock:
+            self.left.add(member)
+            for slave in self.slaves.values():
+                if slave.message is not NOTHING:
+                    with suppress(CommAborted):  # check has released whom it concerns
+                        self.check(slave.calls)
+            self.gate.open()
+
+    def require_other_threads(self, member: Hashable, call: int) -> None:
+        """`ProtocolError` where whoever is missing can't come: no other thread is there."""
+        if threading.active_count() == 1 and len(sys._current_frames()) == 1:
+            raise ProtocolError(
+                f"{named([member])} would wait for ever in {self.where(call)}: no other thread is "
+                "running that could call the others; each member needs a thread of its own "
+                "(run_in_threads)"
+            )
+
+
+def named(identifiers: Sequence[Hashable]) -> str:
+    """`the master, slave 2`."""
+    return ", ".join(
+        "the master" if i is MASTER or i == MASTER else f"slave {shown(i)}" for i in identifiers
+    )
