@@ -51,6 +51,7 @@ def run_in_threads(
             _thread.start_new_thread(crew.give_up, (error,))  # which no second Ctrl-C cuts off
         except RuntimeError:
             crew.give_up(error)
+        crew.given_up.wait(GRACE)  # else it might release those of the caller's next call
         crew.all_ended_within(GRACE)
         raise
     first = crew.first_error()
@@ -83,6 +84,7 @@ class _Crew(Generic[T]):
         self.running: dict[int, threading.Thread] = {}
         self.lock = threading.Lock()
         self.gate = Gate()  # where the caller waits for the next member that ends
+        self.given_up = Gate()
 
     def start(self) -> None:
         """Members 1, 2, ... in threads, which the interpreter's exit doesn't wait for."""
@@ -128,7 +130,10 @@ class _Crew(Generic[T]):
     def give_up(self, error: BaseException) -> None:
         """Begin no more members, and release those that wait."""
         self.jobs.clear()
-        self.abort(error)
+        try:
+            self.abort(error)
+        finally:
+            self.given_up.open()
 
     def wait(self) -> None:
         """Until all members have ended, or an error is older than the deadline."""

@@ -1,0 +1,152 @@
+"""Ctrl-C at any moment: nobody waits, nothing stays locked, the next call works.
+
+CPython raises KeyboardInterrupt in the main thread when a call has ended, or a function begins. So
+the first tests raise it in turn at each of these points of `syncbn_core.comm`, from a profiling
+function; the last one sends storms of real signals.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import syncbn_core.comm
+from syncbn_core.comm import SyncMaster, run_in_threads
+from syncbn_core.errors import CommAborted
+
+LONG = 60.0  # seconds; nobody may wait so long
+FOLDER = str(Path(syncbn_core.comm.__file__).parent)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the `number`-th point where Ctrl-C can come, from 0."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.seen = 0
+
+    def __enter__(self) -> "Interrupt":
+        sys.setprofile(self.event)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(None)
+
+    def event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" or "weakref" in frame.f_code.co_filename:
+            return  # errors in callbacks of weak references go nowhere
+        where = frame.f_back if event == "return" else frame  # who gets the exception
+        if where is not None and where.f_code.co_filename.startswith(FOLDER):
+            self.seen += 1
+            if self.seen > self.number:
+                raise KeyboardInterrupt
+
+
+def total(messages: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    return [(identifier, sum(m for _, m in messages)) for identifier, _ in messages]
+
+
+def ended(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(LONG / 2)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def every_point(scenario: Callable[[Interrupt], None], least: int) -> None:
+    """Run it with an interrupt at each point until one run comes through without."""
+    number = 0
+    while True:
+        interrupt = Interrupt(number)
+        scenario(interrupt)
+        if interrupt.seen <= number:
+            break
+        number += 1
+    assert number >= least, f"only {number} points: profiling shows nothing"
+
+
+def test_an_interrupt_at_any_point_releases_the_members_of_run_in_threads() -> None:
+    def scenario(interrupt: Interrupt) -> None:
+        master = SyncMaster(total, timeout=LONG)
+        pipes = [master.register_slave(i) for i in (1, 2)]
+        here: list[threading.Thread] = []
+
+        def slave(pipe: Any) -> list[int]:
+            here.append(threading.current_thread())
+            return [pipe.run_slave(1), pipe.run_slave(2)]
+
+        members: list[Any] = [lambda: [master.run_master(1), master.run_master(2)]]
+        members += [lambda pipe=pipe: slave(pipe) for pipe in pipes]
+        try:
+            with interrupt:
+                results = run_in_threads(members, abort=master.abort)
+            assert results == [[3, 6]] * 3
+        except KeyboardInterrupt:
+            pass
+        assert ended(here), f"interrupt {interrupt.number}: a member waits"
+        master.clear_slaves()  # the next forward
+        again = master.register_slave(1)
+        calls = [lambda: master.run_master(1), lambda: again.run_slave(1)]
+        assert run_in_threads(calls, abort=master.abort) == [2, 2]
+
+    every_point(scenario, least=100)
+
+
+@pytest.mark.parametrize("interrupted", ["master", "slave"])
+def test_an_interrupt_in_a_call_releases_the_others_and_the_next_call_works(
+    interrupted: str,
+) -> None:
+    def scenario(interrupt: Interrupt) -> None:
+        master = SyncMaster(total, timeout=LONG)
+        pipes = [master.register_slave(i) for i in (1, 2)]
+        if interrupted == "master":
+            mine, others = master.run_master, [pipe.run_slave for pipe in pipes]
+        else:
+            mine, others = pipes[0].run_slave, [master.run_master, pipes[1].run_slave]
+        stop = threading.Event()
+
+        def other(call: Any) -> None:
+            while not stop.is_set():
+                with suppress(CommAborted):
+                    assert call(1) == 3
+
+        threads = [threading.Thread(target=other, args=(call,), daemon=True) for call in others]
+        for thread in threads:
+            thread.start()
+        try:
+            with interrupt:
+                mine(1)
+        except KeyboardInterrupt:
+            reply = None
+            while reply is None:  # what was begun has failed for all, what comes then succeeds
+                with suppress(CommAborted):
+                    reply = mine(1)
+            assert reply == 3
+        stop.set()
+        master.abort(KeyboardInterrupt())
+        assert ended(threads), f"interrupt {interrupt.number}: a member waits"
+
+    every_point(scenario, least=30)
+
+
+STORM = Path(__file__).with_name("interrupted.py")
+
+
+def test_storms_of_interrupts_leave_nobody_waiting() -> None:
+    """Each ends within the run's own deadline; `dev.py soak` sends thousands."""
+    done = subprocess.run(
+        [sys.executable, str(STORM), "150"],
+        env={**os.environ, "SYNCBN_TIMEOUT": "600", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "150 interrupts" in done.stdout
