@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import atexit
+import ctypes
 import sys
 import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +22,7 @@ __all__ = ["run_in_threads"]
 
 T = TypeVar("T")
 
-GRACE = 0.5  # seconds that Ctrl-C leaves the members to end
+GRACE = 0.5  # seconds that Ctrl-C, or the interpreter's exit, leaves the members to end
 
 
 def run_in_threads(
@@ -53,6 +56,7 @@ def run_in_threads(
             crew.give_up(error)
         crew.given_up.wait(GRACE)  # else it might release those of the caller's next call
         crew.all_ended_within(GRACE)
+        _left_to_themselves.update(crew.running.copy().values())
         raise
     first = crew.first_error()
     if first is not None:
@@ -188,6 +192,7 @@ class _Crew(Generic[T]):
         index, first = (causes or errors)[0]
         with self.lock:
             running = ", ".join(map(str, sorted(self.running)))
+            _left_to_themselves.update(self.running.values())
         try:
             first.add_note(f"raised in {self.describe} {index} of {self.size}")
             if running:
@@ -195,3 +200,22 @@ class _Crew(Generic[T]):
         except Exception:  # a class of exceptions may refuse attributes
             pass
         return first
+
+
+_left_to_themselves: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_those_left() -> None:
+    """Raise SystemExit in members that still run Python code, and wait for them a moment.
+
+    One that comes back from C++ while the interpreter ends would abort the process: CPython ends
+    the thread right there, and C++ takes that for an error.
+    """
+    running = [thread for thread in _left_to_themselves if thread.is_alive()]
+    for thread in running:
+        identifier = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(SystemExit))
+    deadline = time.monotonic() + GRACE
+    for thread in running:
+        thread.join(max(0.0, deadline - time.monotonic()))
