@@ -36,9 +36,9 @@ from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeou
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
-# Seconds after which a member that waits looks whether anybody is there who could come: the usual
-# wait is over by then.
-FIRST_LOOK = 0.1
+# Seconds after which a member that waits looks whether those that are missing can come at all. The
+# usual wait is over by then.
+LOOKS = (0.1, 1.0, 1.2)
 
 MasterCallback = Callable[[list[tuple[Hashable, Any]]], Iterable[tuple[Hashable, Any]]]
 
@@ -112,13 +112,16 @@ class SlavePipe(NamedTuple):
                 slave.busy = False
 
     def _reply(self, current: Round, call: int, seconds: float) -> Any:
-        if seconds > FIRST_LOOK:
-            try:
-                return self.result.get(FIRST_LOOK)
-            except CommTimeout:
-                current.require_other_threads(self.identifier, call)
-            seconds -= FIRST_LOOK
-        return self.result.get(seconds)
+        waited = 0.0
+        seen = None
+        for look in LOOKS:
+            if look < seconds:
+                try:
+                    return self.result.get(look - waited)
+                except CommTimeout:
+                    seen = current.look(self.identifier, call, seen)
+                waited = look
+        return self.result.get(seconds - waited)
 
     def abort(self, error: BaseException) -> None:
         """Release every member now: this slave can't go on because of `error`."""
@@ -194,9 +197,14 @@ class SyncMaster:
             )
         return SlavePipe(identifier, current, result)
 
-    def clear_slaves(self) -> None:
-        """Forget every slave and begin a new round; who still waits in the old one is released."""
-        old, self._round = self._round, Round(self._name, self._timeout)
+    def clear_slaves(self, siblings: list[Any] | None = None) -> None:
+        """Forget every slave and begin a new round; who still waits in the old one is released.
+
+        `siblings`: a list that masters with the same members share for this round, empty at first.
+        When every member waits for another one, each in a different exchange, this is then found
+        out after a second.
+        """
+        old, self._round = self._round, Round(self._name, self._timeout, siblings)
         old.close()
 
     def run_master(self, master_msg: Any) -> Any:
@@ -243,6 +251,8 @@ class SyncMaster:
         """Wait for every slave's message of `call`; in the order of registration."""
         seconds = seconds_of(self._timeout)
         begin = time.monotonic()
+        looks: tuple[float, ...] = (*LOOKS, float("inf"))
+        seen = None
         while True:
             with current.lock:
                 current.check(call)
@@ -256,11 +266,11 @@ class SyncMaster:
                     f"the master waited {seconds:g} s in {current.where(call)}; "
                     f"missing: {named(missing)}"
                 )
-            if waited < FIRST_LOOK:
-                gate.wait(min(FIRST_LOOK, seconds) - waited)
+            if waited >= looks[0]:
+                seen = current.look(MASTER, call, seen)
+                looks = looks[1:]
             else:
-                current.require_other_threads(MASTER, call)
-                gate.wait(seconds - waited)
+                gate.wait(min(looks[0], seconds) - waited)
 
     def _replies(
         self, messages: list[tuple[Hashable, Any]], where: str

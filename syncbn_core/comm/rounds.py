@@ -69,9 +69,14 @@ class Slave:
 class Round:
     """One registration of slaves: their mailboxes, and how many calls each member has made."""
 
-    def __init__(self, name: str, timeout: float | None) -> None:
+    def __init__(
+        self, name: str, timeout: float | None, siblings: list[Round] | None = None
+    ) -> None:
         self.name = name
         self.timeout = timeout
+        self.siblings = siblings  # with the same members, this one too
+        if siblings is not None:
+            siblings.append(self)
         self.lock = threading.Lock()
         self.gate = Gate()  # where the master waits
         self.slaves: dict[Hashable, Slave] = {}
@@ -176,6 +181,7 @@ class Round:
     def close(self) -> None:
         """Release everybody for good, and forget earlier errors: they keep frames alive."""
         error = CommError("a new round has begun; register the slaves again")
+        self.siblings = None
         with self.lock:
             self.broken = None
             self.failures = {}
@@ -190,14 +196,55 @@ class Round:
                         self.check(slave.calls)
             self.gate.open()
 
-    def require_other_threads(self, member: Hashable, call: int) -> None:
-        """`ProtocolError` where whoever is missing can't come: no other thread is there."""
+    def waits(self) -> dict[Hashable, int]:
+        """Members that wait for the message of another one, and the calls that they wait in."""
+        with self.lock:
+            found: dict[Hashable, int] = {
+                identifier: slave.calls
+                for identifier, slave in self.slaves.items()
+                if slave.message is not NOTHING and self.missing(slave.calls)
+            }
+            if self.busy and self.missing(self.calls):
+                found[MASTER] = self.calls
+            return found
+
+    def look(self, member: Hashable, call: int, before: Waits | None) -> Waits | None:
+        """Raise `ProtocolError` where whoever is missing in `call` can't come.
+
+        `before`: what the last look has returned. Who waits in the same call at two looks has
+        waited all the time between them; and when all members have, none can ever go on.
+        """
         if threading.active_count() == 1 and len(sys._current_frames()) == 1:
             raise ProtocolError(
                 f"{named([member])} would wait for ever in {self.where(call)}: no other thread is "
                 "running that could call the others; each member needs a thread of its own "
                 "(run_in_threads)"
             )
+        waits = _everybody_waits(self.siblings or [self])
+        if waits is None or waits != before:
+            return waits
+        each = "; ".join(f"{named([one])} in {each.where(n)}" for one, (each, n) in waits.items())
+        raise ProtocolError(
+            f"expected every member in the same call, but all wait for each other: {each}; all "
+            "have to make the same calls in the same order"
+        )
+
+
+Waits = dict[Hashable, tuple[Round, int]]
+
+
+def _everybody_waits(rounds: Sequence[Round]) -> Waits | None:
+    """In which call of which round each member waits; None if one does not, or in several."""
+    rounds = list(rounds)
+    gone = set.intersection(*(each.left for each in rounds))
+    members = {MASTER, *(member for each in rounds for member in each.slaves)} - gone
+    waits: Waits = {}
+    for each in rounds:
+        for member, call in each.waits().items():
+            if member in waits:  # by threads of its own
+                return None
+            waits[member] = (each, call)
+    return waits if members <= waits.keys() else None
 
 
 def named(identifiers: Sequence[Hashable]) -> str:

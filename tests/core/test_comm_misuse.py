@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from syncbn_core.comm import SyncMaster, run_in_threads, set_default_timeout
+from syncbn_core.comm.rounds import Round
 from syncbn_core.errors import CommAborted, CommError, CommTimeout, ProtocolError
 
 LONG = 60.0  # seconds; nobody may wait so long
@@ -313,3 +314,61 @@ def test_the_state_that_other_projects_pickle_is_understood() -> None:
     again = pickle.loads(pickle.dumps(copy.deepcopy(SyncMaster(echo, name="bn", timeout=3))))
     assert one_call(again) == [["m", 1, 2]] * 3
     assert (again._name, again._timeout) == ("bn", 3.0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_members_that_wait_for_each_other_in_two_exchanges_are_told_soon(size: int) -> None:
+    names = ("left", "right")
+    masters = [SyncMaster(echo, name=name, timeout=LONG) for name in names]
+    siblings: list[Any] = []
+    for master in masters:
+        master.clear_slaves(siblings)
+    pipes = [[master.register_slave(i) for i in range(1, size)] for master in masters]
+
+    def member(index: int) -> None:
+        calls = [m.run_master if index == 0 else p[index - 1].run_slave
+                 for m, p in zip(masters, pipes, strict=True)]  # fmt: skip
+        for call in calls[::-1] if index == size - 1 else calls:
+            call(index)
+
+    def abort(error: BaseException) -> None:
+        for master in masters:
+            master.abort(error)
+
+    members = [lambda i=i: member(i) for i in range(size)]
+    with pytest.raises(ProtocolError, match="all wait for each other") as caught:
+        run_in_threads(members, abort=abort)
+    said = str(caught.value)
+    assert "the master in call 1 of left" in said
+    assert f"slave {size - 1} in call 1 of right" in said
+
+
+def test_a_member_that_still_computes_is_no_deadlock() -> None:
+    masters = [SyncMaster(echo, name=name, timeout=LONG) for name in ("left", "right")]
+    siblings: list[Any] = []
+    for master in masters:
+        master.clear_slaves(siblings)
+    left, right = ([master.register_slave(i) for i in (1, 2)] for master in masters)
+    looked = threading.Event()
+    looks = []
+
+    def look(self: Any, *arguments: Any) -> Any:
+        looks.append(original(self, *arguments))
+        if len(looks) > 4:
+            looked.set()
+        return looks[-1]
+
+    original = Round.look
+    Round.look = look  # type: ignore[method-assign]
+    try:
+        results = run_in_threads(
+            [
+                lambda: [masters[0].run_master(0), masters[1].run_master(0)],
+                lambda: [left[0].run_slave(1), right[0].run_slave(1)],
+                lambda: [looked.wait(LONG) and left[1].run_slave(2), right[1].run_slave(2)],
+            ]
+        )
+    finally:
+        Round.look = original  # type: ignore[method-assign]
+    assert results == [[[0, 1, 2]] * 2] * 3
+    assert set(looks) == {None}
