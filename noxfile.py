@@ -104,11 +104,18 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def soak(session: nox.Session) -> None:
-    """Hundreds of random faults in worlds of processes; SYNCBN_FAULT_RUNS sets how many."""
-    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test"))
-    runs = {"SYNCBN_FAULT_RUNS": os.environ.get("SYNCBN_FAULT_RUNS", "350")}
-    options = ["-o", "faulthandler_timeout=0", "tests/torch/test_process_faults.py"]
-    session.run("pytest", *options, *session.posargs, env=runs)
+    """10,000 random faults: interrupts, replicas, worlds of processes; docs/reliability.md."""
+    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test", "notebook"))
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    session.run("python", "tests/core/interrupted.py", "3000")
+    session.run("python", "tests/torch/interrupted.py", "2000")
+    session.run("pytest", "tests/torch/test_jupyter.py")
+    runs = {"SYNCBN_REPLICA_FAULT_RUNS": "4500", "SYNCBN_FAULT_RUNS": "500"}
+    options = ["-s", "-o", "faulthandler_timeout=0"]
+    for test in ("replica", "process"):
+        session.run("pytest", *options, f"tests/torch/test_{test}_faults.py", env=runs)
 
 
 @nox.session(python=NEWER_PYTHONS)
