@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError
+from syncbn_torch.modes import call_within, modes_of_caller, place_of
 from syncbn_torch.nested import join, split
 
 __all__ = [
@@ -137,34 +138,6 @@ def _share(module: nn.Module, copies: int) -> list[nn.Module]:
     return [made[0] for made in replicas]
 
 
-@contextmanager
-def _modes_of(caller: dict[str, Any]) -> Iterator[None]:
-    """The caller's grad, inference and autocast modes, which threads do not inherit."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(caller["inference"]))
-        stack.enter_context(torch.set_grad_enabled(caller["grad"]))
-        for device_type, enabled, dtype in caller["autocast"]:
-            stack.enter_context(
-                torch.autocast(
-                    device_type, enabled=enabled, dtype=dtype, cache_enabled=caller["cache"]
-                )
-            )
-        yield
-
-
-def _caller_modes() -> dict[str, Any]:
-    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return {
-        "inference": torch.is_inference_mode_enabled(),
-        "grad": torch.is_grad_enabled(),
-        "cache": torch.is_autocast_cache_enabled(),
-        "autocast": [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
-        ],
-    }
-
-
 class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     """`nn.DataParallel` with replication callbacks, which runs on CPU too.
 
@@ -241,16 +214,16 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     ) -> list[Any]:
         """Run every replica in a thread of its own; results in their order."""
         contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
-        caller = _caller_modes()
-        places = [_Place(_device(d)) for d in self.device_ids[: len(replicas)]]
+        modes = modes_of_caller()
+        places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
         def member(index: int) -> Callable[[], Any]:
             # A context can be entered by one thread at a time: each gets a copy.
             variables = contextvars.copy_context()
 
             def call() -> Any:
-                with _modes_of(caller), places[index].current():
-                    return replicas[index](*inputs[index], **kwargs[index])
+                run = partial(replicas[index], *inputs[index], **kwargs[index])
+                return call_within([*modes, *places[index]], run)
 
             return lambda: variables.run(call)
 
@@ -297,23 +270,6 @@ def _one_device(device_ids: Sequence[Any]) -> bool:
     """Whether all replicas live on the same device, so that they share the parameters."""
     devices = {_device(d) for d in device_ids}
     return len(devices) == 1 and (len(device_ids) > 1 or devices.pop().type == "cpu")
-
-
-class _Place:
-    """A device, and the stream on it that is current in the calling thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make both the current ones of this thread, if the device is a GPU."""
-        if self.stream is None:
-            yield
-        else:
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                yield
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import threading
 import weakref
@@ -549,3 +550,23 @@ def test_the_gradient_of_a_split_input_is_put_together_once() -> None:
     assert [len(args[0]) for args, _ in parts] == [2, 2, 2, 1]
     cuts = {args[0].grad_fn.next_functions[0][0] for args, _ in parts}
     assert len(cuts) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses every attribute that Python code sets on it, `__traceback__` too."""
+
+    code: int
+
+    def add_note(self, note: str) -> None:
+        """Dropped: a frozen error has no place for it."""
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_error_that_takes_no_attributes_reaches_the_caller(replica: int) -> None:
+    x = torch.arange(-4.0, 0).view(4, 1)
+    x[2 * replica] = 7
+    error = Frozen(3)
+    with pytest.raises(Frozen) as caught:
+        DataParallelWithCallback(Fails(error), replicas=2)(x)
+    assert caught.value is error
