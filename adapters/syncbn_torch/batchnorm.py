@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,10 @@ from syncbn_core.moments import (
     check_eps_mode,
     check_momentum,
 )
-from syncbn_torch import functional
+from syncbn_torch import functional, originals
 from syncbn_torch.communicator import communicator_for
 from syncbn_torch.interop import PLAIN, has_kernels, huge_pages_on_request, widened
-from syncbn_torch.link import Link
+from syncbn_torch.link import Link, Unconnected
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
 from syncbn_torch.statistics import RunningStatistics
@@ -72,7 +72,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     # Defaults for modules that were not built by __init__: converted ones, old pickles.
     process_group: Any = None
     eps_mode: EpsMode | None = None
-    _link: Link | None = None
+    _link: Link | Unconnected | None = None
 
     def __init__(
         self,
@@ -109,6 +109,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_link": None}  # a copy of a replica stands alone
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica: Any = super()._replicate_for_data_parallel()
+        replica._link = Unconnected(self)
+        return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         group = self.process_group
@@ -175,8 +180,27 @@ class _SynchronizedBatchNorm(_BatchNorm):
         Raises `ShapeError`, `DTypeError`, `DeviceError`; in training torch's ValueError for one
         value per channel in all, `StateError` for running statistics that can't be written, the
         errors of `syncbn_core.comm` when members are missing. Running statistics are then as
-        before.
+        before. In a replica `StateError` for a layer that is no part of the replicated model.
         """
+        if self._link is None and originals.watching:
+            if torch.compiler.is_compiling():  # what follows can't be traced
+                return torch._dynamo.disable(self._beside_replicas)(input)  # type: ignore[no-any-return]
+            return self._beside_replicas(input)
+        return self._forward(input)
+
+    def _beside_replicas(self, input: Tensor) -> Tensor:
+        """Forward of a layer without a link while replicas run, perhaps in this very thread."""
+        replica = originals.copy_of(self)
+        if replica is not None:
+            # not its own forward: a subclass's has been entered already, as have the hooks
+            y = _SynchronizedBatchNorm.forward(cast(Any, replica), input)
+            originals.note_reached(self, y)
+            return y
+        if self.training or self.running_mean is None or self.running_var is None:
+            originals.check_alone(self)
+        return self._forward(input)
+
+    def _forward(self, input: Tensor) -> Tensor:
         self._check(input)
         eps_mode = self.effective_eps_mode
         if not self.training:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster
-from syncbn_core.errors import CheckpointError
+from syncbn_core.errors import CheckpointError, StateError
 from syncbn_core.moments import Moments
 from syncbn_torch import functional
 from syncbn_torch.arithmetic import same_bits
+from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
 
-__all__ = ["Link"]
+__all__ = ["Link", "Unconnected"]
 
 
 class Link:
@@ -69,3 +72,19 @@ class Link:
                 "from each other by layers of their own, or not at all"
             )
         return call
+
+
+class Unconnected:
+    """The link of a copy to which no replication callback has come yet: `nn.DataParallel`'s."""
+
+    is_master = False
+
+    def __init__(self, original: nn.Module) -> None:
+        self.original = original
+
+    def exchange(self, *_: Any) -> NoReturn:
+        raise StateError(
+            f"{name_of(self.original)} runs in a replica that can't reach the others: no "
+            "replication callback came; use DataParallelWithCallback instead of nn.DataParallel, "
+            "or call patch_replication_callback on it"
+        )

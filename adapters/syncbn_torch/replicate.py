@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError
+from syncbn_torch import originals
 from syncbn_torch.modes import call_within, modes_of_caller, place_of
 from syncbn_torch.nested import join, split
 
@@ -83,10 +84,14 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
     """
     if not modules:
         return []
-    names = [name or type(modules[0]).__name__ for name, _ in modules[0].named_modules()]
-    contexts = [CallbackContext(name, len(modules)) for name in names]
-    for copy_id, module in enumerate(modules):
-        submodules = list(module.modules())
+    return _execute(modules[0], [list(module.modules()) for module in modules])
+
+
+def _execute(first: nn.Module, copies: Sequence[Sequence[nn.Module]]) -> list[CallbackContext]:
+    """Call back the submodules of each copy; `first` is copy 0, which has the names."""
+    names = [name or type(first).__name__ for name, _ in first.named_modules()]
+    contexts = [CallbackContext(name, len(copies)) for name in names]
+    for copy_id, submodules in enumerate(copies):
         if len(submodules) != len(contexts):
             raise CommError(
                 f"expected copies of one model with {len(contexts)} modules each, got "
@@ -102,9 +107,15 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
 class _Replicas(list[nn.Module]):
     """Copies of one model with what their submodules share."""
 
-    def __init__(self, modules: Sequence[nn.Module], contexts: list[CallbackContext]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        contexts: list[CallbackContext],
+        found: list[originals.Replica],
+    ) -> None:
         super().__init__(modules)
         self.contexts = contexts
+        self.found = found
 
 
 def _share(module: nn.Module, copies: int) -> list[nn.Module]:
@@ -156,6 +167,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
     When a replica raises, the others are released and the error is raised again, with a note
     that says which replica it was; the next forward works.
+
+    Within a replica of another one it runs its module as it is: the batch has been split, and the
+    layers synchronize over all of it.
     """
 
     def __init__(
@@ -191,18 +205,29 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         )
         module.to(self.src_device_obj)
 
+    def _within_replica(self) -> bool:
+        """Whether another wrapper has split the batch already."""
+        return originals.current() is not None or getattr(self, "_is_replica", False)
+
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copies of `module`, one per device, with their callbacks done."""
+        if self._within_replica():
+            return [module]  # its layers have their links, or copies that have
         if _one_device(device_ids):
             replicas = _share(module, len(device_ids))
         else:
             replicas = super().replicate(module, device_ids)
-        return _Replicas(replicas, execute_replication_callbacks(replicas))
+        copies = [list(replica.modules()) for replica in replicas]
+        contexts = _execute(replicas[0], copies)
+        found = originals.replicas_of(list(module.modules()), copies)
+        return _Replicas(replicas, contexts, found)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Arguments of each replica."""
+        if self._within_replica():
+            device_ids = device_ids[:1]
         if not _one_device(device_ids):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[no-any-return]
         device = _device(device_ids[0])
@@ -214,6 +239,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     ) -> list[Any]:
         """Run every replica in a thread of its own; results in their order."""
         contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
+        found: list[originals.Replica] = getattr(replicas, "found", [])
         modes = modes_of_caller()
         places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
@@ -225,7 +251,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                 run = partial(replicas[index], *inputs[index], **kwargs[index])
                 return call_within([*modes, *places[index]], run)
 
-            return lambda: variables.run(call)
+            if not found:
+                return lambda: variables.run(call)
+            return lambda: variables.run(found[index].run, call)
 
         def leave(index: int) -> None:
             for context in contexts:
