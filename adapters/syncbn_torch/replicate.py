@@ -9,6 +9,7 @@ replica is left waiting when another one fails.
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster, run_in_threads
-from syncbn_core.errors import ArgumentError, CommError
+from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch import originals
 from syncbn_torch.modes import call_within, modes_of_caller, place_of
 from syncbn_torch.nested import join, split
@@ -149,6 +150,20 @@ def _share(module: nn.Module, copies: int) -> list[nn.Module]:
     return [made[0] for made in replicas]
 
 
+def _check_not_compiled(model: nn.Module) -> None:
+    """Raise for a compiled module: what it has compiled calls the original, not a replica."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
+    optimized = getattr(dynamo, "OptimizedModule", ())
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or isinstance(module, optimized):
+            which = name or "the model itself"
+            raise StateError(
+                f"expected a model to replicate that is not compiled, got {which} "
+                f"({type(module).__name__}) compiled; wrap first, then compile the wrapper: "
+                "torch.compile(DataParallelWithCallback(model))"
+            )
+
+
 class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     """`nn.DataParallel` with replication callbacks, which runs on CPU too.
 
@@ -169,7 +184,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     that says which replica it was; the next forward works.
 
     Within a replica of another one it runs its module as it is: the batch has been split, and the
-    layers synchronize over all of it.
+    layers synchronize over all of it. Compile the wrapper, not the model: several replicas run
+    eagerly, and refuse compiled modules with `StateError`.
     """
 
     def __init__(
@@ -194,7 +210,11 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                     f"expected replicas on CPU or on GPUs, got both in device_ids={device_ids!r}"
                 )
             super().__init__(module, cast(Any, device_ids), cast(Any, output_device), dim)
+            if len(self.device_ids) > 1:
+                _check_not_compiled(module)
             return
+        if len(device_ids) > 1:
+            _check_not_compiled(module)
         nn.Module.__init__(self)
         self.module = module
         self.dim = dim
@@ -205,6 +225,15 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         )
         module.to(self.src_device_obj)
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the model returns, from all replicas."""
+        if len(self.device_ids) < 2:
+            return super().forward(*inputs, **kwargs)
+        run = super().forward
+        if torch.compiler.is_compiling():  # replicas are new objects in every forward: run eagerly
+            run = torch._dynamo.disable(run)
+        return run(*inputs, **kwargs)
+
     def _within_replica(self) -> bool:
         """Whether another wrapper has split the batch already."""
         return originals.current() is not None or getattr(self, "_is_replica", False)
@@ -213,6 +242,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Copies of `module`, one per device, with their callbacks done."""
         if self._within_replica():
             return [module]  # its layers have their links, or copies that have
+        _check_not_compiled(module)
         if _one_device(device_ids):
             replicas = _share(module, len(device_ids))
         else:

@@ -23,6 +23,11 @@ from syncbn_torch import (
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
+# Dynamo looks at tensors that code around a break of the graph has, and can't trace copy.copy.
+quiet = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:Dynamo does not know:UserWarning"
+)
+
 
 class Detour(nn.Module):
     """Linear, layer, layer; the way to the layers is made by `way(self)` in `__init__`."""
@@ -376,6 +381,68 @@ def test_the_model_alone_may_checkpoint_after_its_replicas_have_run() -> None:
     y = model(x)
     y.backward(torch.randn_like(y))
     assert x.grad is not None
+
+
+COMPILED: dict[str, Any] = {
+    "submodule": (lambda model: model[1].compile(backend="eager"), "1 "),
+    "model": (lambda model: model.compile(backend="eager"), "model itself"),
+    "optimized": (
+        lambda model: model.__setitem__(1, torch.compile(model[1], backend="eager")),
+        "1 ",
+    ),
+}
+
+
+@quiet
+@pytest.mark.parametrize("what", COMPILED)
+def test_a_compiled_module_in_replicas_is_refused_by_name(what: str) -> None:
+    change, text = COMPILED[what]
+    late = nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3))
+    wrapper = DataParallelWithCallback(late, replicas=2)
+    wrapper(torch.randn(4, 3))
+    change(late)
+    advice = r"torch\.compile\(DataParallelWithCallback\(model\)\)"
+    with pytest.raises(StateError, match=f"{text}.*{advice}"):
+        wrapper(torch.randn(4, 3))
+    with pytest.raises(StateError, match=f"{text}.*{advice}"):
+        DataParallelWithCallback(late, replicas=2)
+    one = DataParallelWithCallback(late, replicas=1)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(one(x), nn.BatchNorm1d(3)(late[0](x)))
+
+
+def test_a_wrapped_optimized_module_is_refused_clearly() -> None:
+    model = torch.compile(nn.Sequential(SynchronizedBatchNorm1d(3)), backend="eager")
+    with pytest.raises(StateError, match="wrap first"):
+        DataParallelWithCallback(model, replicas=2)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(DataParallelWithCallback(model, replicas=1)(x), nn.BatchNorm1d(3)(x))
+
+
+@quiet
+@pytest.mark.parametrize("method", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_compiled_wrapper_equals_the_undivided_batch(replicas: int, method: bool) -> None:
+    model = Detour()
+    x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 4, **DOUBLE)
+    expected = undivided(model, x, cotangent, steps=3)
+    wrapper: Any = DataParallelWithCallback(model, replicas=replicas)
+    if method:
+        wrapper.compile(backend="aot_eager")
+    else:
+        wrapper = torch.compile(wrapper, backend="aot_eager")
+    same(results(wrapper, model, x, cotangent, steps=3), expected)
+
+
+@quiet
+def test_a_compiled_function_that_reaches_originals_synchronizes() -> None:
+    """Compiled before by the model alone, and recompiled where replicas run."""
+    model = Detour(lambda model: torch.compile(model.inner, backend="aot_eager"))
+    x, cotangent = torch.randn(8, 3, **DOUBLE), torch.randn(8, 4, **DOUBLE)
+    model(x)
+    expected = undivided(model, x, cotangent)
+    wrapper = DataParallelWithCallback(model, replicas=2)
+    same(results(wrapper, model, x, cotangent), expected)
 
 
 def test_converted_models_are_watched_too() -> None:
