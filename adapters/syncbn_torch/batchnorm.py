@@ -37,7 +37,7 @@ from syncbn_core.moments import (
 from syncbn_torch import functional, originals
 from syncbn_torch.communicator import communicator_for
 from syncbn_torch.interop import PLAIN, has_kernels, huge_pages_on_request, widened
-from syncbn_torch.link import Link, Unconnected
+from syncbn_torch.link import Link, Unconnected, adopted
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
 from syncbn_torch.statistics import RunningStatistics
@@ -128,7 +128,12 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return f"{super().extra_repr()}{mode}"
 
     def __data_parallel_replicate__(self, context: CallbackContext, copy_id: int) -> None:
-        """Connect this replica with the others; called by `execute_replication_callbacks`."""
+        """Connect this replica with the others; called by `execute_replication_callbacks`.
+
+        Other projects' wrappers call it too, with any object that all copies share as `context`.
+        """
+        original = self._link.original if isinstance(self._link, Unconnected) else self
+        context = adopted(context, original)
         self._link = None if context.size == 1 else Link(context, copy_id)
 
     def _check_input_dim(self, input: Tensor) -> None:

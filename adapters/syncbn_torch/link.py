@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from syncbn_torch.arithmetic import same_bits
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
 
-__all__ = ["Link", "Unconnected"]
+__all__ = ["Link", "Unconnected", "adopted"]
 
 
 class Link:
@@ -38,7 +38,7 @@ class Link:
         When the forward is over, the others can't be reached any more; what runs then is
         activation checkpointing, and gets the statistics of the first time.
         """
-        if self.context.closed:
+        if self.context.is_over():
             member.call = self._earlier_call(member.part)
             return edge, False
         message = (member, edge, call, tuple(x.shape))
@@ -88,3 +88,34 @@ class Unconnected:
             "replication callback came; use DataParallelWithCallback instead of nn.DataParallel, "
             "or call patch_replication_callback on it"
         )
+
+
+class _Name:
+    """What errors call a layer; looked for when it is printed, as that takes time."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __str__(self) -> str:
+        return name_of(self.layer)
+
+
+class _BareContext(CallbackContext):
+    """For wrappers of other projects, which tell neither size nor end of a forward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(cast(str, _Name(layer)))
+
+    def is_over(self) -> bool:
+        """What runs in backward is a recomputation."""
+        return torch._C._current_graph_task_id() != -1
+
+
+def adopted(context: Any, layer: nn.Module) -> CallbackContext:
+    """`context`, or one of ours that the copies of `layer` share through any other object."""
+    if isinstance(context, CallbackContext):
+        return context
+    own: CallbackContext | None = getattr(context, "syncbn_context", None)
+    if own is None:
+        own = context.syncbn_context = _BareContext(layer)
+    return own

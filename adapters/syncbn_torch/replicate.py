@@ -70,6 +70,10 @@ class CallbackContext:
         if self._sync_master is not None:
             self._sync_master.clear_slaves()
 
+    def is_over(self) -> bool:
+        """Whether what runs now is a recomputation after the forward."""
+        return self.closed
+
     def leave(self, copy_id: int) -> None:
         """A copy's forward is over; release who waits for it."""
         if self._sync_master is not None:
