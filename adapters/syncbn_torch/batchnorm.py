@@ -185,9 +185,12 @@ class _SynchronizedBatchNorm(_BatchNorm):
         Raises `ShapeError`, `DTypeError`, `DeviceError`; in training torch's ValueError for one
         value per channel in all, `StateError` for running statistics that can't be written, the
         errors of `syncbn_core.comm` when members are missing. Running statistics are then as
-        before. In a replica `StateError` for a layer that is no part of the replicated model.
+        before. In a replica `CommAborted` once its forward has been given up, `StateError` for a
+        layer that is no part of the replicated model.
         """
-        if self._link is None and originals.watching:
+        if self._link is not None:
+            self._link.check()
+        elif originals.watching:
             if torch.compiler.is_compiling():  # what follows can't be traced
                 return torch._dynamo.disable(self._beside_replicas)(input)  # type: ignore[no-any-return]
             return self._beside_replicas(input)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster
-from syncbn_core.errors import CheckpointError, StateError
+from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_core.moments import Moments
 from syncbn_torch import functional
 from syncbn_torch.arithmetic import same_bits
@@ -29,6 +29,14 @@ class Link:
         else:
             self.pipe = context.sync_master.register_slave(copy_id)
         self.history: list[tuple[Moments, functional.Call, bool]] = []
+
+    def check(self) -> None:
+        """Raise if nobody waits for this replica any more."""
+        if self.context.disowned:
+            raise CommAborted(
+                f"{self.context.name}: the forward that this replica belonged to was given up: "
+                f"{self.context.disowned}"
+            )
 
     def exchange(
         self, x: Tensor, member: functional.Member, edge: Tensor, call: functional.Call
@@ -81,6 +89,9 @@ class Unconnected:
 
     def __init__(self, original: nn.Module) -> None:
         self.original = original
+
+    def check(self) -> None:
+        """Nothing is wrong until the other copies are needed."""
 
     def exchange(self, *_: Any) -> NoReturn:
         raise StateError(

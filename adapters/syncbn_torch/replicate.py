@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -40,12 +41,15 @@ class CallbackContext:
         sync_master: a `SyncMaster` that copy 0 puts here begins a new round, so that it may be
             kept from forward to forward, and is aborted when a replica fails.
         closed: True once the forward is over and the other copies can't be reached.
+        disowned: the error with which the forward was given up, as text; "" if it was not. A
+            copy may still be running then; its results go nowhere.
     """
 
     def __init__(self, name: str = "", size: int = 0) -> None:
         self.name = name
         self.size = size
         self.closed = False
+        self.disowned = ""
         self._sync_master: SyncMaster | None = None
 
     @property
@@ -69,6 +73,11 @@ class CallbackContext:
         self.closed = True
         if self._sync_master is not None:
             self._sync_master.clear_slaves()
+
+    def disown(self, error: BaseException) -> None:
+        """The caller goes on without the forward; copies that still run must not."""
+        # as text: its traceback would keep the frames of the forward
+        self.disowned = traceback.format_exception_only(error)[0].strip()
 
     def is_over(self) -> bool:
         """Whether what runs now is a recomputation after the forward."""
@@ -304,6 +313,10 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                 leave=leave,
                 describe="replica",
             )
+        except BaseException as error:
+            for context in contexts:
+                context.disown(error)
+            raise
         finally:
             for context in contexts:
                 context.close()
