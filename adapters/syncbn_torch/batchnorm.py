@@ -409,7 +409,10 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
 class SyncBatchNorm(_SynchronizedBatchNorm):
     """`nn.SyncBatchNorm`, also on CPU and among replicas: input (N, C, *spatial) of any rank.
 
-    Arguments are those of `nn.SyncBatchNorm`, and `eps_mode`.
+    Arguments are those of `nn.SyncBatchNorm`, and `eps_mode`. It is no subclass:
+    `DistributedDataParallel` refuses `nn.SyncBatchNorm` on CPU. So code that looks for that class
+    passes it by, such as detectron2's `convert_frozen_batchnorm`; it finds
+    `SynchronizedBatchNorm2d`, which is an `nn.BatchNorm2d`.
     """
 
     def __init__(
