@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,10 @@ from syncbn_core.moments import (
     check_eps_mode,
     check_momentum,
 )
-from syncbn_torch import functional
+from syncbn_torch import functional, originals
 from syncbn_torch.communicator import communicator_for
 from syncbn_torch.interop import PLAIN, has_kernels, huge_pages_on_request, widened
-from syncbn_torch.link import Link
+from syncbn_torch.link import Link, Unconnected, adopted
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
 from syncbn_torch.statistics import RunningStatistics
@@ -72,7 +72,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     # Defaults for modules that were not built by __init__: converted ones, old pickles.
     process_group: Any = None
     eps_mode: EpsMode | None = None
-    _link: Link | None = None
+    _link: Link | Unconnected | None = None
 
     def __init__(
         self,
@@ -110,6 +110,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_link": None}  # a copy of a replica stands alone
 
+    def _replicate_for_data_parallel(self) -> Any:
+        replica: Any = super()._replicate_for_data_parallel()
+        replica._link = Unconnected(self)
+        return replica
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         group = self.process_group
         memo[id(group)] = group  # no copy of a layer has processes of its own
@@ -123,7 +128,12 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return f"{super().extra_repr()}{mode}"
 
     def __data_parallel_replicate__(self, context: CallbackContext, copy_id: int) -> None:
-        """Connect this replica with the others; called by `execute_replication_callbacks`."""
+        """Connect this replica with the others; called by `execute_replication_callbacks`.
+
+        Other projects' wrappers call it too, with any object that all copies share as `context`.
+        """
+        original = self._link.original if isinstance(self._link, Unconnected) else self
+        context = adopted(context, original)
         self._link = None if context.size == 1 else Link(context, copy_id)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -175,8 +185,30 @@ class _SynchronizedBatchNorm(_BatchNorm):
         Raises `ShapeError`, `DTypeError`, `DeviceError`; in training torch's ValueError for one
         value per channel in all, `StateError` for running statistics that can't be written, the
         errors of `syncbn_core.comm` when members are missing. Running statistics are then as
-        before.
+        before. In a replica `CommAborted` once its forward has been given up, `StateError` for a
+        layer that is no part of the replicated model.
         """
+        if self._link is not None:
+            self._link.check()
+        elif originals.watching:
+            if torch.compiler.is_compiling():  # what follows can't be traced
+                return torch._dynamo.disable(self._beside_replicas)(input)  # type: ignore[no-any-return]
+            return self._beside_replicas(input)
+        return self._forward(input)
+
+    def _beside_replicas(self, input: Tensor) -> Tensor:
+        """Forward of a layer without a link while replicas run, perhaps in this very thread."""
+        replica = originals.copy_of(self)
+        if replica is not None:
+            # not its own forward: a subclass's has been entered already, as have the hooks
+            y = _SynchronizedBatchNorm.forward(cast(Any, replica), input)
+            originals.note_reached(self, y)
+            return y
+        if self.training or self.running_mean is None or self.running_var is None:
+            originals.check_alone(self)
+        return self._forward(input)
+
+    def _forward(self, input: Tensor) -> Tensor:
         self._check(input)
         eps_mode = self.effective_eps_mode
         if not self.training:
@@ -377,7 +409,10 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
 class SyncBatchNorm(_SynchronizedBatchNorm):
     """`nn.SyncBatchNorm`, also on CPU and among replicas: input (N, C, *spatial) of any rank.
 
-    Arguments are those of `nn.SyncBatchNorm`, and `eps_mode`.
+    Arguments are those of `nn.SyncBatchNorm`, and `eps_mode`. It is no subclass:
+    `DistributedDataParallel` refuses `nn.SyncBatchNorm` on CPU. So code that looks for that class
+    passes it by, such as detectron2's `convert_frozen_batchnorm`; it finds
+    `SynchronizedBatchNorm2d`, which is an `nn.BatchNorm2d`.
     """
 
     def __init__(

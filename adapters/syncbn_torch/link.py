@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn, cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster
-from syncbn_core.errors import CheckpointError
+from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_core.moments import Moments
 from syncbn_torch import functional
 from syncbn_torch.arithmetic import same_bits
+from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
 
-__all__ = ["Link"]
+__all__ = ["Link", "Unconnected", "adopted"]
 
 
 class Link:
@@ -27,6 +30,14 @@ class Link:
             self.pipe = context.sync_master.register_slave(copy_id)
         self.history: list[tuple[Moments, functional.Call, bool]] = []
 
+    def check(self) -> None:
+        """Raise if nobody waits for this replica any more."""
+        if self.context.disowned:
+            raise CommAborted(
+                f"{self.context.name}: the forward that this replica belonged to was given up: "
+                f"{self.context.disowned}"
+            )
+
     def exchange(
         self, x: Tensor, member: functional.Member, edge: Tensor, call: functional.Call
     ) -> tuple[Tensor, bool]:
@@ -35,7 +46,7 @@ class Link:
         When the forward is over, the others can't be reached any more; what runs then is
         activation checkpointing, and gets the statistics of the first time.
         """
-        if self.context.closed:
+        if self.context.is_over():
             member.call = self._earlier_call(member.part)
             return edge, False
         message = (member, edge, call, tuple(x.shape))
@@ -69,3 +80,53 @@ class Link:
                 "from each other by layers of their own, or not at all"
             )
         return call
+
+
+class Unconnected:
+    """The link of a copy to which no replication callback has come yet: `nn.DataParallel`'s."""
+
+    is_master = False
+
+    def __init__(self, original: nn.Module) -> None:
+        self.original = original
+
+    def check(self) -> None:
+        """Nothing is wrong until the other copies are needed."""
+
+    def exchange(self, *_: Any) -> NoReturn:
+        raise StateError(
+            f"{name_of(self.original)} runs in a replica that can't reach the others: no "
+            "replication callback came; use DataParallelWithCallback instead of nn.DataParallel, "
+            "or call patch_replication_callback on it"
+        )
+
+
+class _Name:
+    """What errors call a layer; looked for when it is printed, as that takes time."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __str__(self) -> str:
+        return name_of(self.layer)
+
+
+class _BareContext(CallbackContext):
+    """For wrappers of other projects, which tell neither size nor end of a forward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(cast(str, _Name(layer)))
+
+    def is_over(self) -> bool:
+        """What runs in backward is a recomputation."""
+        return torch._C._current_graph_task_id() != -1
+
+
+def adopted(context: Any, layer: nn.Module) -> CallbackContext:
+    """`context`, or one of ours that the copies of `layer` share through any other object."""
+    if isinstance(context, CallbackContext):
+        return context
+    own: CallbackContext | None = getattr(context, "syncbn_context", None)
+    if own is None:
+        own = context.syncbn_context = _BareContext(layer)
+    return own

@@ -9,15 +9,19 @@ replica is left waiting when another one fails.
 from __future__ import annotations
 
 import contextvars
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster, run_in_threads
-from syncbn_core.errors import ArgumentError, CommError
+from syncbn_core.errors import ArgumentError, CommError, StateError
+from syncbn_torch import originals
+from syncbn_torch.modes import call_within, modes_of_caller, place_of
 from syncbn_torch.nested import join, split
 
 __all__ = [
@@ -37,12 +41,15 @@ class CallbackContext:
         sync_master: a `SyncMaster` that copy 0 puts here begins a new round, so that it may be
             kept from forward to forward, and is aborted when a replica fails.
         closed: True once the forward is over and the other copies can't be reached.
+        disowned: the error with which the forward was given up, as text; "" if it was not. A
+            copy may still be running then; its results go nowhere.
     """
 
     def __init__(self, name: str = "", size: int = 0) -> None:
         self.name = name
         self.size = size
         self.closed = False
+        self.disowned = ""
         self._sync_master: SyncMaster | None = None
 
     @property
@@ -67,6 +74,15 @@ class CallbackContext:
         if self._sync_master is not None:
             self._sync_master.clear_slaves()
 
+    def disown(self, error: BaseException) -> None:
+        """The caller goes on without the forward; copies that still run must not."""
+        # as text: its traceback would keep the frames of the forward
+        self.disowned = traceback.format_exception_only(error)[0].strip()
+
+    def is_over(self) -> bool:
+        """Whether what runs now is a recomputation after the forward."""
+        return self.closed
+
     def leave(self, copy_id: int) -> None:
         """A copy's forward is over; release who waits for it."""
         if self._sync_master is not None:
@@ -82,10 +98,14 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
     """
     if not modules:
         return []
-    names = [name or type(modules[0]).__name__ for name, _ in modules[0].named_modules()]
-    contexts = [CallbackContext(name, len(modules)) for name in names]
-    for copy_id, module in enumerate(modules):
-        submodules = list(module.modules())
+    return _execute(modules[0], [list(module.modules()) for module in modules])
+
+
+def _execute(first: nn.Module, copies: Sequence[Sequence[nn.Module]]) -> list[CallbackContext]:
+    """Call back the submodules of each copy; `first` is copy 0, which has the names."""
+    names = [name or type(first).__name__ for name, _ in first.named_modules()]
+    contexts = [CallbackContext(name, len(copies)) for name in names]
+    for copy_id, submodules in enumerate(copies):
         if len(submodules) != len(contexts):
             raise CommError(
                 f"expected copies of one model with {len(contexts)} modules each, got "
@@ -101,9 +121,15 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
 class _Replicas(list[nn.Module]):
     """Copies of one model with what their submodules share."""
 
-    def __init__(self, modules: Sequence[nn.Module], contexts: list[CallbackContext]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        contexts: list[CallbackContext],
+        found: list[originals.Replica],
+    ) -> None:
         super().__init__(modules)
         self.contexts = contexts
+        self.found = found
 
 
 def _share(module: nn.Module, copies: int) -> list[nn.Module]:
@@ -137,32 +163,18 @@ def _share(module: nn.Module, copies: int) -> list[nn.Module]:
     return [made[0] for made in replicas]
 
 
-@contextmanager
-def _modes_of(caller: dict[str, Any]) -> Iterator[None]:
-    """The caller's grad, inference and autocast modes, which threads do not inherit."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(caller["inference"]))
-        stack.enter_context(torch.set_grad_enabled(caller["grad"]))
-        for device_type, enabled, dtype in caller["autocast"]:
-            stack.enter_context(
-                torch.autocast(
-                    device_type, enabled=enabled, dtype=dtype, cache_enabled=caller["cache"]
-                )
+def _check_not_compiled(model: nn.Module) -> None:
+    """Raise for a compiled module: what it has compiled calls the original, not a replica."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
+    optimized = getattr(dynamo, "OptimizedModule", ())
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or isinstance(module, optimized):
+            which = name or "the model itself"
+            raise StateError(
+                f"expected a model to replicate that is not compiled, got {which} "
+                f"({type(module).__name__}) compiled; wrap first, then compile the wrapper: "
+                "torch.compile(DataParallelWithCallback(model))"
             )
-        yield
-
-
-def _caller_modes() -> dict[str, Any]:
-    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return {
-        "inference": torch.is_inference_mode_enabled(),
-        "grad": torch.is_grad_enabled(),
-        "cache": torch.is_autocast_cache_enabled(),
-        "autocast": [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
-        ],
-    }
 
 
 class DataParallelWithCallback(nn.DataParallel[nn.Module]):
@@ -183,6 +195,10 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
     When a replica raises, the others are released and the error is raised again, with a note
     that says which replica it was; the next forward works.
+
+    Within a replica of another one it runs its module as it is: the batch has been split, and the
+    layers synchronize over all of it. Compile the wrapper, not the model: several replicas run
+    eagerly, and refuse compiled modules with `StateError`.
     """
 
     def __init__(
@@ -207,7 +223,11 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                     f"expected replicas on CPU or on GPUs, got both in device_ids={device_ids!r}"
                 )
             super().__init__(module, cast(Any, device_ids), cast(Any, output_device), dim)
+            if len(self.device_ids) > 1:
+                _check_not_compiled(module)
             return
+        if len(device_ids) > 1:
+            _check_not_compiled(module)
         nn.Module.__init__(self)
         self.module = module
         self.dim = dim
@@ -218,18 +238,39 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         )
         module.to(self.src_device_obj)
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the model returns, from all replicas."""
+        if len(self.device_ids) < 2:
+            return super().forward(*inputs, **kwargs)
+        run = super().forward
+        if torch.compiler.is_compiling():  # replicas are new objects in every forward: run eagerly
+            run = torch._dynamo.disable(run)
+        return run(*inputs, **kwargs)
+
+    def _within_replica(self) -> bool:
+        """Whether another wrapper has split the batch already."""
+        return originals.current() is not None or getattr(self, "_is_replica", False)
+
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copies of `module`, one per device, with their callbacks done."""
+        if self._within_replica():
+            return [module]  # its layers have their links, or copies that have
+        _check_not_compiled(module)
         if _one_device(device_ids):
             replicas = _share(module, len(device_ids))
         else:
             replicas = super().replicate(module, device_ids)
-        return _Replicas(replicas, execute_replication_callbacks(replicas))
+        copies = [list(replica.modules()) for replica in replicas]
+        contexts = _execute(replicas[0], copies)
+        found = originals.replicas_of(list(module.modules()), copies)
+        return _Replicas(replicas, contexts, found)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Arguments of each replica."""
+        if self._within_replica():
+            device_ids = device_ids[:1]
         if not _one_device(device_ids):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[no-any-return]
         device = _device(device_ids[0])
@@ -241,18 +282,21 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     ) -> list[Any]:
         """Run every replica in a thread of its own; results in their order."""
         contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
-        caller = _caller_modes()
-        places = [_Place(_device(d)) for d in self.device_ids[: len(replicas)]]
+        found: list[originals.Replica] = getattr(replicas, "found", [])
+        modes = modes_of_caller()
+        places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
         def member(index: int) -> Callable[[], Any]:
             # A context can be entered by one thread at a time: each gets a copy.
             variables = contextvars.copy_context()
 
             def call() -> Any:
-                with _modes_of(caller), places[index].current():
-                    return replicas[index](*inputs[index], **kwargs[index])
+                run = partial(replicas[index], *inputs[index], **kwargs[index])
+                return call_within([*modes, *places[index]], run)
 
-            return lambda: variables.run(call)
+            if not found:
+                return lambda: variables.run(call)
+            return lambda: variables.run(found[index].run, call)
 
         def leave(index: int) -> None:
             for context in contexts:
@@ -269,6 +313,10 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                 leave=leave,
                 describe="replica",
             )
+        except BaseException as error:
+            for context in contexts:
+                context.disown(error)
+            raise
         finally:
             for context in contexts:
                 context.close()
@@ -297,23 +345,6 @@ def _one_device(device_ids: Sequence[Any]) -> bool:
     """Whether all replicas live on the same device, so that they share the parameters."""
     devices = {_device(d) for d in device_ids}
     return len(devices) == 1 and (len(device_ids) > 1 or devices.pop().type == "cpu")
-
-
-class _Place:
-    """A device, and the stream on it that is current in the calling thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make both the current ones of this thread, if the device is a GPU."""
-        if self.stream is None:
-            yield
-        else:
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                yield
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> None:

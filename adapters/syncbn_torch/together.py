@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from syncbn_core.comm import ProcessCommunicator, Site
 from syncbn_core.errors import ShapeError
-from syncbn_torch import arithmetic
+from syncbn_torch import arithmetic, originals
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm, dtype_name
 from syncbn_torch.functional import Call, needed_gradients
 from syncbn_torch.interop import as_array, widened
@@ -64,6 +64,8 @@ def _common_communicator(
 ) -> ProcessCommunicator | None:
     """That of all layers, if they can share a message."""
     if any(layer._link or any(getattr(layer, hooks) for hooks in _HOOKS) for layer in layers):
+        return None
+    if originals.current() is not None:  # in a replica: its own layers synchronize
         return None
     found = [layer._communicator() for layer in layers]
     same = len(layers) > 1 and all(one is found[0] for one in found)

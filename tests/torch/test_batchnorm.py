@@ -408,7 +408,7 @@ def test_replica_can_be_copied_inside_its_forward() -> None:
             self.bn = SynchronizedBatchNorm1d(3)
 
         def forward(self, x: Tensor) -> Tensor:
-            alone = copy.deepcopy(self.bn)
+            alone = copy.deepcopy(self.bn).eval()  # the batch's statistics it could not have
             return self.bn(x) + 0 * alone(x)
 
     assert DataParallelWithCallback(Copies(), replicas=2)(torch.randn(4, 3)).shape == (4, 3)

@@ -281,3 +281,9 @@ def test_a_subclass_of_data_parallel_is_named() -> None:
 
     with pytest.warns(UserWarning, match="call patch_replication_callback on it"):
         convert_model(Own(nn.BatchNorm1d(3)))
+
+
+def test_sync_batch_norm_is_no_torch_sync_batch_norm_and_the_2d_layer_is_a_torch_one() -> None:
+    """`DistributedDataParallel` refuses `nn.SyncBatchNorm` on CPU; others look for the classes."""
+    assert not isinstance(SyncBatchNorm(3), nn.SyncBatchNorm | nn.BatchNorm2d)
+    assert isinstance(SynchronizedBatchNorm2d(3), nn.BatchNorm2d)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import threading
 import weakref
@@ -549,3 +550,66 @@ def test_the_gradient_of_a_split_input_is_put_together_once() -> None:
     assert [len(args[0]) for args, _ in parts] == [2, 2, 2, 1]
     cuts = {args[0].grad_fn.next_functions[0][0] for args, _ in parts}
     assert len(cuts) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses every attribute that Python code sets on it, `__traceback__` too."""
+
+    code: int
+
+    def add_note(self, note: str) -> None:
+        """Dropped: a frozen error has no place for it."""
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_error_that_takes_no_attributes_reaches_the_caller(replica: int) -> None:
+    x = torch.arange(-4.0, 0).view(4, 1)
+    x[2 * replica] = 7
+    error = Frozen(3)
+    with pytest.raises(Frozen) as caught:
+        DataParallelWithCallback(Fails(error), replicas=2)(x)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_replica_left_behind_stops_at_its_next_layer(training: bool, around: bool) -> None:
+    """The caller has gone on after another replica's error and the deadline."""
+    release, stopped = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    class Stuck(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(1)
+            self.layers = [self.norm]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (x == 0).any():
+                raise KeyError("bad sample")
+            release.wait()
+            try:
+                return (self.layers[0] if around else self.norm)(x)
+            except BaseException as error:
+                errors.append(error)
+                raise
+            finally:
+                stopped.set()
+
+    model = Stuck().train(training)
+    before = copy.deepcopy(model.state_dict())
+    set_default_timeout(0.1)
+    try:
+        with pytest.raises(KeyError):
+            DataParallelWithCallback(model, replicas=2)(torch.arange(4.0).view(4, 1))
+    finally:
+        set_default_timeout(None)
+        release.set()
+    stopped.wait()
+    assert isinstance(errors[0], CommAborted)
+    assert "norm: the forward that this replica belonged to was given up: KeyError" in str(
+        errors[0]
+    )
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])

@@ -1,0 +1,139 @@
+"""Layers under other projects' replication callbacks, whose context is a bare object."""
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from syncbn_core.comm import set_default_timeout
+from syncbn_core.errors import CommTimeout
+from syncbn_torch import SynchronizedBatchNorm1d
+
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+
+
+class Bare:
+    """A context that says nothing: no size, no name, no end."""
+
+
+def replicated(module: nn.Module, copy_id: int) -> nn.Module:
+    """A copy as torch makes them, with parameters shared; copy 0 has the buffers themselves."""
+    made: Any = module._replicate_for_data_parallel()
+    made._parameters = dict(module._parameters)
+    if copy_id:
+        made._buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
+    made._modules = {
+        name: None if child is None else replicated(child, copy_id)
+        for name, child in module._modules.items()
+    }
+    return made  # type: ignore[no-any-return]
+
+
+class Foreign(nn.Module):
+    """New copies and contexts for every forward; nobody is told when a copy fails or ends."""
+
+    def __init__(self, module: nn.Module, copies: int) -> None:
+        super().__init__()
+        self.module, self.copies = module, copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.chunk(self.copies)
+        copies = [replicated(self.module, i) for i in range(len(parts))]
+        contexts = [Bare() for _ in self.module.modules()]
+        for copy_id, made in enumerate(copies):
+            for context, submodule in zip(contexts, made.modules(), strict=True):
+                if hasattr(submodule, "__data_parallel_replicate__"):
+                    submodule.__data_parallel_replicate__(context, copy_id)
+        results: dict[int, Any] = {}
+
+        def run(index: int) -> None:
+            try:
+                results[index] = copies[index](parts[index])
+            except Exception as error:
+                results[index] = error
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for index in range(len(parts)):
+            if isinstance(results[index], Exception):
+                raise results[index]
+        return torch.cat([results[index] for index in range(len(parts))])
+
+
+class Net(nn.Module):
+    def __init__(self, layer: type[nn.Module], *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4, **DOUBLE)
+        self.block = nn.Sequential(layer(4, **DOUBLE), nn.Tanh(), layer(4, **DOUBLE))  # type: ignore[arg-type]
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x == 7).any():
+            raise KeyError("bad sample")
+        x = self.linear(x)
+        if self.checkpointed:
+            return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.block(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_layers_synchronize_under_a_wrapper_with_bare_contexts(
+    copies: int, checkpointed: bool
+) -> None:
+    model = Net(SynchronizedBatchNorm1d, checkpointed=checkpointed)
+    twin = Net(nn.BatchNorm1d)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(10, 3, **DOUBLE, requires_grad=True)
+    z = x.detach().clone().requires_grad_()
+    wrapper = Foreign(model, copies)
+    ys, zs = [wrapper(x), wrapper(x * 2)], [twin(z), twin(z * 2)]
+    for y, expected in zip(ys, zs, strict=True):
+        torch.testing.assert_close(y, expected)
+    cotangent = torch.randn(10, 4, **DOUBLE)
+    for y, expected in zip(ys, zs, strict=True):
+        y.backward(cotangent)
+        expected.backward(cotangent)
+    torch.testing.assert_close(x.grad, z.grad)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_fewer_copies_than_before_do_not_wait() -> None:
+    model = Net(SynchronizedBatchNorm1d)
+    wrapper = Foreign(model, 4)
+    for size in (8, 2, 8, 3):
+        x = torch.randn(size, 3, **DOUBLE)
+        twin = Net(nn.BatchNorm1d)
+        twin.load_state_dict(model.state_dict())
+        torch.testing.assert_close(wrapper(x), twin(x))
+
+
+def test_eval_runs_under_a_wrapper_with_bare_contexts() -> None:
+    model = Net(SynchronizedBatchNorm1d).eval()
+    x = torch.randn(6, 3, **DOUBLE)
+    torch.testing.assert_close(Foreign(model, 3)(x), model(x))
+
+
+def test_the_deadline_ends_the_wait_for_a_copy_that_failed_and_names_the_layer() -> None:
+    model = Net(SynchronizedBatchNorm1d)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(6, 3, **DOUBLE)
+    x[4] = 7
+    set_default_timeout(0.2)
+    try:
+        with pytest.raises(CommTimeout, match=r"call 1 of block\.0 \(SynchronizedBatchNorm1d\)"):
+            Foreign(model, 3)(x)
+    finally:
+        set_default_timeout(None)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])

@@ -1,0 +1,464 @@
+"""Layers of the model itself, reached by a replica: synchronized as its own, or refused by name."""
+
+import contextvars
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from syncbn_core.errors import CheckpointError, StateError
+from syncbn_torch import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    convert_model,
+    forward_together,
+    patch_replication_callback,
+)
+
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+
+# Dynamo looks at tensors that code around a break of the graph has, and can't trace copy.copy.
+quiet = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:Dynamo does not know:UserWarning"
+)
+
+
+class Detour(nn.Module):
+    """Linear, layer, layer; the way to the layers is made by `way(self)` in `__init__`."""
+
+    def __init__(self, way: Callable[[Any], Callable[[Tensor], Tensor]] | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4, **DOUBLE)
+        self.first = SynchronizedBatchNorm1d(4, **DOUBLE)
+        self.second = SynchronizedBatchNorm1d(4, **DOUBLE)
+        self.__dict__["way"] = None if way is None else way(self)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.linear(x)).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner if self.way is None else self.way)(x)
+
+
+def plain_list(model: Detour) -> Callable[[Tensor], Tensor]:
+    layers = [model.first, model.second]
+    return lambda x: layers[1](layers[0](model.linear(x)).sin())
+
+
+WAYS: dict[str, Any] = {
+    "bound method": lambda model: model.inner,
+    "partial": lambda model: functools.partial(Detour.inner, model),
+    "plain list": plain_list,
+    "forward of the layer": lambda model: (
+        lambda x: model.second.forward(model.first.forward(model.linear(x)).sin())
+    ),
+}
+
+
+def undivided(model: nn.Module, x: Tensor, cotangent: Tensor, steps: int = 1) -> list[Tensor]:
+    """y, gradients and buffers of torch's layers over the whole batch."""
+    twin = copy.deepcopy(model)
+    for name in ("first", "second"):
+        layer = nn.BatchNorm1d(4, **DOUBLE)
+        layer.load_state_dict(getattr(twin, name).state_dict())
+        setattr(twin, name, layer.train(model.training))
+    twin.way = None
+    return results(twin, twin, x, cotangent, steps)
+
+
+def results(
+    call: Any, model: nn.Module, x: Tensor, cotangent: Tensor, steps: int = 1
+) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    for _ in range(steps):
+        y = call(x)
+        y.backward(cotangent)
+    return [y, x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_original_reached_around_its_replica_synchronizes(way: str, replicas: int) -> None:
+    model = Detour(WAYS[way])
+    x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 4, **DOUBLE)
+    expected = undivided(model, x, cotangent, steps=2)
+    wrapper = DataParallelWithCallback(model, replicas=replicas)
+    same(results(wrapper, model, x, cotangent, steps=2), expected)
+
+
+def test_the_hooks_of_an_original_run_once_per_replica() -> None:
+    model = Detour(WAYS["bound method"])
+    calls: list[int] = []
+    model.first.register_forward_hook(lambda *_: calls.append(1))
+    DataParallelWithCallback(model, replicas=3)(torch.randn(6, 3, **DOUBLE))
+    assert len(calls) == 3
+
+
+def test_the_forward_of_a_subclass_runs_once() -> None:
+    class Doubles(SynchronizedBatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = Doubles(3)
+            self.layers = [self.bn]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+    x = torch.randn(8, 3)
+    expected = 2 * nn.BatchNorm1d(3)(x)
+    torch.testing.assert_close(DataParallelWithCallback(Around(), replicas=2)(x), expected)
+
+
+class Calls(nn.Module):
+    """Calls what is no submodule of it."""
+
+    def __init__(self, *functions: Any) -> None:
+        super().__init__()
+        self.functions = list(functions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+def test_a_layer_outside_of_the_replicated_model_is_refused_by_name() -> None:
+    elsewhere = nn.ModuleDict({"bn": SynchronizedBatchNorm1d(3)})
+    layer = elsewhere["bn"]
+    before = copy.deepcopy(layer.state_dict())
+    model = DataParallelWithCallback(Calls(layer), replicas=2)
+    x = torch.randn(6, 3)
+    with pytest.raises(StateError, match=r"bn \(SynchronizedBatchNorm1d\).*not a submodule") as e:
+        model(x)
+    assert "nn.ModuleList" in str(e.value)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name])
+    layer.eval()  # running statistics need nobody
+    torch.testing.assert_close(model(x), layer(x))
+    torch.testing.assert_close(
+        DataParallelWithCallback(Calls(layer.train()), replicas=1)(x), nn.BatchNorm1d(3)(x)
+    )
+
+
+def test_a_batch_for_one_replica_may_use_a_layer_outside_of_the_model() -> None:
+    layer = SynchronizedBatchNorm1d(3)
+    x = torch.randn(1, 3, 5)
+    torch.testing.assert_close(
+        DataParallelWithCallback(Calls(layer), replicas=4)(x), nn.BatchNorm1d(3)(x)
+    )
+
+
+def test_batch_statistics_in_eval_are_refused_outside_of_the_model_too() -> None:
+    layer = SynchronizedBatchNorm1d(3, track_running_stats=False).eval()
+    with pytest.raises(StateError, match="not a submodule"):
+        DataParallelWithCallback(Calls(layer), replicas=2)(torch.randn(6, 3))
+
+
+def test_a_layer_that_a_replica_builds_itself_is_refused() -> None:
+    with pytest.raises(StateError, match="not a submodule"):
+        DataParallelWithCallback(Calls(lambda x: SynchronizedBatchNorm1d(3)(x)), replicas=2)(
+            torch.randn(6, 3)
+        )
+
+
+def test_a_copy_of_a_replicas_layer_is_refused_within_it_and_stands_alone_after() -> None:
+    copies: list[nn.Module] = []
+
+    class Copies(nn.Module):
+        def __init__(self, use: bool) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3)
+            self.use = use
+
+        def forward(self, x: Tensor) -> Tensor:
+            copies.append(copy.deepcopy(self.bn))
+            return (copies[-1] if self.use else self.bn)(x)
+
+    x = torch.randn(6, 3)
+    with pytest.raises(StateError, match="not a submodule"):
+        DataParallelWithCallback(Copies(use=True), replicas=2)(x)
+    DataParallelWithCallback(Copies(use=False), replicas=2)(x)
+    torch.testing.assert_close(copies[-1](x), nn.BatchNorm1d(3)(x))
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("inner", [1, 2, 3])
+def test_a_wrapper_within_a_replica_synchronizes_over_the_whole_batch(
+    inner: int, around: bool
+) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = DataParallelWithCallback(Detour(), replicas=inner)
+            self.kept = [self.wrapped]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.kept[0] if around else self.wrapped)(x)
+
+    model = Outer()
+    x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 4, **DOUBLE)
+    expected = undivided(model.wrapped.module, x, cotangent)
+    wrapper = DataParallelWithCallback(model, replicas=2)
+    same(results(wrapper, model, x, cotangent), expected)
+
+
+def test_a_patched_wrapper_within_a_replica_keeps_its_own_forward() -> None:
+    class Own(nn.DataParallel):
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            return super().forward(*inputs, **kwargs) + 1
+
+    wrapped = Own(SynchronizedBatchNorm1d(3))
+    patch_replication_callback(wrapped)
+    cpu = torch.device("cpu")
+    wrapped.device_ids, wrapped.dim = [cpu] * 2, 0  # as on a machine with two GPUs
+    wrapped.src_device_obj = wrapped.output_device = cpu
+    wrapped.module.cpu()
+    x = torch.randn(6, 3)
+    y = DataParallelWithCallback(nn.Sequential(wrapped), replicas=2)(x)
+    torch.testing.assert_close(y, nn.BatchNorm1d(3)(x) + 1)
+
+
+def test_a_wrapper_that_is_no_part_of_the_replicated_model_is_refused() -> None:
+    other = DataParallelWithCallback(nn.Sequential(SynchronizedBatchNorm1d(3)), replicas=2)
+    with pytest.raises(StateError, match=r"0 \(SynchronizedBatchNorm1d\).*not a submodule"):
+        DataParallelWithCallback(Calls(other), replicas=2)(torch.randn(8, 3))
+
+
+def test_layers_together_reached_around_their_replicas_synchronize() -> None:
+    layers = nn.ModuleList([SynchronizedBatchNorm1d(3), SynchronizedBatchNorm1d(3)])
+
+    class Together(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat(forward_together(list(layers), [x, 2 * x]), 1)
+
+    x = torch.randn(6, 3)
+    y = DataParallelWithCallback(Together(), replicas=2)(x)
+    torch.testing.assert_close(y[:, :3], nn.BatchNorm1d(3)(x))
+    torch.testing.assert_close(y[:, 3:], nn.BatchNorm1d(3)(2 * x))
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    """What `call` returns in a thread of its own; its error is raised here."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+class Threaded(nn.Module):
+    """Calls its layer in a thread of its own."""
+
+    def __init__(self, *, around: bool, context: bool) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(3)
+        self.layers = [self.bn]
+        self.around, self.context = around, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.layers[0] if self.around else self.bn
+        if self.context:
+            variables = contextvars.copy_context()
+            return in_a_thread(lambda: variables.run(layer, x))
+        return in_a_thread(lambda: layer(x))
+
+
+@pytest.mark.parametrize(("around", "context"), [(False, False), (True, True)])
+def test_a_replicas_own_threads_synchronize(around: bool, context: bool) -> None:
+    x = torch.randn(6, 3)
+    model = Threaded(around=around, context=context)
+    y = DataParallelWithCallback(model, replicas=2)(x)
+    torch.testing.assert_close(y, nn.BatchNorm1d(3)(x))
+
+
+def test_an_original_reached_by_a_thread_of_a_replica_is_refused_by_name() -> None:
+    model = Threaded(around=True, context=False)
+    with pytest.raises(StateError, match=r"bn \(SynchronizedBatchNorm1d\).*while replicas"):
+        DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3))
+
+
+def test_another_thread_may_evaluate_the_model_while_its_replicas_run() -> None:
+    class Evaluates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return in_a_thread(lambda: original(x))
+
+    model = Evaluates()
+    original = model.bn.eval()
+    x = torch.randn(6, 3)
+    torch.testing.assert_close(DataParallelWithCallback(model, replicas=2)(x), original(x))
+
+
+def test_another_thread_may_train_another_model_while_replicas_run() -> None:
+    other = SynchronizedBatchNorm1d(3)
+    model = Calls(lambda x: in_a_thread(lambda: other(x)))
+    assert DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3)).shape == (6, 3)
+
+
+def plain_copies(model: nn.Module, count: int) -> list[nn.Module]:
+    """Copies as those of `nn.DataParallel`, to which no callback comes, on the CPU."""
+    made = []
+    for _ in range(count):
+        replica: Any = model._replicate_for_data_parallel()
+        replica._parameters = dict(model._parameters)
+        for name, child in model._modules.items():
+            replica._modules[name] = plain_copies(child, 1)[0]
+        made.append(replica)
+    return made
+
+
+def test_a_copy_made_by_plain_data_parallel_is_refused_by_name() -> None:
+    model = nn.Sequential(SynchronizedBatchNorm1d(3))
+    replica = plain_copies(model, 1)[0]
+    x = torch.randn(6, 3)
+    with pytest.raises(StateError, match="patch_replication_callback") as caught:
+        replica(x)
+    assert "0 (SynchronizedBatchNorm1d)" in str(caught.value)
+    assert model[0].num_batches_tracked == 0
+    model.eval()
+    torch.testing.assert_close(plain_copies(model, 1)[0](x), model(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.detour = Detour(lambda model: model.inner)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.detour.way, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_that_reaches_an_original_is_refused_by_name(reentrant: bool) -> None:
+    model = Checkpointed(reentrant)
+    x = torch.randn(6, 3, **DOUBLE, requires_grad=True)
+    y = DataParallelWithCallback(model, replicas=2)(x)
+    model(torch.randn(6, 3, **DOUBLE, requires_grad=True))  # the model alone in between
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match=r"detour\.first \(SynchronizedBatchNorm1d\)"):
+        y.backward(torch.randn_like(y))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_the_model_alone_may_checkpoint_after_its_replicas_have_run() -> None:
+    model = Checkpointed(reentrant=False)
+    x = torch.randn(6, 3, **DOUBLE)
+    DataParallelWithCallback(model, replicas=2)(x)
+    x.requires_grad_()
+    y = model(x)
+    y.backward(torch.randn_like(y))
+    assert x.grad is not None
+
+
+COMPILED: dict[str, Any] = {
+    "submodule": (lambda model: model[1].compile(backend="eager"), "1 "),
+    "model": (lambda model: model.compile(backend="eager"), "model itself"),
+    "optimized": (
+        lambda model: model.__setitem__(1, torch.compile(model[1], backend="eager")),
+        "1 ",
+    ),
+}
+
+
+@quiet
+@pytest.mark.parametrize("what", COMPILED)
+def test_a_compiled_module_in_replicas_is_refused_by_name(what: str) -> None:
+    change, text = COMPILED[what]
+    late = nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3))
+    wrapper = DataParallelWithCallback(late, replicas=2)
+    wrapper(torch.randn(4, 3))
+    change(late)
+    advice = r"torch\.compile\(DataParallelWithCallback\(model\)\)"
+    with pytest.raises(StateError, match=f"{text}.*{advice}"):
+        wrapper(torch.randn(4, 3))
+    with pytest.raises(StateError, match=f"{text}.*{advice}"):
+        DataParallelWithCallback(late, replicas=2)
+    one = DataParallelWithCallback(late, replicas=1)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(one(x), nn.BatchNorm1d(3)(late[0](x)))
+
+
+def test_a_wrapped_optimized_module_is_refused_clearly() -> None:
+    model = torch.compile(nn.Sequential(SynchronizedBatchNorm1d(3)), backend="eager")
+    with pytest.raises(StateError, match="wrap first"):
+        DataParallelWithCallback(model, replicas=2)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(DataParallelWithCallback(model, replicas=1)(x), nn.BatchNorm1d(3)(x))
+
+
+@quiet
+@pytest.mark.parametrize("method", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_compiled_wrapper_equals_the_undivided_batch(replicas: int, method: bool) -> None:
+    model = Detour()
+    x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 4, **DOUBLE)
+    expected = undivided(model, x, cotangent, steps=3)
+    wrapper: Any = DataParallelWithCallback(model, replicas=replicas)
+    if method:
+        wrapper.compile(backend="aot_eager")
+    else:
+        wrapper = torch.compile(wrapper, backend="aot_eager")
+    same(results(wrapper, model, x, cotangent, steps=3), expected)
+
+
+@quiet
+def test_a_compiled_function_that_reaches_originals_synchronizes() -> None:
+    """Compiled before by the model alone, and recompiled where replicas run."""
+    model = Detour(lambda model: torch.compile(model.inner, backend="aot_eager"))
+    x, cotangent = torch.randn(8, 3, **DOUBLE), torch.randn(8, 4, **DOUBLE)
+    model(x)
+    expected = undivided(model, x, cotangent)
+    wrapper = DataParallelWithCallback(model, replicas=2)
+    same(results(wrapper, model, x, cotangent), expected)
+
+
+def test_converted_models_are_watched_too() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+
+        def call(self, x: Tensor) -> Tensor:
+            return self.bn(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.way(x)
+
+    model = Around()
+    model.way = model.call
+    convert_model(model)
+    x = torch.randn(6, 3)
+    torch.testing.assert_close(DataParallelWithCallback(model, replicas=2)(x), nn.BatchNorm1d(3)(x))
