@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -18,6 +19,13 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+    ZipCacheLocator,
+)
 from numba.extending import intrinsic, overload
 
 __all__ = [
@@ -54,15 +62,31 @@ def _stamp() -> int:
 _STAMP = _stamp()
 
 
+_LOCATORS: list[type[object]] = [UserProvidedCacheLocator, UserWideCacheLocator, ZipCacheLocator]
+
+
+class _CacheFiles(CompileResultCacheImpl):
+    """In `NUMBA_CACHE_DIR`, else the user's cache folder: an uninstaller leaves none behind.
+
+    Numba's own choice is the folder of the source, which then stays and can be imported.
+    """
+
+    _locator_classes = _LOCATORS
+
+
+class _Cache(FunctionCache):
+    _impl_class = _CacheFiles
+
+
 def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit` with an on-disk cache where there is a place to write it."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         function = _renamed(function, f"_{_STAMP:08x}")
-        try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # no writable cache directory, for example a read-only container
-            return numba.njit(**options)(function)
+        dispatcher = numba.njit(**options)(function)
+        with suppress(RuntimeError):  # no folder can be written, as in a read-only container
+            dispatcher._cache = _Cache(function)  # what `cache=True` does
+        return dispatcher
 
     return decorate
 

@@ -368,6 +368,38 @@ def test_kernels_work_where_no_cache_can_be_written(fresh_python: Function, tmp_
     assert printed.strip() == "True"
 
 
+USE = """
+import numpy as np
+import syncbn_core
+from syncbn_core.kernels.cpu_planes import planes_forward
+
+syncbn_core.batch_norm_forward(np.ones((4, 3, 70), np.float32))
+print(syncbn_core.__file__, sum(planes_forward.serial.stats.cache_hits.values()))
+"""
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_use_writes_nothing_beside_the_package(fresh_python: Function, tmp_path: Path) -> None:
+    """What an uninstaller does not know stays, and Python imports what is left of the folder."""
+    package, home = tmp_path / "site" / "syncbn_core", tmp_path / "home"
+    source = Path(syncbn_core.__file__).parent
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = files_in(tmp_path)
+    variables = dict.fromkeys(("HOME", "USERPROFILE", "LOCALAPPDATA", "XDG_CACHE_HOME"), str(home))
+    variables |= {"NUMBA_CACHE_DIR": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    runs = [
+        fresh_python(USE, PYTHONPATH=str(tmp_path / "site"), **variables).split() for _ in range(2)
+    ]
+    assert [Path(where).parent for where, _ in runs] == [package] * 2
+    assert [hits for _, hits in runs] == ["0", "1"]
+    written = files_in(tmp_path) - before
+    assert written
+    assert all(path.is_relative_to(home) for path in written)
+
+
 # ---------------------------------------------------------------- threads, and forked children
 
 TWO_THREADS = """
