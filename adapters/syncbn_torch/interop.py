@@ -106,7 +106,7 @@ def _check_extent(tensor: Tensor) -> None:
         due = (last + 1) * tensor.element_size()
     offset = tensor.storage_offset()
     if offset and due:
-        due += offset * tensor.element_size()
+        due += int(offset) * tensor.element_size()
     if held >= due or tensor._is_zerotensor():
         return
     shape = tuple(tensor.shape)
