@@ -9,6 +9,7 @@ The formulas and dtypes are those of `syncbn_core.functional`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,7 @@ class BatchNorm:
             self.running_var = xp.ones(num_features, dtype) if track_running_stats else None
             self.num_batches_tracked = xp.zeros((), np.int64) if track_running_stats else None
         self._saved: functional.Saved | None = None
+        self._forwards = 0  # that no backward has followed
 
     def __repr__(self) -> str:
         return (
@@ -94,12 +96,16 @@ class BatchNorm:
         )
 
     def train(self, mode: bool = True) -> BatchNorm:
-        """Use the statistics of the batch, and update the running ones; returns self."""
+        """Use the statistics of the batch, and update the running ones; returns self.
+
+        Forgets forwards that no backward has followed, as `discard` does.
+        """
         self.training = mode
+        self.discard()
         return self
 
     def eval(self) -> BatchNorm:
-        """Use the running statistics; returns self."""
+        """Use the running statistics; forgets forwards as `train` does; returns self."""
         return self.train(False)
 
     def __call__(self, x: Array) -> Array:
@@ -113,7 +119,7 @@ class BatchNorm:
         functional.check_input(x, self.num_features)
         settings: dict[str, Any] = {"eps": self.eps, "eps_mode": self.eps_mode}
         if self.training or self.running_mean is None:
-            y, self._saved = functional.batch_norm_forward(
+            y, saved = functional.batch_norm_forward(
                 x,
                 self.weight,
                 self.bias,
@@ -125,29 +131,43 @@ class BatchNorm:
                 **settings,
             )
         else:
-            y, self._saved = functional.batch_norm_eval(
+            y, saved = functional.batch_norm_eval(
                 x, self.running_mean, self.running_var, self.weight, self.bias, **settings
             )
+        self._saved = saved
+        self._forwards += 1
         return y
 
     def backward(self, dy: Array) -> Array:
         """Gradient by x of the last forward; adds to `weight_grad` and `bias_grad`.
 
-        Every member has to call it, once per forward. `StateError` without a forward before.
+        Every member has to call it, once per forward. `StateError` unless just one forward came
+        before, since the last backward, `train()`, `eval()` or `discard()`.
         """
         if self._saved is None:
             raise StateError(
                 "expected a forward before each backward, got a backward without one; for a "
                 "layer used several times in a forward take syncbn_core.functional"
             )
+        if self._forwards > 1:
+            raise StateError(
+                f"expected one forward before each backward, got {self._forwards}; call discard() "
+                "after a forward that no backward follows, and take syncbn_core.functional for a "
+                "layer used several times"
+            )
         communicator = self._located(self._saved.x)
         gradients = functional.batch_norm_backward(dy, self._saved, communicator=communicator)
-        self._saved = None
+        self.discard()
         if self.weight_grad is not None and self.bias_grad is not None:
             with device_of(self.weight_grad):
                 self.weight_grad += gradients.weight
                 self.bias_grad += gradients.bias
         return gradients.x
+
+    def discard(self) -> None:
+        """Forget forwards that no backward has followed, and the x of the last one."""
+        self._saved = None
+        self._forwards = 0
 
     def _located(self, x: Array) -> Communicator | None:
         return located(self.communicator, lambda: self.name, x.dtype, self)
@@ -166,16 +186,23 @@ class BatchNorm:
             with device_of(gradient):
                 gradient[...] = 0
 
-    def state_dict(self) -> dict[str, Array]:
-        """Copies of parameters and running statistics, under the names that PyTorch uses."""
+    def state_dict(self, convert: Callable[[Array], Any] | None = None) -> dict[str, Any]:
+        """Copies of parameters and running statistics, under the names that PyTorch uses.
+
+        `convert`: applied to each copy; `state_dict(torch.as_tensor)` is what `nn.BatchNorm2d`
+        loads.
+        """
         state = {}
         for name, array in self._state().items():
             with device_of(array):
-                state[name] = array.copy()
+                state[name] = array.copy() if convert is None else convert(array.copy())
         return state
 
-    def load_state_dict(self, state: dict[str, Array]) -> None:
-        """Copy `state` into the layer; `StateError` unless names and shapes fit exactly."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy `state` into the layer: CuPy arrays, or what NumPy reads, as tensors on the CPU.
+
+        `StateError`, with nothing changed, unless names and shapes fit exactly.
+        """
         own = self._state()
         if state.keys() != own.keys():
             raise StateError(
@@ -205,7 +232,12 @@ class BatchNorm:
 
 def _as_like(name: str, value: Any, array: Array) -> Array:
     """`value` in the dtype of `array`; `StateError` unless it is of numbers of that kind."""
-    value = np.asarray(to_numpy(value))
+    try:
+        value = np.asarray(to_numpy(value))
+    except (TypeError, RuntimeError) as error:  # torch's, of tensors that NumPy can't read
+        raise StateError(
+            f"expected {name} as an array that NumPy reads, got {type(value).__name__}: {error}"
+        ) from error
     if value.dtype.kind not in "fiu":
         raise StateError(f"expected {name} of dtype {array.dtype}, got {value.dtype}")
     return place_like(value.astype(array.dtype), array)

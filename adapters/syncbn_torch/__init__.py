@@ -1,5 +1,6 @@
 """syncbn_torch: batch normalization for PyTorch over all replicas and processes, on CPU too."""
 
+from syncbn_core import __version__
 from syncbn_torch.batchnorm import (
     SyncBatchNorm,
     SynchronizedBatchNorm1d,
@@ -27,6 +28,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "__version__",
     "convert_model",
     "create_syncbn_process_group",
     "execute_replication_callbacks",

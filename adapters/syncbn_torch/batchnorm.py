@@ -36,7 +36,7 @@ from syncbn_core.moments import (
 )
 from syncbn_torch import functional, originals
 from syncbn_torch.communicator import communicator_for
-from syncbn_torch.interop import PLAIN, has_kernels, huge_pages_on_request, widened
+from syncbn_torch.interop import PLAIN, check_storage, has_kernels, huge_pages_on_request, widened
 from syncbn_torch.link import Link, Unconnected, adopted
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
@@ -164,6 +164,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
             raise DTypeError(
                 f"expected a floating dtype, got {input.dtype}; convert it first with input.float()"
             )
+        for named in (self._parameters, self._buffers):
+            for name, own in named.items():
+                if own is not None and name in _FLOATING and not own.is_floating_point():
+                    raise _not_floating(name, own)
         own = self.weight if self.weight is not None else self.running_mean
         if own is None:
             return
@@ -289,6 +293,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
                     f"expected {name} on {input.device}, where the input is, got {own.device}; "
                     "move the layer with .to(device)"
                 )
+            if not own.is_floating_point():  # of a replica, whose parameters are attributes
+                raise _not_floating(name, own)
             if plain and type(own) not in PLAIN:
                 raise DTypeError(
                     f"expected {name} to be a plain tensor, as the input is, got "
@@ -304,6 +310,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return weight, bias, running
 
     def _by_torch(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        check_storage(input, weight, bias)
         mean = var = counter = None
         factor = 0.0
         if self.training and self.track_running_stats:
@@ -311,10 +319,20 @@ class _SynchronizedBatchNorm(_BatchNorm):
             running = RunningStatistics(mean, var, counter, self.momentum)
             running.check()
             factor = running.factor()
-        y = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
+        y = F.batch_norm(input, mean, var, weight, bias, True, factor, self.eps)
         if counter is not None:
             counter.add_(1)
         return y
+
+
+_FLOATING = frozenset(("weight", "bias", "running_mean", "running_var"))
+
+
+def _not_floating(name: str, own: Tensor) -> DTypeError:
+    return DTypeError(
+        f"expected {name} of a floating dtype, got {own.dtype}; convert the layer with "
+        ".to(torch.float32), or give it real numbers"
+    )
 
 
 def dtype_name(x: Tensor) -> str:

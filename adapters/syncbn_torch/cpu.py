@@ -44,10 +44,12 @@ def _dense(x: Tensor) -> tuple[Tensor, Plan]:
 
 def _like(dy: Tensor, x: Tensor, plan: Plan) -> Tensor:
     """`dy` in the dtype and layout of the dense `x`."""
-    if dy.dtype == x.dtype and type(dy) in PLAIN:
-        own = plan_of(dy.shape, dy.stride(), TYPES[dy.dtype])
-        if own is plan or (own is not None and own.layout == plan.layout):
-            return in_memory(dy)
+    if type(dy) in PLAIN:
+        dy = in_memory(dy)
+        if dy.dtype == x.dtype:
+            own = plan_of(dy.shape, dy.stride(), TYPES[dy.dtype])
+            if own is plan or (own is not None and own.layout == plan.layout):
+                return dy
     return torch.empty_like(x).copy_(dy)
 
 
@@ -55,8 +57,9 @@ def wide(values: Tensor | None) -> Array:
     """A float64 copy of a parameter `(C,)`; empty for None."""
     if values is None:
         return kernels.NOTHING
-    numbers = values.float() if values.dtype is torch.bfloat16 else values  # NumPy has none
-    return as_array(numbers).astype(np.float64)
+    if values.dtype is torch.bfloat16:  # NumPy has none
+        values = in_memory(values).float()
+    return as_array(values).astype(np.float64)
 
 
 def moments(x: Tensor, *, parallel: bool) -> Moments:

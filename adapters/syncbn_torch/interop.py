@@ -11,6 +11,7 @@ import ctypes
 import mmap
 from functools import cache
 from importlib import import_module
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "TYPES",
     "as_array",
     "as_tensor",
+    "check_storage",
     "empty_like",
     "has_kernels",
     "huge_pages_on_request",
@@ -63,19 +65,60 @@ def _has_half() -> bool:
 def in_memory(tensor: Tensor) -> Tensor:
     """A plain `tensor`, or a copy of it where its address is not that of its values, aligned.
 
-    `StateError` for one whose storage was freed.
+    `StateError` for one whose storage was freed, or ends before its last element.
     """
+    _check_extent(tensor)
     if tensor.is_neg():  # negated when it is read
         return tensor.detach().resolve_neg()
     address, size = tensor.data_ptr(), tensor.element_size()
-    if address == tensor.storage_offset() * size and tensor.numel() > 0:  # it has no memory
-        if not tensor._is_zerotensor():
-            raise StateError(
-                f"expected a tensor with its values, got one of shape {tuple(tensor.shape)} whose "
-                "storage was freed; if a wrapper such as FSDP has done so, call the wrapped model"
-            )
+    if address == tensor.storage_offset() * size and tensor.numel() > 0:  # zeros without memory
         return tensor.detach().clone()
     return tensor.detach().clone() if address % size else tensor
+
+
+def check_storage(*tensors: Tensor | None) -> None:
+    """`StateError` where torch would read or write beyond the memory of a plain CPU tensor.
+
+    Others pass, and all of them while torch traces or transforms a program.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    for tensor in tensors:
+        if (
+            tensor is not None
+            and type(tensor) in PLAIN
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+        ):
+            _check_extent(tensor)
+
+
+def _check_extent(tensor: Tensor) -> None:
+    """Raise unless the storage of a strided tensor on the CPU reaches to its last element."""
+    held = tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous():
+        due = tensor.nbytes
+    elif tensor.numel() == 0:
+        return
+    else:
+        strides = tensor.stride()
+        last = sum(map(mul, tensor.shape, strides)) - sum(strides)  # sum((n - 1) * stride)
+        due = (last + 1) * tensor.element_size()
+    offset = tensor.storage_offset()
+    if offset and due:
+        due += int(offset) * tensor.element_size()
+    if held >= due or tensor._is_zerotensor():
+        return
+    shape = tuple(tensor.shape)
+    if held == 0:
+        raise StateError(
+            f"expected a tensor with its values, got one of shape {shape} whose storage was "
+            "freed; if a wrapper such as FSDP has done so, call the wrapped model"
+        )
+    raise StateError(
+        f"expected a storage of at least {due} bytes under a tensor of shape {shape}, got "
+        f"{held}; undo the untyped_storage().resize_() that cut it"
+    )
 
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from syncbn_core.errors import StateError
 from syncbn_core.moments import Moments, averaging_factor, blend
-from syncbn_torch.interop import as_array, as_tensor
+from syncbn_torch.interop import as_array, as_tensor, check_storage
 from syncbn_torch.plain import wide_dtype
 
 __all__ = ["Channelwise", "RunningStatistics", "Sums", "parameter_gradients", "silent", "tensor_of"]
@@ -60,6 +60,7 @@ class RunningStatistics:
                     "expected running statistics that can be updated, got those of a layer built "
                     "in torch.inference_mode(); build it outside, or train it in there too"
                 )
+        check_storage(self.mean, self.var, self.counter)
 
     def factor(self) -> float:
         """Share of the new batch, which the counter does not count yet; none without a counter."""

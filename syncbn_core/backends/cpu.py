@@ -114,7 +114,6 @@ class Plan:
 
     __slots__ = (
         "_kernels",
-        "_leading",
         "_memory",
         "channels",
         "count",
@@ -130,12 +129,11 @@ class Plan:
         self.count = layout.outer * layout.inner
         self.shape: tuple[int, ...] = (layout.outer, layout.channels, layout.inner)
         self._kernels = _PLANES
-        self._leading: tuple[int, ...] = ()
         if self.is_rows:
             columns = layout.channels * layout.inner
             repeats = cpu_rows.joined(layout.outer, columns)
             self.shape = (layout.outer // repeats, columns * repeats)
-            self._kernels, self._leading = _ROWS, (layout.inner,)
+            self._kernels = _ROWS
         self._memory = ctypes.c_char * (prod(self.shape) * dtype.itemsize)
 
     @property
@@ -162,8 +160,11 @@ class Plan:
         *written: Array,
     ) -> None:
         """Run a kernel on views."""
-        arguments = (*read, *self._leading, *channelwise, *written)
-        _run(self._kernels[step], parallel, *arguments)
+        leading: tuple[int, ...] = ()
+        if self.is_rows:
+            many = parallel and self.count * self.channels >= PARALLEL_SIZE
+            leading = (self.layout.inner, numba.get_num_threads() if many else 1)
+        _run(self._kernels[step], parallel, *read, *leading, *channelwise, *written)
 
     def stays_near(self, arrays: int, parallel: bool) -> bool:
         """Whether a channel of so many arrays stays in cache, and all cores have channels.

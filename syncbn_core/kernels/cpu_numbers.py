@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -18,19 +19,29 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+    ZipCacheLocator,
+)
 from numba.extending import intrinsic, overload
 
 __all__ = [
     "MAP_FLAGS",
     "SUM_FLAGS",
     "Twins",
+    "at",
     "blend",
+    "doubtful",
     "exact",
     "has_half",
     "invstd_of",
     "maps",
     "merge",
     "narrow",
+    "power_of",
     "rounded",
     "scratch",
     "sums",
@@ -54,15 +65,31 @@ def _stamp() -> int:
 _STAMP = _stamp()
 
 
+_LOCATORS: list[type[object]] = [UserProvidedCacheLocator, UserWideCacheLocator, ZipCacheLocator]
+
+
+class _CacheFiles(CompileResultCacheImpl):
+    """In `NUMBA_CACHE_DIR`, else the user's cache folder: an uninstaller leaves none behind.
+
+    Numba's own choice is the folder of the source, which then stays and can be imported.
+    """
+
+    _locator_classes = _LOCATORS
+
+
+class _Cache(FunctionCache):
+    _impl_class = _CacheFiles
+
+
 def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit` with an on-disk cache where there is a place to write it."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         function = _renamed(function, f"_{_STAMP:08x}")
-        try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # no writable cache directory, for example a read-only container
-            return numba.njit(**options)(function)
+        dispatcher = numba.njit(**options)(function)
+        with suppress(RuntimeError):  # no folder can be written, as in a read-only container
+            dispatcher._cache = _Cache(function)  # what `cache=True` does
+        return dispatcher
 
     return decorate
 
@@ -160,28 +187,83 @@ def _nearest_bfloat16(builder, number):
     return builder.trunc(chosen, ir.IntType(16))
 
 
-def rounded(value: float, array: Any) -> Any:
-    """`value` in the dtype that elements of `array` are computed in."""
+def rounded(value: float, like: Any) -> Any:
+    """`value` in the dtype that elements of the array `like`, or the number, are computed in."""
     raise NotImplementedError
 
 
 @overload(rounded)
-def _rounded(value, array):
-    if _computed_in(array.dtype) == types.float64:
-        return lambda value, array: np.float64(value)
-    return lambda value, array: np.float32(value)
+def _rounded(value, like):
+    if _computed_in(getattr(like, "dtype", like)) == types.float64:
+        return lambda value, like: np.float64(value)
+    return lambda value, like: np.float32(value)
 
 
-def scratch(size: int, array: Any) -> Any:
-    """Zeros of the dtype that elements of `array` are computed in."""
+def scratch(shape: tuple[int, ...], like: Any) -> Any:
+    """Memory for numbers in the dtype that elements of the array `like` are computed in."""
     raise NotImplementedError
 
 
 @overload(scratch)
-def _scratch(size, array):
-    if _computed_in(array.dtype) == types.float64:
-        return lambda size, array: np.zeros(size, np.float64)
-    return lambda size, array: np.zeros(size, np.float32)
+def _scratch(shape, like):
+    if _computed_in(like.dtype) == types.float64:
+        return lambda shape, like: np.empty(shape, np.float64)
+    return lambda shape, like: np.empty(shape, np.float32)
+
+
+def at(values: Any, i: int) -> Any:
+    """`values[i]`, or the one number that `values` is for all."""
+    raise NotImplementedError
+
+
+@overload(at)
+def _at(values, i):
+    if isinstance(values, types.Array):
+        return lambda values, i: values[i]
+    return lambda values, i: values
+
+
+def doubtful(first: float, second: float, count: float, like: Any) -> bool:
+    """Whether squares were too large or too small for float32, if `like` is computed in that.
+
+    `first`, `second`: sums of `count` deviations and of their squares. Squares below 1e-37 lose
+    digits; where all of them are 0, and the first sum is, it is taken for a constant.
+    """
+    raise NotImplementedError
+
+
+@overload(doubtful)
+def _doubtful(first, second, count, like):
+    if _computed_in(like.dtype) == types.float64:
+        return lambda first, second, count, like: False
+    return lambda first, second, count, like: (
+        not (1e-37 * count <= second < np.inf) and not (second == 0 and first == 0)
+    )
+
+
+def _exponent(typing_context, value):
+    """The largest power of two that is not above a positive float64; 0 for a subnormal one."""
+
+    def generate(context, builder, signature, arguments):
+        word = ir.IntType(64)
+        bits = builder.bitcast(arguments[0], word)
+        return builder.bitcast(builder.and_(bits, ir.Constant(word, 0x7FF << 52)), ir.DoubleType())
+
+    return types.float64(types.float64), generate
+
+
+exponent: Any = intrinsic(_exponent)
+
+
+@exact
+def power_of(invstd, near):
+    """A power of two `p` of the size of `invstd`, for `x * p - near * p` instead of `x - near`.
+
+    That is exact, too, and gives numbers around 1 to multiply with: the product of `x - near` and
+    a factor of the size of `invstd**2` would leave the range of float32, one way or the other.
+    """
+    room = 2.0**120 / exponent(abs(np.float64(near)))  # near * p must not overflow
+    return max(min(exponent(invstd), room, 2.0**120), 2.0**-126)
 
 
 @exact

@@ -6,7 +6,8 @@ side by side, a block of them at a time; what those of a channel add up to is ad
 Narrow rows should come joined, `[R / k, k * C * B]` with the `k` that `joined` says.
 
 Builds, per-channel arguments and remainders: as in `cpu_planes`. Rows are added four at a time, in
-an order that the shape alone decides.
+an order that the shape alone decides. `workers`: how many threads may share the tasks, each with
+memory of its own; results do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from numba import prange
 
 from syncbn_core.kernels.cpu_numbers import (
     Twins,
+    at,
+    doubtful,
     exact,
     invstd_of,
     maps,
     merge,
     narrow,
+    power_of,
     rounded,
     scratch,
     sums,
@@ -33,6 +37,7 @@ TILE = 32768  # elements of a tile, read twice while they are in L2
 MIN_ROWS = 32
 MAX_ROWS = 256  # a column is summed one row after the other: longer sums lose digits
 MAX_CHUNKS = 64  # independent partial results per block, at most
+LINES = 5  # of a worker's memory, at most
 PIECE = 1 << 18  # elements written by one task, which begins with the constants of its columns
 
 
@@ -104,29 +109,33 @@ def _add_deviations(x, left, right, begin, end, shift, first, second):
 
 
 @maps
-def _add_products(x, dy, left, right, begin, end, shift, first, second):
-    """`first += sum(dy)`, `second += sum(dy * (x - shift))` over rows."""
+def _add_products(x, dy, left, right, begin, end, power, centre, first, second):
+    """`first += sum(dy)`, `second += sum(dy * (x * power - centre))` over rows."""
     for r in range(begin, end):
         a, g = x[r, left:right], dy[r, left:right]
         for i in range(first.shape[0]):
             p = widen(g[i])
             first[i] += p
-            second[i] += p * (widen(a[i]) - shift[i])
+            second[i] += p * (widen(a[i]) * at(power, i) - centre[i])
 
 
 @maps
-def _affine(source, near, scale, shift, target):
-    """`target = (source - near) * scale + shift`, each column with its own."""
+def _affine(source, power, centre, scale, shift, target):
+    """`target = (source * power - centre) * scale + shift`, each column with its own.
+
+    `power` may be one number for all, which is faster by a tenth.
+    """
     for i in range(source.shape[0]):
-        target[i] = narrow((widen(source[i]) - near[i]) * scale[i] + shift[i], target)
+        both = (widen(source[i]) * at(power, i) - centre[i]) * scale[i] + shift[i]
+        target[i] = narrow(both, target)
 
 
 @maps
-def _gradient(source, grad, near, of_dy, of_x, shift, target):
-    """`target = grad * of_dy + (source - near) * of_x + shift`, each column with its own."""
+def _gradient(source, grad, power, centre, of_dy, of_x, shift, target):
+    """`target = grad * of_dy + (source * power - centre) * of_x + shift`, as `_affine`."""
     for i in range(source.shape[0]):
-        g = widen(grad[i])
-        both = g * of_dy[i] + ((widen(source[i]) - near[i]) * of_x[i] + shift[i])
+        d = widen(source[i]) * at(power, i) - centre[i]
+        both = widen(grad[i]) * of_dy[i] + (d * of_x[i] + shift[i])
         target[i] = narrow(both, target)
 
 
@@ -189,11 +198,44 @@ def _merge_in(count, mean, m2, other_count, other_mean, other_m2):
 
 
 @exact
-def _chunk_moments(x, left, right, inner, begin, end, height, mean, m2):
+def _workspace(x, workers, width, channels):
+    """Lines of `width` columns and of float64 `channels`, for each worker.
+
+    Allocated before the parallel loop: a worker's `MemoryError` would be lost. Lines begin where
+    cache lines do, an odd number of them apart: no two compete for one place in L1.
+    """
+    apart = ((width + 15) // 16 | 1) * 16
+    return scratch((workers, LINES, apart), x), np.empty((workers, LINES, channels))
+
+
+@exact
+def _wide_moments(x, left, right, c, channels, inner, top, bottom):
+    """`(mean, m2)` of channel `c` of a tile, in float64: for values that float32 fails at."""
+    count = (bottom - top) * ((right - left) // channels)
+    mean = 0.0
+    for _ in range(2):  # the second time their mean, of deviations, mends the first
+        first = 0.0
+        second = 0.0
+        for r in range(top, bottom):
+            for begin in range(left + c * inner, right, channels * inner):
+                for i in range(begin, begin + inner):
+                    d = np.float64(widen(x[r, i])) - mean
+                    first += d
+                    second += d * d
+        mend = first / count
+        mean += mend
+    return mean, max(second - mend * first, 0.0 * second)
+
+
+@exact
+def _chunk_moments(x, left, right, inner, begin, end, height, lines, numbers, mean, m2):
     """Moments of the tiles `begin` to `end` of a block, each as in `cpu_planes`; the count."""
     width, channels = right - left, mean.shape[0]
-    first, second, shift = scratch(width, x), scratch(width, x), scratch(width, x)
-    sums, squares, near = np.empty(channels), np.empty(channels), np.empty(channels)
+    first, second, shift = lines[0, :width], lines[1, :width], lines[2, :width]
+    sums, squares = numbers[0, :channels], numbers[1, :channels]
+    near, m2s = numbers[2, :channels], numbers[3, :channels]
+    first[:] = 0
+    second[:] = 0
     count = 0.0
     for t in range(begin, end):
         top, bottom = t * height, min(x.shape[0], (t + 1) * height)
@@ -209,11 +251,19 @@ def _chunk_moments(x, left, right, inner, begin, end, height, mean, m2):
         _add_deviations(x, left, right, top, bottom, shift, first, second)
         _fold(first, inner, sums)
         _fold(second, inner, squares)
+        again = 0
         for c in range(channels):
             mend = sums[c] / n
             near[c] += mend
-            squares[c] = max(squares[c] - mend * sums[c], 0.0 * squares[c])
-        count = _merge_in(count, mean, m2, n, near, squares)
+            m2s[c] = max(squares[c] - mend * sums[c], 0.0 * squares[c])
+            again += doubtful(sums[c], squares[c], n, x)
+        if again:
+            for c in range(channels):
+                if doubtful(sums[c], squares[c], n, x):
+                    near[c], m2s[c] = _wide_moments(
+                        x, left, right, c, channels, inner, top, bottom
+                    )  # fmt: skip
+        count = _merge_in(count, mean, m2, n, near, m2s)
     return count
 
 
@@ -227,35 +277,77 @@ def _merge_chunks(counts, means, m2s, low, high, mean, m2):
 
 
 @exact
-def _normalize(x, left, right, inner, mean, invstd, weight, bias, begin, end, y):
+def _centre(x, mean, invstd, inner, numbers, power, centre):
+    """Fills in by what x is multiplied, and what is subtracted then.
+
+    Returns the former per channel, and whether it is the same for all of them: where they can be
+    alike, as everywhere but between channels of extremely different deviations.
+    """
+    channels = mean.shape[0]
+    powers, centres = numbers[0, :channels], numbers[1, :channels]
+    low, high = np.inf, 0.0
+    for c in range(channels):
+        powers[c] = power_of(invstd[c], rounded(mean[c], x))
+        low, high = min(low, powers[c]), max(high, powers[c])
+    alike = high <= low * 2.0**20
+    if alike:
+        powers[:] = low
+    else:
+        _spread(powers, inner, power)
+    for c in range(channels):
+        centres[c] = np.float64(rounded(mean[c], x)) * powers[c]
+    _spread(centres, inner, centre)
+    return powers, alike
+
+
+@exact
+def _normalize(x, left, right, inner, mean, invstd, weight, bias, begin, end, lines, numbers, y):
     """The rows `begin` to `end` of a block."""
     width, channels = right - left, mean.shape[0]
-    near, scale, shift = scratch(width, x), scratch(width, x), scratch(width, x)
-    slope, rest = np.empty(channels), np.empty(channels)
+    power, centre = lines[0, :width], lines[1, :width]
+    scale, shift = lines[2, :width], lines[3, :width]
+    slope, rest = numbers[2, :channels], numbers[3, :channels]
+    powers, alike = _centre(x, mean, invstd, inner, numbers, power, centre)
     for c in range(channels):
         slope[c] = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
         rest[c] = (np.float64(rounded(mean[c], x)) - mean[c]) * slope[c]
         rest[c] = rest[c] + bias[c] if bias.shape[0] else rest[c]
-    _spread(mean, inner, near)
+        slope[c] /= powers[c]
     _spread(slope, inner, scale)
     _spread(rest, inner, shift)
+    one = rounded(powers[0], x)
     for r in range(begin, end):
-        _affine(x[r, left:right], near, scale, shift, y[r, left:right])
+        source, target = x[r, left:right], y[r, left:right]
+        if alike:
+            _affine(source, one, centre, scale, shift, target)
+        else:
+            _affine(source, power, centre, scale, shift, target)
 
 
 @exact
-def _chunk_products(x, dy, left, right, inner, mean, begin, end, height, of_dy, of_both):
+def _chunk_products(
+    x, dy, left, right, inner, mean, invstd, begin, end, height, lines, numbers, of_dy, of_both
+):  # fmt: skip
     """Sums of `dy` and of `dy * (x - mean)`, mean rounded, over tiles of a block."""
     width = right - left
-    first, second, near = scratch(width, x), scratch(width, x), scratch(width, x)
-    _spread(mean, inner, near)
+    power, centre = lines[0, :width], lines[1, :width]
+    first, second = lines[2, :width], lines[3, :width]
+    powers, alike = _centre(x, mean, invstd, inner, numbers, power, centre)
+    one = rounded(powers[0], x)
+    first[:] = 0
+    second[:] = 0
     of_dy[:] = 0.0
     of_both[:] = 0.0
     for t in range(begin, end):
-        bottom = min(x.shape[0], (t + 1) * height)
-        _add_products(x, dy, left, right, t * height, bottom, near, first, second)
+        top, bottom = t * height, min(x.shape[0], (t + 1) * height)
+        if alike:
+            _add_products(x, dy, left, right, top, bottom, one, centre, first, second)
+        else:
+            _add_products(x, dy, left, right, top, bottom, power, centre, first, second)
         _fold(first, inner, of_dy)
         _fold(second, inner, of_both)
+    for c in range(mean.shape[0]):
+        of_both[c] /= powers[c]
 
 
 @exact
@@ -275,29 +367,35 @@ def _add_chunks(x, firsts, seconds, low, high, mean, invstd, sum_dy, sum_dy_xhat
 
 @exact
 def _input(
-    x, dy, left, right, inner, mean, invstd, weight, mean_dy, mean_dy_xhat, begin, end, dx
+    x, dy, left, right, inner, mean, invstd, weight, mean_dy, mean_dy_xhat, begin, end,
+    lines, numbers, dx,
 ):  # fmt: skip
     """The rows `begin` to `end` of a block."""
     width, channels = right - left, mean.shape[0]
-    near, of_dy = scratch(width, x), scratch(width, x)
-    of_x, shift = scratch(width, x), scratch(width, x)
-    factor, slope, rest = np.empty(channels), np.empty(channels), np.empty(channels)
+    power, centre, of_dy = lines[0, :width], lines[1, :width], lines[2, :width]
+    of_x, shift = lines[3, :width], lines[4, :width]
+    factor, slope = numbers[2, :channels], numbers[3, :channels]
+    rest = numbers[4, :channels]
+    powers, alike = _centre(x, mean, invstd, inner, numbers, power, centre)
+    one = rounded(powers[0], x)
     for c in range(channels):
-        off = np.float64(rounded(mean[c], x)) - mean[c]
-        slope[c] = -invstd[c] * invstd[c] * mean_dy_xhat[c]
+        off = (np.float64(rounded(mean[c], x)) - mean[c]) * powers[c]
+        slope[c] = -invstd[c] * (invstd[c] / powers[c]) * mean_dy_xhat[c]
         rest[c] = off * slope[c] - invstd[c] * mean_dy[c]
         factor[c] = invstd[c] * weight[c] if weight.shape[0] else invstd[c]
-    _spread(mean, inner, near)
     _spread(factor, inner, of_dy)
     _spread(slope, inner, of_x)
     _spread(rest, inner, shift)
     for r in range(begin, end):
-        source, grad = x[r, left:right], dy[r, left:right]
-        _gradient(source, grad, near, of_dy, of_x, shift, dx[r, left:right])
+        source, grad, target = x[r, left:right], dy[r, left:right], dx[r, left:right]
+        if alike:
+            _gradient(source, grad, one, centre, of_dy, of_x, shift, target)
+        else:
+            _gradient(source, grad, power, centre, of_dy, of_x, shift, target)
 
 
 @Twins
-def rows_moments(x, inner, mean, m2):
+def rows_moments(x, inner, workers, mean, m2):
     """`x` [R, C * B] -> `mean`, `m2` (C,)."""
     channels = mean.shape[0]
     together, blocks, stride = _blocks(x.shape[1], inner, channels)
@@ -305,57 +403,67 @@ def rows_moments(x, inner, mean, m2):
     counts = np.empty(chunks)
     means = np.empty((chunks, channels))
     m2s = np.empty((chunks, channels))
-    for task in prange(blocks * chunks):
-        k, block = task // blocks, task % blocks
-        low, high = block * together, min(channels, (block + 1) * together)
-        left, right = block * stride, min(x.shape[1], (block + 1) * stride)
-        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-        counts[k] = _chunk_moments(
-            x, left, right, inner, begin, end, height, means[k, low:high], m2s[k, low:high]
-        )
+    tasks = blocks * chunks
+    lines, numbers = _workspace(x, workers, stride, together)
+    for worker in prange(workers):
+        for task in range(tasks * worker // workers, tasks * (worker + 1) // workers):
+            k, block = task // blocks, task % blocks
+            low, high = block * together, min(channels, (block + 1) * together)
+            left, right = block * stride, min(x.shape[1], (block + 1) * stride)
+            begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+            counts[k] = _chunk_moments(
+                x, left, right, inner, begin, end, height, lines[worker], numbers[worker],
+                means[k, low:high], m2s[k, low:high],
+            )  # fmt: skip
     _merge_chunks(counts, means, m2s, 0, channels, mean, m2)
 
 
 @Twins
-def rows_normalize(x, inner, mean, invstd, weight, bias, y):
+def rows_normalize(x, inner, workers, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [R, C * B]."""
     channels = mean.shape[0]
     together, blocks, stride = _blocks(x.shape[1], inner, channels)
     height, pieces = _pieces(x.shape[0], stride)
-    for task in prange(blocks * pieces):
-        block = task % blocks
-        low, high = block * together, min(channels, (block + 1) * together)
-        left, right = block * stride, min(x.shape[1], (block + 1) * stride)
-        begin = (task // blocks) * height
-        end = min(x.shape[0], begin + height)
-        _normalize(
-            x, left, right, inner, mean[low:high], invstd[low:high],
-            weight[low:high], bias[low:high], begin, end, y,
-        )  # fmt: skip
+    tasks = blocks * pieces
+    lines, numbers = _workspace(x, workers, stride, together)
+    for worker in prange(workers):
+        for task in range(tasks * worker // workers, tasks * (worker + 1) // workers):
+            block = task % blocks
+            low, high = block * together, min(channels, (block + 1) * together)
+            left, right = block * stride, min(x.shape[1], (block + 1) * stride)
+            begin = (task // blocks) * height
+            end = min(x.shape[0], begin + height)
+            _normalize(
+                x, left, right, inner, mean[low:high], invstd[low:high],
+                weight[low:high], bias[low:high], begin, end, lines[worker], numbers[worker], y,
+            )  # fmt: skip
 
 
 @Twins
-def rows_backward_reduce(x, dy, inner, mean, invstd, sum_dy, sum_dy_xhat):
+def rows_backward_reduce(x, dy, inner, workers, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [R, C * B]."""
     channels = mean.shape[0]
     together, blocks, stride = _blocks(x.shape[1], inner, channels)
     height, tiles, chunks = _tiles(x.shape[0], stride, blocks)
     firsts = np.empty((chunks, channels))
     seconds = np.empty((chunks, channels))
-    for task in prange(blocks * chunks):
-        k, block = task // blocks, task % blocks
-        low, high = block * together, min(channels, (block + 1) * together)
-        left, right = block * stride, min(x.shape[1], (block + 1) * stride)
-        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-        _chunk_products(
-            x, dy, left, right, inner, mean[low:high], begin, end, height,
-            firsts[k, low:high], seconds[k, low:high],
-        )  # fmt: skip
+    tasks = blocks * chunks
+    lines, numbers = _workspace(x, workers, stride, together)
+    for worker in prange(workers):
+        for task in range(tasks * worker // workers, tasks * (worker + 1) // workers):
+            k, block = task // blocks, task % blocks
+            low, high = block * together, min(channels, (block + 1) * together)
+            left, right = block * stride, min(x.shape[1], (block + 1) * stride)
+            begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+            _chunk_products(
+                x, dy, left, right, inner, mean[low:high], invstd[low:high], begin, end, height,
+                lines[worker], numbers[worker], firsts[k, low:high], seconds[k, low:high],
+            )  # fmt: skip
     _add_chunks(x, firsts, seconds, 0, channels, mean, invstd, sum_dy, sum_dy_xhat)
 
 
 @Twins
-def rows_backward_input(x, dy, inner, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
+def rows_backward_input(x, dy, inner, workers, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
     """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, [R, C * B].
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
@@ -363,23 +471,27 @@ def rows_backward_input(x, dy, inner, mean, invstd, weight, mean_dy, mean_dy_xha
     channels = mean.shape[0]
     together, blocks, stride = _blocks(x.shape[1], inner, channels)
     height, pieces = _pieces(x.shape[0], stride)
-    for task in prange(blocks * pieces):
-        block = task % blocks
-        low, high = block * together, min(channels, (block + 1) * together)
-        left, right = block * stride, min(x.shape[1], (block + 1) * stride)
-        begin = (task // blocks) * height
-        end = min(x.shape[0], begin + height)
-        _input(
-            x, dy, left, right, inner, mean[low:high], invstd[low:high], weight[low:high],
-            mean_dy[low:high], mean_dy_xhat[low:high], begin, end, dx,
-        )  # fmt: skip
+    tasks = blocks * pieces
+    lines, numbers = _workspace(x, workers, stride, together)
+    for worker in prange(workers):
+        for task in range(tasks * worker // workers, tasks * (worker + 1) // workers):
+            block = task % blocks
+            low, high = block * together, min(channels, (block + 1) * together)
+            left, right = block * stride, min(x.shape[1], (block + 1) * stride)
+            begin = (task // blocks) * height
+            end = min(x.shape[0], begin + height)
+            _input(
+                x, dy, left, right, inner, mean[low:high], invstd[low:high], weight[low:high],
+                mean_dy[low:high], mean_dy_xhat[low:high], begin, end,
+                lines[worker], numbers[worker], dx,
+            )  # fmt: skip
 
 
 # Both steps of a direction, one block after the other, as in `cpu_planes`.
 
 
 @Twins
-def rows_forward(x, inner, weight, bias, eps, clamp, mean, m2, invstd, y):
+def rows_forward(x, inner, workers, weight, bias, eps, clamp, mean, m2, invstd, y):
     """`rows_moments`, then `rows_normalize` by those; `x`, `y` [R, C * B].
 
     `invstd = 1 / sqrt(m2 / n + eps)`, with `clamp` `1 / sqrt(max(m2 / n, eps))`.
@@ -391,25 +503,28 @@ def rows_forward(x, inner, weight, bias, eps, clamp, mean, m2, invstd, y):
     counts = np.empty((blocks, chunks))
     means = np.empty((chunks, channels))
     m2s = np.empty((chunks, channels))
-    for block in prange(blocks):
-        low, high = block * together, min(channels, (block + 1) * together)
-        left, right = block * stride, min(columns, (block + 1) * stride)
-        for k in range(chunks):
-            begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-            counts[block, k] = _chunk_moments(
-                x, left, right, inner, begin, end, height, means[k, low:high], m2s[k, low:high]
-            )
-        _merge_chunks(counts[block], means, m2s, low, high, mean, m2)
-        for c in range(low, high):
-            invstd[c] = invstd_of(m2[c] / (rows * (columns // channels)), eps, clamp)
-        _normalize(
-            x, left, right, inner, mean[low:high], invstd[low:high],
-            weight[low:high], bias[low:high], 0, rows, y,
-        )  # fmt: skip
+    lines, numbers = _workspace(x, workers, stride, together)
+    for worker in prange(workers):
+        for block in range(blocks * worker // workers, blocks * (worker + 1) // workers):
+            low, high = block * together, min(channels, (block + 1) * together)
+            left, right = block * stride, min(columns, (block + 1) * stride)
+            for k in range(chunks):
+                begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+                counts[block, k] = _chunk_moments(
+                    x, left, right, inner, begin, end, height, lines[worker], numbers[worker],
+                    means[k, low:high], m2s[k, low:high],
+                )  # fmt: skip
+            _merge_chunks(counts[block], means, m2s, low, high, mean, m2)
+            for c in range(low, high):
+                invstd[c] = invstd_of(m2[c] / (rows * (columns // channels)), eps, clamp)
+            _normalize(
+                x, left, right, inner, mean[low:high], invstd[low:high],
+                weight[low:high], bias[low:high], 0, rows, lines[worker], numbers[worker], y,
+            )  # fmt: skip
 
 
 @Twins
-def rows_backward(x, dy, inner, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx):
+def rows_backward(x, dy, inner, workers, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx):
     """`rows_backward_reduce`, then `rows_backward_input` by those; all [R, C * B].
 
     `frozen` (C,) bool: where `invstd` is a constant; empty for nowhere.
@@ -421,23 +536,26 @@ def rows_backward(x, dy, inner, mean, invstd, weight, frozen, sum_dy, sum_dy_xha
     firsts, seconds = np.empty((chunks, channels)), np.empty((chunks, channels))
     mean_dy, mean_dy_xhat = np.empty(channels), np.empty(channels)
     count = rows * (columns // channels)
-    for block in prange(blocks):
-        low, high = block * together, min(channels, (block + 1) * together)
-        left, right = block * stride, min(columns, (block + 1) * stride)
-        for k in range(chunks):
-            begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-            _chunk_products(
-                x, dy, left, right, inner, mean[low:high], begin, end, height,
-                firsts[k, low:high], seconds[k, low:high],
+    lines, numbers = _workspace(x, workers, stride, together)
+    for worker in prange(workers):
+        for block in range(blocks * worker // workers, blocks * (worker + 1) // workers):
+            low, high = block * together, min(channels, (block + 1) * together)
+            left, right = block * stride, min(columns, (block + 1) * stride)
+            for k in range(chunks):
+                begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+                _chunk_products(
+                    x, dy, left, right, inner, mean[low:high], invstd[low:high], begin, end, height,
+                    lines[worker], numbers[worker], firsts[k, low:high], seconds[k, low:high],
+                )  # fmt: skip
+            _add_chunks(x, firsts, seconds, low, high, mean, invstd, sum_dy, sum_dy_xhat)
+            for c in range(low, high):
+                factor = weight[c] if weight.shape[0] else 1.0
+                mean_dy[c] = sum_dy[c] * factor / count
+                mean_dy_xhat[c] = sum_dy_xhat[c] * factor / count
+                if frozen.shape[0] and frozen[c]:
+                    mean_dy_xhat[c] = 0.0
+            _input(
+                x, dy, left, right, inner, mean[low:high], invstd[low:high], weight[low:high],
+                mean_dy[low:high], mean_dy_xhat[low:high], 0, rows,
+                lines[worker], numbers[worker], dx,
             )  # fmt: skip
-        _add_chunks(x, firsts, seconds, low, high, mean, invstd, sum_dy, sum_dy_xhat)
-        for c in range(low, high):
-            factor = weight[c] if weight.shape[0] else 1.0
-            mean_dy[c] = sum_dy[c] * factor / count
-            mean_dy_xhat[c] = sum_dy_xhat[c] * factor / count
-            if frozen.shape[0] and frozen[c]:
-                mean_dy_xhat[c] = 0.0
-        _input(
-            x, dy, left, right, inner, mean[low:high], invstd[low:high], weight[low:high],
-            mean_dy[low:high], mean_dy_xhat[low:high], 0, rows, dx,
-        )  # fmt: skip

@@ -1,5 +1,6 @@
 """The serial and the parallel build of the kernels: same bits, and which one runs when."""
 
+import ast
 import json
 import shutil
 import threading
@@ -65,7 +66,7 @@ def run_kernels(kind: str, build: str, case: Any) -> dict[str, Array]:
     x, dy, mean, invstd, weight, bias, mean_dy, mean_dy_xhat = case
     inner: tuple[int, ...] = ()
     if kind == "rows":
-        inner = (prod(x.shape[2:]),)
+        inner = (prod(x.shape[2:]), 1 if build == "serial" else 3)  # and workers
         repeats = cpu_rows.joined(len(x), x[0].size)
         x, dy = (a.reshape(len(a) // repeats, -1) for a in (x, dy))
     weight = np.empty(0) if weight is None else weight.astype("f8")
@@ -368,6 +369,38 @@ def test_kernels_work_where_no_cache_can_be_written(fresh_python: Function, tmp_
     assert printed.strip() == "True"
 
 
+USE = """
+import numpy as np
+import syncbn_core
+from syncbn_core.kernels.cpu_planes import planes_forward
+
+syncbn_core.batch_norm_forward(np.ones((4, 3, 70), np.float32))
+print(syncbn_core.__file__, sum(planes_forward.serial.stats.cache_hits.values()))
+"""
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_use_writes_nothing_beside_the_package(fresh_python: Function, tmp_path: Path) -> None:
+    """What an uninstaller does not know stays, and Python imports what is left of the folder."""
+    package, home = tmp_path / "site" / "syncbn_core", tmp_path / "home"
+    source = Path(syncbn_core.__file__).parent
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = files_in(tmp_path)
+    variables = dict.fromkeys(("HOME", "USERPROFILE", "LOCALAPPDATA", "XDG_CACHE_HOME"), str(home))
+    variables |= {"NUMBA_CACHE_DIR": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    runs = [
+        fresh_python(USE, PYTHONPATH=str(tmp_path / "site"), **variables).split() for _ in range(2)
+    ]
+    assert [Path(where).parent for where, _ in runs] == [package] * 2
+    assert [hits for _, hits in runs] == ["0", "1"]
+    written = files_in(tmp_path) - before
+    assert written
+    assert all(path.is_relative_to(home) for path in written)
+
+
 # ---------------------------------------------------------------- threads, and forked children
 
 TWO_THREADS = """
@@ -461,3 +494,79 @@ def test_forked_child_works_after_the_parent_used_threads(
     if printed.strip() == "absent":
         pytest.skip(f"no {layer} here")
     assert printed.split() == [layer, "0"]
+
+
+# ------------------------------------------------------------------------ too little memory
+
+
+def allocations(tree: ast.AST) -> list[str]:
+    calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [name for name in calls if name in ("np.empty", "np.zeros", "np.ones", "scratch")]
+
+
+@pytest.mark.parametrize("module", [cpu_planes, cpu_rows])
+def test_kernels_allocate_before_their_parallel_loops_only(module: Any) -> None:
+    """What a worker of such a loop raises, Numba loses, and the results are wrong."""
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    kernels = [f for f in functions if "Twins" in map(ast.unparse, f.decorator_list)]
+    assert len(kernels) == 6
+    for function in functions:
+        if function in kernels:
+            loops = [
+                node
+                for node in ast.walk(function)
+                if isinstance(node, ast.For) and ast.unparse(node.iter).startswith("prange(")
+            ]
+            assert len(loops) == 1
+            assert allocations(loops[0]) == []
+        elif function.name != "_workspace":  # called before the loops
+            assert allocations(function) == []
+
+
+MEMORY = """
+import resource
+import numpy as np
+from syncbn_core.kernels import cpu_planes, cpu_rows
+
+CHANNELS = 4_000_000  # with partial results of 32 MB each
+WORKERS = 1_000_000  # with lines of 20 bytes each, and of 40
+
+def kernels(build, channels, workers):
+    x = np.ones((1, channels, 2), np.float32)
+    sums, ones = np.full((2, channels), 7.0), np.ones(channels)
+    of = lambda module, name: getattr(getattr(module, name), build)
+    yield sums, lambda: of(cpu_planes, "planes_moments")(x, *sums)
+    reduce = of(cpu_planes, "planes_backward_reduce")
+    yield sums, lambda: reduce(x, x, ones, ones, *sums)
+    x2, sums2, ones2 = np.ones((64, 3), np.float32), np.full((2, 3), 7.0), np.ones(3)
+    y = np.full((64, 3), 7, np.float32)
+    none, nowhere = np.empty(0), np.empty(0, np.bool_)
+    rows = lambda name: of(cpu_rows, "rows_" + name)
+    yield sums2, lambda: rows("moments")(x2, 1, workers, *sums2)
+    yield y, lambda: rows("normalize")(x2, 1, workers, ones2, ones2, none, none, y)
+    yield sums2, lambda: rows("backward_reduce")(x2, x2, 1, workers, ones2, ones2, *sums2)
+    yield y, lambda: rows("backward_input")(x2, x2, 1, workers, *[ones2] * 2, none, *[ones2] * 2, y)
+    yield y, lambda: rows("forward")(x2, 1, workers, none, none, 1e-5, False, *sums2, ones2, y)
+    yield y, lambda: rows("backward")(x2, x2, 1, workers, ones2, ones2, none, nowhere, *sums2, y)
+
+for build in ("serial", "parallel"):
+    for _, run in kernels(build, 3, 2):
+        run()  # compiles, or loads
+prepared = [pair for build in ("serial", "parallel") for pair in kernels(build, CHANNELS, WORKERS)]
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), resource.RLIM_INFINITY))
+raised = 0
+for result, run in prepared:
+    try:
+        run()
+    except MemoryError:
+        raised += bool((result == 7).all())
+print(raised, len(prepared))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits memory as Linux does")
+def test_kernel_without_memory_raises_and_writes_nothing(fresh_python: Function) -> None:
+    printed = fresh_python(MEMORY, NUMBA_NUM_THREADS="2")
+    assert printed.split() == ["16", "16"]

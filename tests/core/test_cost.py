@@ -98,6 +98,7 @@ def signature(function: Any, element: Any, number: Any) -> tuple[Any, ...]:
     known |= {"dy": known["x"], "y": known["x"], "dx": known["x"]}
     if function.py_func.__name__ == "_products":
         known |= {"x": run, "dy": run}
+    known |= {"power": number}  # one for all columns: the case that is fast
     known |= dict.fromkeys(("left", "right", "begin", "end", "c"), types.int64)
     channelwise = line if rows else number
     code = function.py_func.__code__

@@ -163,6 +163,42 @@ def test_backward_needs_a_forward_of_its_own() -> None:
         layer.backward(x)
 
 
+def test_backward_after_two_forwards_is_refused() -> None:
+    """It would give gradients of the second only."""
+    layer = BatchNorm(3)
+    x = batch(5, 3)
+    layer(x)
+    layer(x)
+    with pytest.raises(StateError, match=r"expected one forward .* got 2; call discard\(\)"):
+        layer.backward(x)
+    assert not np.any(layer.gradients())
+    layer.discard()
+    with pytest.raises(StateError, match="got a backward without one"):
+        layer.backward(x)
+    layer(x)
+    layer.backward(x)
+
+
+def test_forwards_that_need_no_backward_are_forgotten(close: Function) -> None:
+    layer = layer_with_history()
+    x, dy = batch(5, 3), batch(5, 3, seed=1)
+    layer(x)
+    expected = layer.backward(dy)
+    for _ in range(2):  # a loop of training and validation
+        layer.eval()
+        for seed in range(3):
+            layer(batch(4, 3, seed=seed))
+        layer.train()
+        layer(x)
+        close(layer.backward(dy), expected)
+    layer(x)
+    layer.discard()
+    layer(x)
+    with pytest.raises(ShapeError):
+        layer(batch(5, 4))  # a refused forward does not count
+    close(layer.backward(dy), expected)
+
+
 def test_refused_backward_can_be_done_again() -> None:
     layer = BatchNorm(3)
     x = batch(5, 3)
@@ -234,6 +270,24 @@ def test_state_goes_to_another_layer_and_back(affine: bool, track: bool) -> None
         )
     assert all(a is b for a, b in zip(other.parameters(), held, strict=True))
     np.testing.assert_array_equal(other.eval()(batch(4, 3)), other.eval()(batch(4, 3)))
+
+
+def test_state_is_converted_array_by_array_and_copies() -> None:
+    layer = layer_with_history()
+    state = layer.state_dict(list_of)
+    assert {name: list_of(value) for name, value in layer.state_dict().items()} == state
+    seen: list[Array] = []
+    layer.state_dict(seen.append)
+    for copy, own in zip(seen, layer.parameters(), strict=False):
+        assert copy is not own
+        assert not np.shares_memory(copy, own)
+    other = BatchNorm(3, dtype=np.float64)
+    other.load_state_dict(state)
+    assert other.state_dict(list_of) == state
+
+
+def list_of(array: Array) -> Any:
+    return array.tolist()
 
 
 def test_state_is_a_copy() -> None:

@@ -191,3 +191,72 @@ def test_parameters_that_are_no_plain_tensors_are_refused() -> None:
     with always_ours(), pytest.raises(DTypeError, match="expected bias to be a plain tensor"):
         layer(torch.randn(8, 3, 5))
     assert layer.num_batches_tracked == 0
+
+
+def cut(tensor: Tensor) -> Tensor:
+    """The same tensor over a storage that is too short for it."""
+    tensor.untyped_storage().resize_(tensor.untyped_storage().nbytes() - tensor.element_size())
+    return tensor
+
+
+LARGE = (4, 16, 64, 64)  # so large that reading beyond it would hit foreign pages
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    "which", ["x", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+)
+def test_storage_shorter_than_its_tensor_is_refused_and_changes_nothing(
+    which: str, ours: bool
+) -> None:
+    layer = SyncBatchNorm(16)
+    x = torch.randn(LARGE)
+    owner = x if which == "x" else getattr(layer, which)
+    good = owner.detach().clone()
+    cut(owner.data)
+    with always_ours(ours), pytest.raises(StateError, match=r"expected a storage of|was freed"):
+        layer(x)
+    if which != "x":
+        owner.data.untyped_storage().resize_(good.nbytes)
+        owner.data.copy_(good)
+    assert layer.num_batches_tracked == 0
+    assert layer.running_mean.tolist() == [0.0] * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["dense", "channels last", "gaps", "offset"])
+def test_gradient_whose_storage_is_cut_is_refused(layout: str, dtype: torch.dtype) -> None:
+    x, dy = torch.randn(LARGE), torch.randn(LARGE, dtype=dtype)
+    if layout == "channels last":
+        dy = dy.to(memory_format=torch.channels_last)
+    elif layout == "gaps":
+        dy = torch.randn(*LARGE[:3], 2 * LARGE[3], dtype=dtype)[..., 1::2]
+    elif layout == "offset":
+        dy = torch.randn(5, *LARGE[1:], dtype=dtype)[1:]
+    _, total, invstd = cpu.forward_alone(x, None, None, None, 1e-5, "plus")
+    statistics = cpu.CpuStatistics(total, invstd, 1e-5, "plus")
+    statistics.backward_alone(x, dy, None)
+    cut(dy)
+    with pytest.raises(StateError, match=r"expected a storage of .*undo the untyped_storage"):
+        statistics.backward_alone(x, dy, None)
+    with pytest.raises(StateError, match=r"expected a storage of .*undo the untyped_storage"):
+        statistics.backward_reduce(x, dy, None, parallel=False)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_parameters_of_no_floating_dtype_are_refused_by_name(
+    name: str, dtype: torch.dtype, training: bool, ours: bool
+) -> None:
+    layer = SyncBatchNorm(3).train(training)
+    setattr(layer, name, None)
+    if name in ("weight", "bias"):
+        setattr(layer, name, torch.nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False))
+    else:
+        setattr(layer, name, torch.ones(3, dtype=dtype))
+    words = f"expected {name} of a floating dtype, got {dtype}; "
+    with always_ours(ours), pytest.raises(DTypeError, match=words):
+        layer(torch.randn(8, 3, 5))
+    assert layer.num_batches_tracked == 0
