@@ -51,6 +51,7 @@ class CallbackContext:
         self.closed = False
         self.disowned = ""
         self._sync_master: SyncMaster | None = None
+        self._siblings: list[Any] = []  # shared by all submodules of one forward
 
     @property
     def sync_master(self) -> SyncMaster:
@@ -60,7 +61,8 @@ class CallbackContext:
 
     @sync_master.setter
     def sync_master(self, master: SyncMaster) -> None:
-        master.clear_slaves()  # those of the last forward; there may be fewer this time
+        # forget those of the last forward: there may be fewer this time
+        master.clear_slaves(self._siblings)
         self._sync_master = master
 
     def abort(self, error: BaseException) -> None:
@@ -105,6 +107,9 @@ def _execute(first: nn.Module, copies: Sequence[Sequence[nn.Module]]) -> list[Ca
     """Call back the submodules of each copy; `first` is copy 0, which has the names."""
     names = [name or type(first).__name__ for name, _ in first.named_modules()]
     contexts = [CallbackContext(name, len(copies)) for name in names]
+    siblings: list[Any] = []
+    for context in contexts:
+        context._siblings = siblings
     for copy_id, submodules in enumerate(copies):
         if len(submodules) != len(contexts):
             raise CommError(
@@ -292,7 +297,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
             def call() -> Any:
                 run = partial(replicas[index], *inputs[index], **kwargs[index])
-                return call_within([*modes, *places[index]], run)
+                own = modes if index > 0 else []  # replica 0 runs in the caller's thread
+                return call_within([*own, *places[index]], run)
 
             if not found:
                 return lambda: variables.run(call)

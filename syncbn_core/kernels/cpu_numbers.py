@@ -7,9 +7,11 @@ rounded once, to nearest even, when they are stored; NaN stays NaN.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -89,9 +91,44 @@ def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         dispatcher = numba.njit(**options)(function)
         with suppress(RuntimeError):  # no folder can be written, as in a read-only container
             dispatcher._cache = _Cache(function)  # what `cache=True` does
+        dispatcher._compile_for_args = partial(_apart, dispatcher._compile_for_args)
         return dispatcher
 
     return decorate
+
+
+def _apart(compile_for: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """`compile_for(...)`, in a thread of its own where this is the one that Ctrl-C interrupts.
+
+    A compilation that was cut off leaves Numba's tables half filled, and then fails for ever.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return compile_for(*arguments, **named)
+    outcome: list[Any] = []
+    done = threading.Lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            outcome.append(compile_for(*arguments, **named))
+        except BaseException as error:
+            outcome.append(_Failed(error))
+        finally:
+            done.release()
+
+    threading.Thread(target=run, name="compile", daemon=True).start()
+    with done:
+        (result,) = outcome
+    if isinstance(result, _Failed):
+        raise result.error
+    return result
+
+
+class _Failed:
+    """What a compilation has raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 class Twins:
