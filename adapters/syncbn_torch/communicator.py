@@ -260,8 +260,11 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """This process's group, of the world cut into groups of `group_size` neighbouring ranks.
 
     For `process_group` of layers that shall synchronize within groups: a node, say. Every process
-    of the world has to call it. `ArgumentError` where the world can't be cut so.
+    of the world has to call it. `ArgumentError` where the world can't be cut so. As in apex, 0 is
+    the whole world: None, the default group.
     """
+    if group_size == 0:
+        return None
     world = dist.get_world_size()
     if not 1 <= group_size <= world or world % group_size:
         raise ArgumentError(

@@ -207,6 +207,9 @@ def groups(rank: int, size: int) -> None:
     layer = SynchronizedBatchNorm2d(3, process_group=mesh).double()
     raises(ValueError, 'mesh["across"]', call=lambda: layer(x))
     raises(ValueError, "divides", "4", call=lambda: create_syncbn_process_group(3))
+    assert create_syncbn_process_group(0) is None  # as in apex: the whole world
+    everybody = SynchronizedBatchNorm2d(3, process_group=create_syncbn_process_group(0)).double()
+    close(everybody(x[2 * rank : 2 * rank + 2]), nn.BatchNorm2d(3).double()(x)[2 * rank :][:2])
     pair = dist.new_group([0, 2])
     layer = SynchronizedBatchNorm2d(3, process_group=pair).double()
     if rank in (0, 2):
