@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from syncbn_core.backends import backend_of, fused_backend_of
-from syncbn_core.comm import Communicator, SingleCommunicator, located
+from syncbn_core.comm import Communicator, SingleCommunicator, forward_call, located
 from syncbn_core.errors import (
     ArgumentError,
     DeviceError,
@@ -87,6 +87,7 @@ class Saved:
     `clamped`: (C,) bool, where eps_mode "clamp" made invstd a constant; None when nowhere.
     `device`: the statistics as the kernels of a device take them, which know `clamped`
     themselves; None on the host.
+    `call`: the number of the exchange in its group, by which backward is known; 0 for none.
     """
 
     x: Array
@@ -96,6 +97,7 @@ class Saved:
     count: int | None
     clamped: Array | None = None
     device: Any = None
+    call: int = 0
 
 
 class Gradients(NamedTuple):
@@ -148,7 +150,9 @@ def batch_norm_forward(
             clamped = total.var < eps if eps_mode == "clamp" else None
             return y, Saved(x, total.mean, invstd, weight, count, clamped)
     moments = local_moments(x, parallel=parallel)
-    total = (located(communicator, _no_layer, x.dtype) or _ALONE).merge_moments(moments)
+    group = located(communicator, _no_layer, x.dtype) or _ALONE
+    total = group.merge_moments(moments)
+    call = forward_call(group)
     count = UNKNOWN if total.known_count is None else total.known_count
     require_more_than_one_value(count, x.shape)
     fused = fused_backend_of(x)
@@ -166,13 +170,13 @@ def batch_norm_forward(
             eps_mode=eps_mode,
             out=out,
         )
-        return y, Saved(x, device.mean, device.invstd, weight, count, None, device)
+        return y, Saved(x, device.mean, device.invstd, weight, count, None, device, call)
     invstd = total.invstd(eps, eps_mode)
     y = normalize(x, total.mean, invstd, weight, bias, out=out, parallel=parallel)
     with np.errstate(**_SILENT):
         _update_running(running_mean, running_var, num_batches_tracked, total, momentum)
     clamped = total.var < eps if eps_mode == "clamp" else None
-    return y, Saved(x, total.mean, invstd, weight, count, clamped)
+    return y, Saved(x, total.mean, invstd, weight, count, clamped, call=call)
 
 
 def batch_norm_eval(
@@ -226,7 +230,7 @@ def batch_norm_backward(
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """
     x = saved.x
-    communicator = located(communicator, _no_layer, x.dtype)
+    communicator = located(communicator, _no_layer, x.dtype, forward=saved.call)
     backend_of(dy)
     if tuple(dy.shape) != tuple(x.shape):
         raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")

@@ -1,7 +1,7 @@
 """The `Communicator` protocol over torch.distributed: one member per process.
 
 Forward is one all_gather of 2 C + 1 numbers, merged in rank order, backward one all_reduce
-of 2 C.
+of as many: the sums and a label.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import Call, ProcessCommunicator
+from syncbn_core.comm.labels import Labelled
 from syncbn_core.comm.processes import grace_after
 from syncbn_core.errors import (
     ArgumentError,
@@ -28,6 +29,7 @@ from syncbn_core.moments import Moments
 from syncbn_core.packed import PackedMoments
 from syncbn_torch.cuda import collapse
 from syncbn_torch.interop import as_array
+from syncbn_torch.labels import TensorSums
 from syncbn_torch.statistics import Channelwise, tensor_of
 
 __all__ = ["DistributedCommunicator", "communicator_for", "create_syncbn_process_group"]
@@ -64,6 +66,9 @@ class DistributedCommunicator(ProcessCommunicator):
             Moments(total.count, *(tensor_of(v).to(first.mean) for v in (total.mean, total.m2)))
             for total in super().merge_several(hosts)
         ]
+
+    def _labelled(self, sums: Channelwise) -> Labelled | None:
+        return TensorSums() if isinstance(sums, Tensor) else super()._labelled(sums)
 
 
 class _GroupTransport:
@@ -260,8 +265,11 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """This process's group, of the world cut into groups of `group_size` neighbouring ranks.
 
     For `process_group` of layers that shall synchronize within groups: a node, say. Every process
-    of the world has to call it. `ArgumentError` where the world can't be cut so.
+    of the world has to call it. `ArgumentError` where the world can't be cut so. As in apex, 0 is
+    the whole world: None, the default group.
     """
+    if group_size == 0:
+        return None
     world = dist.get_world_size()
     if not 1 <= group_size <= world or world % group_size:
         raise ArgumentError(

@@ -14,7 +14,8 @@ from syncbn_core.comm.communicator import (
 )
 from syncbn_core.comm.deadline import get_default_timeout, set_default_timeout
 from syncbn_core.comm.master_slave import FutureResult, SlavePipe, SyncMaster
-from syncbn_core.comm.processes import Call, ProcessCommunicator, Site, Transport, located
+from syncbn_core.comm.processes import Call, ProcessCommunicator, Transport
+from syncbn_core.comm.site import Site, forward_call, located
 from syncbn_core.comm.threads import run_in_threads
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "SyncMaster",
     "ThreadCommunicator",
     "Transport",
+    "forward_call",
     "get_default_timeout",
     "located",
     "run_in_threads",

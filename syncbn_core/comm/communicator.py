@@ -7,12 +7,14 @@ are bitwise the same on every member: parts are combined in the order of ranks.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Protocol, runtime_checkable
+from itertools import count
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
 from syncbn_core.comm.parcel import Parcel, combine_parcels, copy_of, is_on_device
+from syncbn_core.comm.site import Located, Site
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError, ProtocolError, ShapeError
 from syncbn_core.moments import Moments, merge_all
 from syncbn_core.packed import PackedMoments
@@ -54,10 +56,26 @@ class SingleCommunicator:
         return copy_of(sums)
 
 
-class ThreadCommunicator:
+class _Message(NamedTuple):
+    """What a member brings to a call; `forward` as in `Located`."""
+
+    operation: str
+    forward: int
+    site: Site | None
+    value: Any
+
+    def __str__(self) -> str:
+        if not self.forward:
+            return self.operation
+        name = self.site.name() if self.site else "no layer"
+        return f"backward of {name}, forward in call {self.forward}"
+
+
+class ThreadCommunicator(Located):
     """A member of a group of threads; made by `thread_group`, one per thread.
 
-    Rank 0 is the master of a `SyncMaster`, so waits end as described there.
+    Rank 0 is the master of a `SyncMaster`, so waits end as described there. Members in unlike
+    calls all get a `ProtocolError`, and can go on.
     """
 
     def __init__(self, rank: int, size: int, master: SyncMaster, pipe: SlavePipe | None) -> None:
@@ -65,13 +83,18 @@ class ThreadCommunicator:
         self.size = size
         self._master = master
         self._pipe = pipe
+        self._calls = count(1)  # the one of all views
 
     def merge_moments(self, moments: Moments) -> Moments:
-        merged: Moments = self._exchange("merge_moments", moments)
-        return merged
+        number, merged = self._exchange("merge_moments", 0, moments)
+        if self._site is not None:
+            self._forward = number
+        total: Moments = merged
+        return total
 
     def all_reduce_sums(self, sums: Array) -> Array:
-        return copy_of(self._exchange("all_reduce_sums", sums))  # members may share the reply
+        _, total = self._exchange("all_reduce_sums", self._forward, sums)
+        return copy_of(total)  # members may share the reply
 
     def abort(self, error: BaseException) -> None:
         """Release every member: this one can't go on because of `error`."""
@@ -81,12 +104,16 @@ class ThreadCommunicator:
         """Say that this member makes no more calls; who waits for one is released."""
         self._master.leave(self.rank)
 
-    def _exchange(self, operation: str, value: Any) -> Any:
+    def _exchange(self, operation: str, forward: int, value: Any) -> tuple[int, Any]:
+        """`(number of the call, what came of it)`."""
         on_device = is_on_device(value)
-        message = (operation, Parcel(value, self.size) if on_device else value)
-        pipe = self._pipe
+        given = Parcel(value, self.size) if on_device else value
+        message = _Message(operation, forward, self._site, given)
+        pipe, number = self._pipe, next(self._calls)
         reply = self._master.run_master(message) if pipe is None else pipe.run_slave(message)
-        return reply.open() if on_device else reply
+        if isinstance(reply, ProtocolError):  # one for each member, as each adds its traceback
+            raise ProtocolError(str(reply))
+        return number, reply.open() if on_device else reply
 
 
 def thread_group(
@@ -106,14 +133,15 @@ def thread_group(
 
 
 def _combine(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    operations = {operation for _, (operation, _) in messages}
-    if len(operations) > 1:
-        per_rank = {rank: operation for rank, (operation, _) in messages}
-        raise ProtocolError(
+    operations = {message.operation for _, message in messages}
+    if len({(message.operation, message.forward) for _, message in messages}) > 1:
+        per_rank = {rank: str(message) for rank, message in messages}
+        error = ProtocolError(
             f"expected every member in the same operation, got {per_rank}; all members have to "
-            "run the same layers forward and backward in the same order"
+            "run the same layers forward and backward in the same order, and one loss"
         )
-    values = [value for _, (_, value) in messages]
+        return [(rank, error) for rank, _ in messages]  # so that all can go on
+    values = [message.value for _, message in messages]
     parcels = [value for value in values if isinstance(value, Parcel)]
     if parcels and len(parcels) < len(values):
         raise DeviceError(

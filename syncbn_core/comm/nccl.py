@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -106,10 +107,11 @@ class NCCLCommunicator(ProcessCommunicator):
         """Wait for the device, until the last call so far is done.
 
         `timeout`: seconds, None for those of the group. `CommTimeout` names that call when they
-        have passed, `CommAborted` when NCCL reports an error; the group is then of no more use.
+        have passed, `CommAborted` when NCCL reports an error, `ProtocolError` when ranks were in
+        the backward of different layers; the group is then of no more use.
         """
         try:
-            self._nccl.wait(timeout)
+            self._nccl.wait(timeout, self._look_back)
         except CommError as error:
             self._group.failure = str(error)
             raise
@@ -191,17 +193,18 @@ class _NCCLTransport:
         """`result` where `values` are; the host waits for what goes there."""
         if is_on_device(values):
             return result
-        self.wait(None)
+        self.wait(None, lambda: True)
         return np.asarray(result.get())
 
-    def wait(self, timeout: float | None) -> None:
+    def wait(self, timeout: float | None, done: Callable[[], bool]) -> None:
+        """Until the last call is done, and `done()` says that what follows it is too."""
         if self._last is None:
             return
         event, call = self._last
         seconds = seconds_of(self._timeout if timeout is None else timeout)
         deadline = time.monotonic() + seconds
         try:
-            while not event.done:
+            while not (done() and event.done):
                 self._comm.check_async_error()
                 if time.monotonic() > deadline:
                     raise CommTimeout(

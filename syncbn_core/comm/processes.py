@@ -2,8 +2,9 @@
 
 A `Transport` (MPI, NCCL, torch.distributed) moves bytes. Here is all that does not depend on it:
 forward a row of 2 C + 1 numbers from every rank, merged in the order of ranks; backward the two
-sums per channel. Calls are numbered, so an error says which one it was, and with `check_order`
-every call first compares what the ranks are about to do.
+sums per channel and a label, which says of which call they are. Calls are numbered, so an error
+says which one it was, and with `check_order` every call first compares what the ranks are about
+to do.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import hashlib
 import os
 import re
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from syncbn_core.comm.communicator import Communicator
+from syncbn_core.comm.labels import Labelled, label_of, sums_of
+from syncbn_core.comm.site import Located, Site
 from syncbn_core.errors import (
     ArgumentError,
     CommError,
@@ -29,46 +32,43 @@ from syncbn_core.errors import (
 from syncbn_core.moments import Moments
 from syncbn_core.packed import PackedMoments, merge_rows
 
-__all__ = ["Call", "ProcessCommunicator", "Site", "Transport", "located"]
+__all__ = ["Call", "ProcessCommunicator", "Transport"]
 
 Array = Any
 
 CHECK_ORDER_VARIABLE = "SYNCBN_CHECK_ORDER"
 DESCRIPTION = 1024  # bytes of a call's description on the wire
 DIGEST = 16  # of them for what has to agree to the letter
+LAYER = 8  # and for the number of the layer
 
 # The first number of a row holds the count, which layer it is, and the dtype; exact up to 2^43
 # values. Layers are numbered as they first come; numbers that differ are told, equal ones prove
-# nothing, as they come round again.
+# nothing, as they come round again. 0 is a layer without a number, which may be any.
 _DTYPES = ("unknown", "float16", "bfloat16", "float32", "float64")
 _KINDS = 16
 _LAYERS = 64
 _HINT = "SYNCBN_CHECK_ORDER=1 says which rank does what"
 
 
-class Site(NamedTuple):
-    """Who calls.
-
-    `name()` is asked for only when it is needed; `dtypes` are those of the inputs; `layer` is the
-    same object in every call of a layer, None for none.
-    """
-
-    name: Callable[[], str]
-    dtypes: tuple[str, ...] = ()
-    layer: Any = None
-
-
 class Call(NamedTuple):
-    """One call of a group; as text it says what it is."""
+    """One call of a group; as text it says what it is.
+
+    `layer`: the number of the layer in its group, from 1; `forward`: of a backward, the number of
+    the call that it belongs to. 0 for none.
+    """
 
     number: int
     operation: str
     size: int
     site: Site | None
+    layer: int = 0
+    forward: int = 0
 
     def __str__(self) -> str:
         what = f"{self.operation} of {self.site.name()}" if self.site else self.operation
-        return f"call {self.number} ({what}: {self.details()})"
+        layer = f", layer {self.layer}" if self.layer else ""
+        forward = f", forward in call {self.forward}" if self.forward else ""
+        return f"call {self.number} ({what}{layer}{forward}: {self.details()})"
 
     def details(self) -> str:
         """What messages have to agree in."""
@@ -95,7 +95,16 @@ class Transport(Protocol):
 class _Group:
     """What all views of one group share."""
 
-    __slots__ = ("calls", "check_order", "failure", "layers", "seen", "transport")
+    __slots__ = (
+        "calls",
+        "check_order",
+        "failure",
+        "first",
+        "layers",
+        "pending",
+        "seen",
+        "transport",
+    )
 
     def __init__(self, transport: Transport, check_order: bool) -> None:
         self.transport = transport
@@ -104,6 +113,8 @@ class _Group:
         self.failure: str | None = None
         self.seen = 0
         self.layers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.first = 0  # the call in which the newest of them came
+        self.pending: deque[tuple[Callable[[], bool | None], Call]] = deque()
 
     def number_of(self, layer: Any) -> int:
         """The layers in the order in which they first came, from 1; 0 for none."""
@@ -113,10 +124,21 @@ class _Group:
         if number is None:  # not their count: layers go when the garbage collector of a rank comes
             self.seen += 1
             number = self.layers[layer] = self.seen
+            self.first = self.calls
         return number
 
+    def forget(self, call: Call) -> None:
+        """Take back the number of a layer that came first in `call`, where ranks disagreed.
 
-class ProcessCommunicator:
+        They may have numbered different layers there, or none.
+        """
+        if call.site is not None and call.layer and self.first == call.number:
+            del self.layers[call.site.layer]
+            self.seen -= 1
+            self.first = 0
+
+
+class ProcessCommunicator(Located):
     """A member of a group of processes; each makes one, and all make the same calls in order.
 
     Args:
@@ -127,13 +149,14 @@ class ProcessCommunicator:
 
     After a call that failed (`CommTimeout`, `CommAborted`) ranks may be out of step, so all later
     ones raise `CommError`. A `ProtocolError` or `DTypeError` comes to all ranks, and the group can
-    go on. A copy is the communicator itself, and there is no pickle of it.
+    go on. On a GPU nobody waits for what a backward comes to: sums of different layers are NaN
+    there, the `ProtocolError` is raised by a later call of each rank, and the group has failed. A
+    copy is the communicator itself, and there is no pickle of it.
     """
 
     def __init__(self, transport: Transport, *, check_order: bool | None = None) -> None:
         check = _check_order_by_default() if check_order is None else check_order
         self._group = _Group(transport, check)
-        self._site: Site | None = None
 
     @property
     def rank(self) -> int:
@@ -144,12 +167,6 @@ class ProcessCommunicator:
     def size(self) -> int:
         """Processes in the group."""
         return self._group.transport.size
-
-    def at(self, site: Site) -> ProcessCommunicator:
-        """The same group, for calls of one layer: errors name it."""
-        view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__, _site=site)
-        return view
 
     def __copy__(self) -> ProcessCommunicator:
         return self
@@ -188,8 +205,9 @@ class ProcessCommunicator:
             own = [cast(PackedMoments, part).one_row() for part in parts]
             rows = self._run(gather, own[0] if len(own) == 1 else first.join(own), call)
             columns = [rows[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
+            self._remember(call)
             return [PackedMoments(some, None, first.join) for some in columns]
-        codes = np.array([self._code(index) for index in range(len(parts))], float)
+        codes = np.array([_code(call, index) for index in range(len(parts))], float)
         packed = [
             ([part.count * _KINDS * _LAYERS + code], part.mean, part.m2)
             for part, code in zip(parts, codes, strict=True)
@@ -199,37 +217,57 @@ class ProcessCommunicator:
             counts, found = np.divmod(rows[:, ends - sizes], _KINDS * _LAYERS)
         self._compare_codes(found, codes, counts, call)
         rows[:, ends - sizes] = counts
+        self._remember(call)
         return [merge_rows(rows[:, end - n : end]) for n, end in zip(sizes, ends, strict=True)]
 
     def all_reduce_sums(self, sums: Array) -> Array:
-        """Elementwise sum over all ranks; a new array."""
-        call = self._begin("backward" if self._site else "all_reduce_sums", _size(sums))
-        return self._run(self._group.transport.all_reduce, sums, call)
+        """Elementwise sum over all ranks; a new array.
 
-    def _code(self, index: int) -> int:
-        """The layer and the dtype of the part with that index, as the row's first number has it."""
-        site = self._site
-        if site is None:
-            return 0
-        dtype = site.dtypes[index] if index < len(site.dtypes) else "unknown"
-        kind = _DTYPES.index(dtype) if dtype in _DTYPES else 0
-        return kind + _KINDS * (self._group.number_of(site.layer) % _LAYERS)
+        For a layer, the backward of what it last merged: `ProtocolError` where ranks are in the
+        backward of different layers or calls.
+        """
+        operation = "backward" if self._site else "all_reduce_sums"
+        all_reduce = self._group.transport.all_reduce
+        library = self._labelled(sums)
+        if library is None:  # the transport says what it takes
+            return self._run(all_reduce, sums, self._begin(operation, _size(sums)))
+        label = label_of(self._forward, self.size, sums.dtype.itemsize)
+        message = library.pack(sums, label)
+        call = self._begin(operation, len(message) - 1)
+        total = self._run(all_reduce, message, call)
+        result, verdict = library.unpack(total, sums.shape, label * self.size)
+        if verdict is False:
+            raise _mixed_up(call)
+        if verdict is not True:
+            self._group.pending.append((verdict, call))
+        return result
 
-    @staticmethod
-    def _compare_codes(found: Array, own: Array, counts: Array, call: Call) -> None:
+    def _labelled(self, sums: Array) -> Labelled | None:
+        return sums_of(sums)
+
+    def _remember(self, call: Call) -> None:
+        """The next backward of this view belongs to `call`."""
+        if self._site is not None:
+            self._forward = call.number
+
+    def _compare_codes(self, found: Array, own: Array, counts: Array, call: Call) -> None:
         """Raise what every rank sees alike: other layers there, or other dtypes."""
         if (found == own).all() and (counts >= 0).all():
             return
         with np.errstate(invalid="ignore"):
             layers, kinds = np.divmod(found, _KINDS)
         known = np.isin(kinds, np.arange(len(_DTYPES))).all() and (counts >= 0).all()
-        if not known or (layers != own // _KINDS).any():
+        numbered = np.where(layers == 0, layers.max(0), layers)
+        if not known or (numbered != numbered[0]).any():
+            self._group.forget(call)
             raise ProtocolError(
                 f"expected all ranks in the same layer, they are in different ones in {call}; all "
                 f"have to run the same layers in the same order: {_HINT}"
             )
-        column = int(np.flatnonzero((kinds != own % _KINDS).any(0))[0])
-        named = {rank: _DTYPES[int(kind)] for rank, kind in enumerate(kinds[:, column])}
+        unlike = np.flatnonzero((kinds != own % _KINDS).any(0))
+        if len(unlike) == 0:
+            return
+        named = {rank: _DTYPES[int(kind)] for rank, kind in enumerate(kinds[:, int(unlike[0])])}
         raise DTypeError(
             f"expected input of one dtype on all ranks, got {named} in {call}; check autocast "
             "and the dtype of the data there"
@@ -243,11 +281,34 @@ class ProcessCommunicator:
                 f"expected a group in which every call has ended, but this one failed before: "
                 f"{group.failure}; make a new group, or start the program again"
             )
+        if group.pending:
+            self._look_back()
+        site = self._site
         group.calls += 1
-        call = Call(group.calls, operation, size, self._site)
+        layer = 0 if site is None else group.number_of(site.layer)
+        forward = self._forward if operation == "backward" else 0
+        call = Call(group.calls, operation, size, site, layer, forward)
         if group.check_order:
             self._compare(call)
         return call
+
+    def _look_back(self) -> bool:
+        """Raise what a device has found in earlier calls, as far as it is done; whether with all.
+
+        Ranks come to know it at different moments, so they are out of step then.
+        """
+        group = self._group
+        while group.pending:
+            verdict, call = group.pending[0]
+            right = verdict()
+            if right is None:
+                return False
+            group.pending.popleft()
+            if not right:
+                error = _mixed_up(call)
+                group.failure = str(error)
+                raise error
+        return True
 
     def _run(self, collective: Callable[[Array, Call], Array], values: Array, call: Call) -> Array:
         try:
@@ -263,14 +324,17 @@ class ProcessCommunicator:
             raise
 
     def _compare(self, call: Call) -> None:
-        exact = f"{call.number} {call.operation} {call.details()}"
+        exact = f"{call.number} {call.operation} {call.forward} {call.details()}"
         digest = hashlib.sha256(exact.encode()).digest()[:DIGEST]
-        message = digest + str(call).encode()
+        message = digest + call.layer.to_bytes(LAYER, "little") + str(call).encode()
         row = np.frombuffer(bytearray(message[:DESCRIPTION].ljust(DESCRIPTION)), np.float64)
         rows = self._run(self._group.transport.all_gather, row, call)
         messages = [bytes(other.tobytes()) for other in rows]
-        said = [text[DIGEST:].decode(errors="replace").rstrip() for text in messages]
-        if len({text[:DIGEST] for text in messages}) > 1 or not _one_layer(said):
+        said = [text[DIGEST + LAYER :].decode(errors="replace").rstrip() for text in messages]
+        layers = {int.from_bytes(text[DIGEST : DIGEST + LAYER], "little") for text in messages}
+        same = len({text[:DIGEST] for text in messages}) == 1 and len(layers - {0}) <= 1
+        if not (same and _one_name(said)):
+            self._group.forget(call)
             each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
             raise ProtocolError(
                 f"expected the same call from every rank, got {each}; all ranks have to run the "
@@ -278,12 +342,13 @@ class ProcessCommunicator:
             )
 
 
-def _one_layer(said: Sequence[str]) -> bool:
+def _one_name(said: Sequence[str]) -> bool:
     """Whether the ranks' texts name the same layers.
 
     A rank may hold its model in one more container, so of two names one may end with the other.
     """
-    names = [re.split(r"[ ,(]+", text) for text in set(said)]
+    without_number = {re.sub(r", layer \d+(?=[,:])", "", text) for text in said}
+    names = [re.split(r"[ ,(]+", text) for text in without_number]
     shortest = min(names, key=lambda words: sum(map(len, words)))
     return all(
         len(words) == len(shortest)
@@ -295,13 +360,22 @@ def _one_layer(said: Sequence[str]) -> bool:
     )
 
 
-def located(
-    communicator: Communicator | None, name: Callable[[], str], dtype: Any, layer: Any = None
-) -> Communicator | None:
-    """`communicator`, for the calls of a layer if it can tell those apart and does not yet."""
-    if isinstance(communicator, ProcessCommunicator) and communicator._site is None:
-        return communicator.at(Site(name, (str(dtype),), layer))
-    return communicator
+def _code(call: Call, index: int) -> int:
+    """The layer and the dtype of the part with that index, as the row's first number has it."""
+    if call.site is None:
+        return 0
+    dtypes = call.site.dtypes
+    dtype = dtypes[index] if index < len(dtypes) else "unknown"
+    kind = _DTYPES.index(dtype) if dtype in _DTYPES else 0
+    number = 1 + (call.layer - 1) % (_LAYERS - 1) if call.layer else 0
+    return kind + _KINDS * number
+
+
+def _mixed_up(call: Call) -> ProtocolError:
+    return ProtocolError(
+        f"expected all ranks in the backward of one layer and one call of it, they are in "
+        f"different ones in {call}; the loss has to use the same layers on every rank: {_HINT}"
+    )
 
 
 def grace_after(seconds: float) -> float:

@@ -63,7 +63,7 @@ def parts(own: MPICommunicator) -> None:
 def errors(own: MPICommunicator) -> None:
     """What all ranks are told, and can go on after."""
     layer = BatchNorm(3, communicator=own, name="first")
-    with pytest.raises(DTypeError, match=r"1: 'float64'.*of first: 7 numbers"):
+    with pytest.raises(DTypeError, match=r"1: 'float64'.*of first, layer 1: 7 numbers"):
         layer(np.ones((2, 3), np.float64 if own.rank == 1 else np.float32))
     with pytest.raises(BatchSizeError):
         layer(np.ones((int(own.rank == 1), 3), np.float32))
@@ -82,10 +82,23 @@ def errors(own: MPICommunicator) -> None:
     layers = [BatchNorm(c, communicator=checked, name=f"bn{c}") for c in (3, 4)]
     layers[0](np.ones((2, 3), np.float32))
     one = int(own.rank == 1)
-    told = r"rank 0: call 2 .forward of bn3: 7 numbers, float32.; rank 1: .* of bn4"
+    told = r"rank 0: call 2 .forward of bn3, layer 1: 7 numbers, float32.; rank 1: .* of bn4"
     with pytest.raises(ProtocolError, match=told):
         layers[one](np.ones((2, 3 + one), np.float32))
     layers[1](np.ones((2, 4), np.float32))
+    for group in (own, checked):  # a loss of other branches
+        branches = [BatchNorm(3, communicator=group) for _ in range(2)]
+        ys = [branch(np.ones((2, 3), np.float32)) for branch in branches]
+        with pytest.raises(
+            ProtocolError, match=r"backward of BatchNorm, layer \d, forward in call"
+        ):
+            branches[one].backward(ys[one])
+        with pytest.raises(ProtocolError, match=r"call"):  # and sums of something else
+            branches[0].backward(ys[0]) if one else group.all_reduce_sums(np.zeros(6))
+        total = group.all_reduce_sums(np.array([[0.5], [own.rank]]))
+        assert total.tolist() == [[2], [6]]
+        again = BatchNorm(3, communicator=group)
+        again.backward(again(np.ones((2, 3), np.float32)))
     pair = own_pair()
     if own.rank in (0, 2):
         y, saved = batch_norm_forward(np.arange(3.0)[:, None] + own.rank, communicator=pair)
@@ -132,7 +145,7 @@ def faulty(own: MPICommunicator) -> None:
             return
         while True:  # "stuck"
             time.sleep(1)
-    told = r"waited 2 s in call 2 .forward of second: .* no sign of rank .*2"
+    told = r"waited 2 s in call 2 .forward of second, layer 1: .* no sign of rank .*2"
     with pytest.raises(CommTimeout, match=told):
         layer(x)
     assert layer.num_batches_tracked == 1

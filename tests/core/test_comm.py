@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncbn_core import Moments
+from syncbn_core import BatchNorm, Moments, batch_norm_backward, batch_norm_forward
 from syncbn_core.comm import (
     Communicator,
     FutureResult,
@@ -558,6 +558,42 @@ def test_members_in_different_operations_are_told_so() -> None:
         run_in_threads(members, abort=group[0].abort)
 
 
+def test_backward_of_other_layers_is_told_to_all_members_who_can_go_on() -> None:
+    group = thread_group(3, timeout=LONG)
+    x = np.random.default_rng(0).normal(size=(3, 4, 2))
+    dy = np.random.default_rng(1).normal(size=x.shape)
+
+    def member(index: int) -> Any:
+        layers = [BatchNorm(2, communicator=group[index], name=name) for name in "ab"]
+        ys = [layer(x[index]) for layer in layers]
+        mine = 0 if index == 0 else 1
+        with pytest.raises(
+            ProtocolError, match=r"0: 'backward of a, forward in call 1', 1: .*of b"
+        ):
+            layers[mine].backward(ys[mine])
+        y, first = batch_norm_forward(x[index], communicator=group[index])
+        _, second = batch_norm_forward(x[index] * 2, communicator=group[index])
+        with pytest.raises(ProtocolError, match=r"batch_norm, forward in call 4.*in call 5"):
+            batch_norm_backward(y, [first, second][mine], communicator=group[index])
+        with pytest.raises(ProtocolError, match=r"'all_reduce_sums'.*backward of batch_norm"):
+            one_or_other(index, group[index], y, first)
+        for _ in range(2):  # twice over one forward
+            dx = batch_norm_backward(dy[index], first, communicator=group[index]).x
+        return dx, group[index].all_reduce_sums(np.ones(1)).tolist()
+
+    def one_or_other(index: int, own: Communicator, y: Any, saved: Any) -> None:
+        if index == 0:
+            own.all_reduce_sums(np.zeros((2, 2)))
+        else:
+            batch_norm_backward(y, saved, communicator=own)
+
+    found = run_in_threads([lambda i=i: member(i) for i in range(3)], abort=group[0].abort)
+    expected = batch_norm_backward(dy.reshape(12, 2), batch_norm_forward(x.reshape(12, 2))[1]).x
+    for index, (dx, total) in enumerate(found):
+        np.testing.assert_allclose(dx, expected.reshape(x.shape)[index], atol=1e-13)
+        assert total == [3]
+
+
 def test_members_with_different_channels_are_told_so() -> None:
     group = thread_group(2, timeout=LONG)
     members = [lambda i=i: group[i].merge_moments(Moments.empty(2 + i)) for i in range(2)]
@@ -568,3 +604,24 @@ def test_members_with_different_channels_are_told_so() -> None:
 def test_group_of_none_is_refused() -> None:
     with pytest.raises(ArgumentError, match="1 or more"):
         thread_group(0)
+
+
+class Own:
+    """A user's communicator: the four things of the protocol, and no more."""
+
+    rank, size = 0, 1
+
+    def merge_moments(self, moments: Moments) -> Moments:
+        return moments
+
+    def all_reduce_sums(self, sums: Any) -> Any:
+        assert sums.shape == (2, 3)
+        return sums.copy()
+
+
+def test_a_communicator_of_the_user_gets_the_sums_alone() -> None:
+    x, dy = np.random.default_rng(0).normal(size=(2, 5, 3))
+    own: Communicator = Own()
+    layer, twin = BatchNorm(3, communicator=own, dtype=np.float64), BatchNorm(3, dtype=np.float64)
+    np.testing.assert_array_equal(layer(x), twin(x))
+    np.testing.assert_allclose(layer.backward(dy), twin.backward(dy), atol=1e-15)

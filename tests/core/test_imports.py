@@ -84,7 +84,7 @@ def test_imports_point_down(path: Path) -> None:
         assert root not in ("torch", "syncbn_torch", "jax", "tensorflow"), name
         if part in ("comm", "functional", "layers", "moments", "layout", "errors", "__init__"):
             assert root != "numba", name
-            assert root != "cupy" or path.stem in ("parcel", "nccl"), name
+            assert root != "cupy" or path.stem in ("labels", "parcel", "nccl"), name
         if root == "syncbn_core":
             assert name in own or name.startswith(tuple(f"{o}." for o in own[1:])), name
 

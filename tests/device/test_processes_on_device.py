@@ -12,7 +12,7 @@ import pytest
 
 from syncbn_core import BatchNorm
 from syncbn_core.comm import NCCLCommunicator
-from syncbn_core.errors import BackendError
+from syncbn_core.errors import BackendError, ProtocolError
 
 
 @pytest.fixture
@@ -73,6 +73,25 @@ def test_check_order_on_a_device(device, communicator):
     layer = SynchronizedBatchNorm2d(3, process_group=group).to(device)
     layer(torch.randn(2, 3, 4, 4, device=device)).sum().backward()
     assert group._group.calls == 2
+
+
+def test_a_backward_of_other_layers_gives_nan_and_is_told_later(only_cuda, communicator):
+    import torch
+
+    from syncbn_torch import SynchronizedBatchNorm2d
+
+    layer = SynchronizedBatchNorm2d(3, process_group=communicator).to("cuda")
+    x = torch.randn(2, 3, 4, 4, device="cuda", requires_grad=True)
+    layer(x).backward(torch.randn_like(x))
+    torch.cuda.synchronize()
+    y = layer(x)
+    assert x.grad.isfinite().all()
+    assert not communicator._group.pending
+    communicator._group.transport.size = 2  # the total lacks a rank, as if it were elsewhere
+    y.backward(torch.randn_like(x))
+    assert x.grad.isnan().all()
+    with pytest.raises(ProtocolError, match="forward in call 3"):
+        layer(x)
 
 
 def test_a_layer_over_nccl_without_torch(only_cuda):

@@ -462,8 +462,14 @@ class ndarray:  # noqa: N801
     def get(self, stream=None, order="C", out=None, blocking=True):
         with self.device:
             _compute("get", [self])
-            races.transfers.append(f"get, {_where()}")
-            return self._a.copy()
+            if blocking:
+                races.transfers.append(f"get, {_where()}")
+            if out is None:
+                return self._a.copy()
+            assert out.flags.c_contiguous
+            assert (out.shape, out.dtype) == (self.shape, self.dtype)
+            out[...] = self._a
+            return out
 
     def fill(self, value):
         if value == 0 and self._a.flags.c_contiguous:
@@ -599,6 +605,14 @@ def maximum(x, y):
     return np.maximum(x, y)
 
 
+def where(condition, x, y):
+    values = np.where(condition._a, x._a, y)
+    new = _empty(values.shape, values.dtype)
+    _compute("where", [condition, x], [new])
+    new._a[...] = values
+    return new
+
+
 def may_share_memory(a, b, max_work=None):
     return np.may_share_memory(a._a, b._a)
 
@@ -675,7 +689,7 @@ def install():
     module.__version__ = "14"
     for function in (
         *(ndarray, empty, zeros, ones, full, asarray, ascontiguousarray),
-        *(concatenate, stack, exp, maximum, may_share_memory),
+        *(concatenate, stack, exp, maximum, where, may_share_memory),
     ):
         setattr(module, function.__name__, function)
     for name in ("float16", "float32", "float64", "int32", "int64"):
@@ -684,6 +698,7 @@ def install():
     module.cuda.Device, module.cuda.Event, module.cuda.Stream = Device, Event, Stream
     module.cuda.MemoryPointer = MemoryPointer
     module.cuda.get_current_stream = get_current_stream
+    module.cuda.alloc_pinned_memory = bytearray
     module.cuda.nccl = nccl
     module.cuda.runtime = SimpleNamespace(
         getDevice=_get_device,

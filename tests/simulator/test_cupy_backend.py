@@ -1063,11 +1063,69 @@ def test_nccl_takes_arrays_of_the_host_there_and_back():
 def test_nccl_ranks_in_different_layers_are_told_so():
     def member(rank, own):
         layers = [BatchNorm(c, device="cuda", communicator=own, name=f"layer {c}") for c in (3, 4)]
-        with pytest.raises(ProtocolError, match=r"rank 1: call 1 .forward of layer 4: 9 numbers"):
+        with pytest.raises(ProtocolError, match=r"rank 1: call 1 .forward of layer 4, layer 1: 9"):
             layers[rank](up(np.ones((2, 3 + rank), "float32")))
         layers[0](up(np.ones((2, 3), "float32")))
 
     in_group(2, streams, member, nccl=True, check_order=True)
+
+
+def unlike_branches(own, rank):
+    """A backward of another layer on each rank: its dx."""
+    layers = [BatchNorm(3, device="cuda", communicator=own, name=name) for name in "ab"]
+    ys = [layer(up(np.ones((2, 3), "float32") + rank)) for layer in layers]
+    return layers[rank].backward(ys[rank]), ys
+
+
+TOLD = r"different ones in call 3 .backward of {}, layer {}, forward in call {}: 6 numbers"
+
+
+@pytest.mark.parametrize("looks", ["the next call", "synchronize"])
+def test_nccl_ranks_in_backward_of_other_layers_get_nan_and_are_told_later(looks):
+    def member(rank, own):
+        dx, ys = unlike_branches(own, rank)
+        told = TOLD.format("ab"[rank], 1 + rank, 1 + rank)
+        with pytest.raises(ProtocolError, match=told):
+            own.synchronize() if looks == "synchronize" else own.all_reduce_sums(ys[0])
+        assert np.isnan(down(dx)).all()
+        with pytest.raises(CommError, match="failed before: expected all ranks"):
+            own.all_reduce_sums(ys[0])
+
+    in_group(2, streams, member, nccl=True)
+
+
+def test_nobody_waits_to_be_told_of_nccl_ranks_in_other_layers():
+    def member(rank, own):
+        fake_cupy.stuck.append(True)
+        dx, ys = unlike_branches(own, rank)
+        total = own.all_reduce_sums(ys[0])
+        own._nccl._comm._shared.barrier.wait()
+        fake_cupy.stuck.clear()
+        with pytest.raises(ProtocolError, match=TOLD.format("ab"[rank], 1 + rank, 1 + rank)):
+            own.synchronize()
+        return down(dx), down(total)
+
+    try:
+        for dx, total in in_group(2, streams, member, nccl=True):
+            assert np.isnan(dx).all()
+            assert np.isfinite(total).all()
+    finally:
+        fake_cupy.stuck.clear()
+
+
+def test_a_captured_backward_of_other_layers_gives_nan():
+    def member(rank, own):
+        stream = fake_cupy.get_current_stream().ptr
+        fake_cupy.capturing.add(stream)
+        try:
+            dx, ys = unlike_branches(own, rank)
+            own.all_reduce_sums(ys[0])
+        finally:
+            fake_cupy.capturing.discard(stream)
+        assert not own._group.pending
+        return down(dx)
+
+    assert all(np.isnan(dx).all() for dx in in_group(2, streams, member, nccl=True))
 
 
 def test_waiting_for_nccl_has_a_deadline():

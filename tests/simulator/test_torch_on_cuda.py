@@ -267,7 +267,7 @@ def test_memory_kept_for_backward_is_x_and_per_channel_numbers():
 
 
 def test_processes_exchange_packed_moments(tmp_path):
-    """Two processes whose tensors are "on a device": `torch_member.py`."""
+    """Two processes whose tensors are "on a device", also in backwards of other layers."""
     script = str(Path(__file__).with_name("torch_member.py"))
     members = [
         subprocess.Popen(

@@ -9,14 +9,16 @@ import runpy
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.packed import PackedMoments
-from syncbn_torch import SynchronizedBatchNorm2d, communicator, forward_together
+from syncbn_torch import SynchronizedBatchNorm2d, communicator, forward_together, labels
 
 rank, store = int(sys.argv[1]), Path(sys.argv[2])
 warnings.simplefilter("ignore")  # numbers of the simulator
@@ -56,6 +58,27 @@ with pytest.MonkeyPatch.context() as patch:
         torch.testing.assert_close(leaf.grad, whole.grad[mine])
         for layer, twin in zip(layers, twins, strict=True):
             torch.testing.assert_close(layer.running_var, twin.running_var)
-assert packed == [True] * 4, packed
+    assert packed == [True] * 4, packed
+
+    # a backward of another layer on each rank, whose total is known later
+    sent = []
+    events = SimpleNamespace(query=lambda: bool(come))
+    come = []
+    patch.setattr(labels, "_on_cuda", lambda tensor: True)
+    patch.setattr(labels, "_captures", lambda tensor: bool(capturing))
+    patch.setattr(labels, "_sent_to_host", lambda found: (sent.append(1) or found, events))
+    for capturing in (True, False):
+        layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
+        leaf = x[mine, :3].clone().requires_grad_()
+        ys = [layer(leaf) for layer in layers]
+        ys[rank].backward(dy[mine, :3])
+        assert leaf.grad.isnan().all()
+        assert len(sent) == (not capturing)
+        layers[0](leaf)  # nobody waits for the news
+    come.append(True)
+    with pytest.raises(ProtocolError, match=rf"layer {6 + rank}, forward in call"):
+        layers[0](leaf)
+    with pytest.raises(CommError, match="failed before"):
+        layers[0](leaf)
 dist.barrier()
 dist.destroy_process_group()

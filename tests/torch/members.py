@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from syncbn_core.errors import ProtocolError
 from syncbn_torch import (
     DataParallelWithCallback,
     DistributedCommunicator,
@@ -207,6 +210,9 @@ def groups(rank: int, size: int) -> None:
     layer = SynchronizedBatchNorm2d(3, process_group=mesh).double()
     raises(ValueError, 'mesh["across"]', call=lambda: layer(x))
     raises(ValueError, "divides", "4", call=lambda: create_syncbn_process_group(3))
+    assert create_syncbn_process_group(0) is None  # as in apex: the whole world
+    everybody = SynchronizedBatchNorm2d(3, process_group=create_syncbn_process_group(0)).double()
+    close(everybody(x[2 * rank : 2 * rank + 2]), nn.BatchNorm2d(3).double()(x)[2 * rank :][:2])
     pair = dist.new_group([0, 2])
     layer = SynchronizedBatchNorm2d(3, process_group=pair).double()
     if rank in (0, 2):
@@ -309,12 +315,124 @@ def unlike_layers(rank: int, size: int) -> None:
     if rank == 0:  # when layers go is a rank's own affair
         layers.pop()
         gc.collect()
-    new = SynchronizedBatchNorm2d(3).double()
-    new(x[mine])
+    new = [SynchronizedBatchNorm2d(3).double() for _ in range(3)]
+    # a first call that comes to nothing gives no number
+    raises(RuntimeError, "same layer", call=lambda: (new if rank else layers)[0](x[mine]))
+    for layer in reversed(new):
+        layer(x[mine])
     raises(ValueError, "DeviceMesh", "'oops'", call=lambda: DistributedCommunicator("oops"))
     layer = SynchronizedBatchNorm2d(3, process_group=DistributedCommunicator())
     assert copy.deepcopy(layer).process_group is layer.process_group
     raises(RuntimeError, "state_dict()", call=lambda: pickle.dumps(layer))
+
+
+class Branches(nn.Module):
+    """Two branches with equal channels."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.a = SynchronizedBatchNorm1d(3, process_group=group)
+        self.b = SynchronizedBatchNorm1d(3, process_group=group)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x.exp())
+
+
+def branches(rank: int, size: int) -> None:
+    """A loss of unlike branches is told to every rank, by layer and call; then all goes on."""
+    for check in (False, True):
+        unlike_branches(rank, size, check)
+
+
+def unlike_branches(rank: int, size: int, check: bool) -> None:
+    x, dy = whole_batch((2 * size + 1, 3))
+    x = x - 5  # for exp
+    rows = slice(2 * rank, 2 * rank + 2 + (rank == size - 1))
+    group = DistributedCommunicator(check_order=check)
+    model = Branches(group).double()
+    bare = [SynchronizedBatchNorm1d(3, process_group=group).double() for _ in range(2)]
+    forwards: dict[str, Any] = {
+        "model": model,
+        "bare": lambda x: (bare[0](x), bare[1](x.exp())),
+        "threads": DataParallelWithCallback(Branches(group).double(), replicas=2),
+        "together": lambda x: [forward_together(bare, two)[0] for two in ([x, x.exp()], [x, x])],
+    }
+    own = [1, 0] if rank == 0 else [0, 1]
+    for kind, forward in forwards.items():
+        leaf = x[rows].clone().requires_grad_()
+        a, b = forward(leaf)
+        loss = (a**3).sum() if rank == 0 else (b**2 * leaf.detach()).sum()
+        named = f"{'a' if rank == 0 else 'b'} (" if kind == "model" else ""
+        words = ["rank 0: call", "rank 1: call"] if check else ["SYNCBN_CHECK_ORDER"]
+        words += [f"backward of {named}", "forward in call"]
+        message = raises(ProtocolError, *words, call=loss.backward)
+        if kind == "bare":
+            counts = [message.count(f"SynchronizedBatchNorm1d, layer {n}") for n in (3, 4)]
+            assert counts == ([1, size - 1] if check else own), message
+    message = raises(ProtocolError, call=lambda: bare[min(rank, 1)](x[rows]))  # forward too
+    counts = [message.count(f"SynchronizedBatchNorm1d, layer {n}") for n in (3, 4)]
+    assert counts == ([1, size - 1] if check else own), message
+    another = Branches(group).double()
+    layer = another.a
+    follow(layer, nn.BatchNorm1d(3).double(), x, dy, rows)
+    # two calls of one layer
+    ys = [layer(x[rows].clone().requires_grad_()) for _ in range(2)]
+    mixed = ys[min(rank, 1)]
+    raises(ProtocolError, "backward of a (", call=lambda: mixed.backward(dy[rows]))
+    # the sums of a layer, and sums of something else
+    y = layer(x[rows].clone().requires_grad_())
+    if rank == 0:
+        raises(ProtocolError, "all", call=lambda: group.all_reduce_sums(torch.zeros(2, 3).double()))
+    else:
+        raises(ProtocolError, "backward of a (", call=lambda: y.backward(dy[rows]))
+    assert group.all_reduce_sums(torch.ones(2, 3)).tolist() == [[size] * 3] * 2
+
+
+def same_graph(rank: int, size: int) -> None:
+    """Passes again over one graph, recomputed forwards, ranks without a gradient: no mix-ups."""
+    x, dy = whole_batch((6, 3))
+    mine = cut((0, 1, 3, 6), rank)
+    layer, twin = SynchronizedBatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+    whole, leaf = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+    y_twin, y = twin(whole), layer(leaf)
+    other = layer(leaf.exp())  # an exchange in between
+    for scale in (1.0, -3.0):
+        (expected,) = torch.autograd.grad(y_twin, whole, dy * scale, retain_graph=True)
+        (found,) = torch.autograd.grad(y, leaf, dy[mine] * scale, retain_graph=True)
+        close(found, expected[mine])
+    del other
+    for reentrant in (False, True):
+        leaf = x[mine].clone().requires_grad_()
+        twice = leaf
+        for _ in range(2):
+            twice = checkpoint(layer, twice, use_reentrant=reentrant)
+        twice.backward(dy[mine])
+        whole = x.clone().requires_grad_()
+        twin(twin(whole)).backward(dy)
+        close(leaf.grad, whole.grad[mine])  # type: ignore[index]
+    # rank 0 takes part, though it needs no gradient by its x
+    leaf = x[mine].clone().requires_grad_(rank != 0)
+    layer(leaf).backward(dy[mine])
+    whole = x.clone().requires_grad_()
+    twin(whole).backward(dy)
+    if rank != 0:
+        close(leaf.grad, whole.grad[mine])  # type: ignore[index]
+    # NaN and infinity in the sums are the model's own affair
+    for value in (float("nan"), float("inf")):
+        leaf = x[mine].clone().requires_grad_()
+        layer(leaf).backward(torch.full_like(leaf, value))
+        assert not leaf.grad.isfinite().any()  # type: ignore[union-attr]
+
+
+def one_replica(rank: int, size: int) -> None:
+    """A small batch makes one replica on one rank, which goes on with the others' two."""
+    layer, twin = SynchronizedBatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+    parallel = DataParallelWithCallback(layer, replicas=2)
+    x, dy = whole_batch((7, 3))
+    for bounds in ((0, 4, 5, 7), (0, 1, 5, 7), (0, 2, 5, 7)):
+        layer.zero_grad()
+        twin.zero_grad()
+        follow(parallel, twin, x, dy, cut(bounds, rank))
 
 
 def compiled(rank: int, size: int) -> None:
@@ -449,6 +567,14 @@ def order(rank: int, size: int) -> None:
     SynchronizedBatchNorm2d(3).double()(x[rank : rank + 2])
 
 
+def twofold(forward: Any, other: bool, x: Tensor) -> Tensor:
+    """Of two branches with equal channels one rank takes the other one into its loss."""
+    ys: list[Tensor] = [forward(x), forward(x.sin())]
+    if other:
+        print("FAULT", flush=True)
+    return ys[other]
+
+
 def faulty(
     rank: int, size: int, seed: int, fault: str, culprit: int, at: int, ddp: bool, seconds: float
 ) -> None:
@@ -491,6 +617,8 @@ def faulty(
             if rank == culprit and fault == "skip" and at % 5 == calls:
                 layer.forward = lambda x: x  # type: ignore[method-assign]
                 print("FAULT", flush=True)
+            if fault == "branch" and at % 5 == calls:
+                layer.forward = partial(twofold, layer.forward, culprit == rank)  # type: ignore[method-assign]
             calls += 1
             layer.register_forward_pre_hook(counted)
     calls = 0

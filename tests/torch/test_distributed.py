@@ -21,9 +21,18 @@ CASES = {
     "unlike_layers": 3,
     "again": 3,
     "compiled": 3,
+    "same_graph": 3,
+    "one_replica": 3,
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_processes(case: str, run_world: Callable[[str, int], None]) -> None:
     run_world(case, CASES[case])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_backward_never_takes_the_sums_of_another_layer(
+    size: int, run_world: Callable[[str, int], None]
+) -> None:
+    run_world("branches", size)

@@ -1,4 +1,5 @@
-"""A process that dies, stops, raises, skips a layer or calls one twice: nobody waits for ever.
+"""A process that dies, stops, raises, skips a layer, calls one twice or takes another branch into
+its loss: nobody waits for ever, and nobody goes on with wrong numbers.
 
 Random models, ranks and moments, in real processes over gloo; `python3 dev.py soak` makes hundreds
 of them.
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
 )
 
-FAULTS = ("kill", "stop", "exit", "raise", "skip", "again", "none")
-RUNS = int(os.environ.get("SYNCBN_FAULT_RUNS", "14"))
+FAULTS = ("kill", "stop", "exit", "raise", "skip", "again", "branch", "none")
+RUNS = int(os.environ.get("SYNCBN_FAULT_RUNS", "16"))
 TOGETHER = 6  # worlds at a time: they wait more than they work
 DEADLINE = 5.0  # seconds, of the process groups
 LIMIT = 100.0  # seconds that a world may take on a busy machine
@@ -99,14 +100,14 @@ def check(world: World) -> None:
             if kind == "RuntimeError":  # in a collective of DistributedDataParallel's own
                 assert world.ddp, told
             elif kind == "ProtocolError":
-                assert world.fault in ("skip", "again"), told
+                assert world.fault in ("skip", "again", "branch"), told
                 named = last.count("(SynchronizedBatchNorm2d)")
                 assert named >= (world.size if world.check else 1), told
             else:
                 assert kind in ("CommTimeout", "CommAborted"), told
                 assert "call " in last, told
                 assert "(SynchronizedBatchNorm2d)" in last, told
-    if world.fault == "skip" and world.check and not world.ddp:
+    if world.fault == "branch" or (world.fault == "skip" and world.check and not world.ddp):
         kinds = [lines[-1].split()[1] for lines in said]
         assert kinds == ["ProtocolError:"] * world.size, told
 
