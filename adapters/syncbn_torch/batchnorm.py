@@ -10,6 +10,7 @@ with mean and (biased) variance per channel over the whole batch. Inside
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -73,6 +74,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     process_group: Any = None
     eps_mode: EpsMode | None = None
     _link: Link | Unconnected | None = None
+    _copied_from: weakref.ref[nn.Module] | None = None  # of a replica
 
     def __init__(
         self,
@@ -108,12 +110,21 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return self.eps_mode or _default_eps_mode
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_link": None}  # a copy of a replica stands alone
+        # a copy of a replica stands alone
+        return {**self.__dict__, "_link": None, "_copied_from": None}
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
-        replica._link = Unconnected(self)
+        original = self._original
+        replica._copied_from = weakref.ref(original)
+        replica._link = Unconnected(original)
         return replica
+
+    @property
+    def _original(self) -> nn.Module:
+        """The layer of the model; replicas are new objects in every forward."""
+        original = None if self._copied_from is None else self._copied_from()
+        return self if original is None else original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         group = self.process_group
@@ -132,8 +143,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
         Other projects' wrappers call it too, with any object that all copies share as `context`.
         """
-        original = self._link.original if isinstance(self._link, Unconnected) else self
-        context = adopted(context, original)
+        context = adopted(context, self._original)
         self._link = None if context.size == 1 else Link(context, copy_id)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -231,9 +241,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
         # In eval ranks need not run the same batches; replicas of one forward do.
         communicator = self._communicator()
         if communicator is not None:
-            # replicas are new objects in every forward: those can't be told apart by number
-            layer = self if self._link is None else None
-            site = Site(partial(name_of, self), (dtype_name(input),), layer)
+            original = self._original
+            site = Site(partial(name_of, original), (dtype_name(input),), original)
             communicator = communicator.at(site)
         link = self._link
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):

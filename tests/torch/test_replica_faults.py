@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from syncbn_core.comm import set_default_timeout
-from syncbn_core.errors import CommAborted, CommTimeout, ShapeError
+from syncbn_core.errors import CommAborted, CommTimeout, ProtocolError, ShapeError
 from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm2d
 
 RUNS = int(os.environ.get("SYNCBN_REPLICA_FAULT_RUNS", "60"))
@@ -117,7 +117,7 @@ def one_run(seed: int) -> str:
     else:
         # who skips a layer, or comes twice, and the others wait for each other in unlike layers
         crossed = plan.fault in ("again", "skip") and plan.layer + 1 < layers
-        set_default_timeout(0.5 if crossed else LONG)
+        set_default_timeout(0.5 if crossed and seed % 10 else LONG)
         with pytest.raises(BaseException) as caught:  # noqa: PT011  (which one is seen below)
             step(model, x, dy)
         set_default_timeout(LONG)
@@ -128,7 +128,9 @@ def one_run(seed: int) -> str:
         elif plan.fault == "shape":
             assert isinstance(error, ShapeError), told
         else:
-            assert isinstance(error, (CommAborted, CommTimeout)), f"{told}: {error!r}"
+            assert isinstance(error, (CommAborted, CommTimeout, ProtocolError)), (
+                f"{told}: {error!r}"
+            )
     counts = [int(layer.num_batches_tracked) for layer in model.module.layers]
     moved = [not torch.equal(one.running_mean, torch.zeros_like(one.running_mean))
              for one in model.module.layers]  # fmt: skip

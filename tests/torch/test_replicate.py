@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster, set_default_timeout
-from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout, ShapeError
+from syncbn_core.errors import (
+    ArgumentError,
+    CommAborted,
+    CommError,
+    CommTimeout,
+    ProtocolError,
+    ShapeError,
+)
 from syncbn_torch import (
     CallbackContext,
     DataParallelWithCallback,
@@ -359,12 +366,33 @@ def test_error_of_a_replica_reaches_the_caller_and_releases_the_others(
     with pytest.raises(type(error)) as caught:
         wrapper(x)
     assert caught.value is error  # the object itself, with whatever it carries
-    assert error.__notes__[-1] == f"raised in replica {replica} of 4"
+    if isinstance(error, Exception) or replica > 0:  # else it is Ctrl-C, for the caller
+        assert error.__notes__[-1] == f"raised in replica {replica} of 4"
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert not [t for t in threading.enumerate() if t.name.startswith("replica")]
     model.fault = None
     torch.testing.assert_close(wrapper(x).mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+
+
+def test_replicas_in_unlike_layers_are_told_soon_that_they_wait_for_each_other() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = SynchronizedBatchNorm1d(1), SynchronizedBatchNorm1d(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0, 0] != 7:
+                x = self.left(x)
+            return self.right(x)
+
+    x = torch.arange(-8.0, 0).view(8, 1)
+    x[4] = 7
+    model = DataParallelWithCallback(Skips(), replicas=4)
+    with pytest.raises(ProtocolError, match="all wait for each other") as caught:
+        model(x)
+    assert "slave 2 in call 1 of right" in str(caught.value)
+    assert "slave 3 in call 1 of left" in str(caught.value)
 
 
 def test_a_replica_that_skips_a_layer_ends_the_wait_of_the_others() -> None:
@@ -557,9 +585,6 @@ class Frozen(Exception):
     """Refuses every attribute that Python code sets on it, `__traceback__` too."""
 
     code: int
-
-    def add_note(self, note: str) -> None:
-        """Dropped: a frozen error has no place for it."""
 
 
 @pytest.mark.parametrize("replica", [0, 1])
