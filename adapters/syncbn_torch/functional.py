@@ -20,8 +20,10 @@ Gradients of gradients take plain differentiable operations instead (`plain.py`)
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,12 +63,19 @@ __all__ = [
 class Pass:
     """What the nodes of one call hand each other in one backward pass."""
 
-    __slots__ = ("given", "sums")
+    __slots__ = ("__weakref__", "given", "sums")
+
+    beginning = threading.Lock()  # the threads of several devices may be in one pass
 
     def __init__(self) -> None:
         # Of each member whose y is part of the loss: dy, weight, weighted sums (2, C).
         self.given: dict[Member, tuple[Tensor, Tensor | None, Handover]] = {}
         self.sums: Handover  # over all members
+
+
+def _end(current: Pass) -> None:
+    """End a pass: what its nodes left there is no longer needed."""
+    current.given.clear()
 
 
 class Call:
@@ -91,20 +100,26 @@ class Call:
         self.total: Moments
         self.invstd: Channelwise  # on the host
         self.places: dict[Any, Tensor]  # packed moments on each device
-        self.passes: dict[int, Pass] = {}
+        self.passes: dict[int, weakref.ref[Pass]] = {}
 
     def current_pass(self) -> Pass:
-        """The backward pass that this thread is in. It is dropped when that pass ends.
+        """The backward pass that this thread is in. It is dropped when that pass ends or fails.
 
         Passes over one graph may come one after the other, may stop half way (gradients of the
         weight alone), and may run at the same time in several threads.
         """
         task = torch._C._current_graph_task_id()
-        new = Pass()
-        current = self.passes.setdefault(task, new)
-        if current is new:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self.passes.pop(task, None))
+        passes = self.passes
+        with Pass.beginning:
+            known = passes.get(task)
+            current = None if known is None else known()
+            if current is None:
+                current = Pass()
+                passes[task] = weakref.ref(current, lambda _: passes.pop(task, None))
+                # Only the engine's own task holds it, by this callback, which is never called
+                # when the task fails.
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(partial(_end, current))
         return current
 
     def merge(self, parts: Sequence[Moments], shape: Sequence[int]) -> None:
