@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -34,13 +33,13 @@ from syncbn_core.moments import (
     check_eps_mode,
     check_momentum,
 )
-from syncbn_torch import functional
+from syncbn_torch import functional, torch_kernel
 from syncbn_torch.communicator import communicator_for
 from syncbn_torch.interop import PLAIN, has_kernels, huge_pages_on_request, widened
 from syncbn_torch.link import Link
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
-from syncbn_torch.statistics import RunningStatistics
+from syncbn_torch.statistics import RunningStatistics, recomputing
 
 __all__ = [
     "SyncBatchNorm",
@@ -235,7 +234,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     def _operands(
         self, input: Tensor
     ) -> tuple[Tensor | None, Tensor | None, RunningStatistics | None]:
-        """`(weight, bias, what a batch updates)`, None for the last in eval.
+        """`(weight, bias, what a batch updates)`, None for the last where it updates nothing.
 
         Raises what would be wrong with them for kernels, which don't look: sizes, devices.
         """
@@ -262,27 +261,23 @@ class _SynchronizedBatchNorm(_BatchNorm):
                     f"expected {name} to be a plain tensor, as the input is, got "
                     f"{type(own).__name__}; convert one of them"
                 )
-        if not self.training:
+        functional.require_savable(input, weight, bias)
+        if not (self.training and self.track_running_stats) or recomputing():
             return weight, bias, None
-        counter = self.num_batches_tracked
-        running = RunningStatistics(mean, var, counter, self.momentum)
-        if not self.track_running_stats:
-            running = RunningStatistics(None, None, None, self.momentum)
+        running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
         running.check()
         return weight, bias, running
 
     def _by_torch(self, input: Tensor) -> Tensor:
-        mean = var = counter = None
-        factor = 0.0
+        running = None
         if self.training and self.track_running_stats:
             mean, var, counter = self.running_mean, self.running_var, self.num_batches_tracked
             running = RunningStatistics(mean, var, counter, self.momentum)
             running.check()
-            factor = running.factor()
-        y = F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
-        if counter is not None:
-            counter.add_(1)
-        return y
+        weight, bias = self.weight, self.bias
+        if not torch.compiler.is_compiling():
+            functional.require_savable(input, weight, bias)
+        return torch_kernel.batch_norm(input, weight, bias, running, self.eps)
 
 
 def dtype_name(x: Tensor) -> str:

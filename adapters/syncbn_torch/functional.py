@@ -47,6 +47,7 @@ from syncbn_torch.statistics import (
     silent,
     tensor_of,
 )
+from syncbn_torch.torch_kernel import saving_runs_hooks
 
 __all__ = [
     "Call",
@@ -57,6 +58,8 @@ __all__ = [
     "merge_members",
     "needed_gradients",
     "normalize",
+    "on_the_way",
+    "require_savable",
 ]
 
 
@@ -253,7 +256,7 @@ class Merge(Function):
 
 
 class Norm(Function):
-    """x (detached), an edge, weight, bias -> y."""
+    """x (detached), an edge, weight, bias -> y; a kernel may update `running` on its way."""
 
     @staticmethod
     def forward(
@@ -289,7 +292,7 @@ class Norm(Function):
 
 
 class Alone(Function):
-    """x, weight, bias -> y, for one member per process."""
+    """x, weight, bias -> y, for one member per process; as for `Norm`."""
 
     @staticmethod
     def forward(
@@ -297,31 +300,31 @@ class Alone(Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        call: Call,
+        member: Member,
         running: RunningStatistics | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.call = call
+        ctx.member = member
+        call = member.call
         done = None
         if call.communicator is None:
             require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-            done = arithmetic.forward_alone(x, weight, bias, running, call.eps, call.eps_mode)
+            done = arithmetic.forward_alone(x, weight, bias, call.eps, call.eps_mode)
         if done is not None:
             alone, call.total, call.invstd = done
-            ctx.statistics = call.statistics(x)
+            member.statistics = call.statistics(x)
             return alone
         call.merge([arithmetic.moments(x, parallel=True)], x.shape)
-        ctx.statistics = call.statistics(x)
-        y: Tensor = ctx.statistics.normalize(x, weight, bias, running, parallel=True)
-        return y
+        member.statistics = call.statistics(x)
+        return member.statistics.normalize(x, weight, bias, running, parallel=True)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        call: Call = ctx.call
+        call, known = ctx.member.call, ctx.member.statistics
         again = torch.is_grad_enabled()
         if not again and call.communicator is None and ctx.needs_input_grad[0]:
-            done = ctx.statistics.backward_alone(x, dy, weight)
+            done = known.backward_alone(x, dy, weight)
             if done is not None:
                 sums, dx = done
                 return dx, *needed_gradients(ctx, 1, sums), None, None
@@ -330,7 +333,7 @@ class Alone(Function):
             mean, invstd = part.mean, plain.invstd_from_var(part.var, call.eps, call.eps_mode)
             sums = _differentiable_sums(x, dy, mean, invstd, weight)
         else:
-            sums = ctx.statistics.backward_reduce(x, dy, weight, parallel=True)
+            sums = known.backward_reduce(x, dy, weight, parallel=True)
         dx = None
         # The collective takes place whether or not this member needs its result: others do.
         if ctx.needs_input_grad[0] or call.communicator is not None:
@@ -338,7 +341,7 @@ class Alone(Function):
             if again:
                 dx = plain.backward_input(x, dy, mean, invstd, weight, *call.means(total, x))
             else:
-                dx = ctx.statistics.backward_input(x, dy, weight, total, parallel=True)
+                dx = known.backward_input(x, dy, weight, total, parallel=True)
         return dx, *needed_gradients(ctx, 1, sums), None, None
 
 
@@ -354,6 +357,24 @@ def needed_gradients(ctx: Any, first: int, sums: Sums) -> tuple[Tensor | None, T
     """Gradients by weight and bias, inputs `first` and `first + 1` of a node, where needed."""
     by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
     return sums.by_weight if by_weight else None, sums.by_bias if by_bias else None
+
+
+def on_the_way(running: RunningStatistics | None) -> RunningStatistics | None:
+    """What a kernel may update; nothing where saving for backward may still fail after it."""
+    return None if saving_runs_hooks() else running
+
+
+def require_savable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise `StateError` for what torch would refuse to save for backward, when all is done."""
+    if not (x.is_inference() or (weight is not None and weight.is_inference())):
+        return
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
+        raise StateError(
+            "expected tensors that can be saved for backward, got one made in "
+            "torch.inference_mode(); clone() it outside, or run the layer in torch.no_grad()"
+        )
 
 
 def measure(x: Tensor) -> tuple[Member, Tensor]:
@@ -391,7 +412,9 @@ def normalize(
     running: RunningStatistics | None = None,
 ) -> Tensor:
     """Second half of a member's forward, once its call is merged: y. Updates `running`."""
-    y: Tensor = Norm.apply(x.detach(), edge, weight, bias, member, running)
+    y: Tensor = Norm.apply(x.detach(), edge, weight, bias, member, on_the_way(running))
+    if running is not None:
+        member.statistics.update(running)
     return y
 
 
@@ -411,9 +434,12 @@ def batch_norm(
     updated.
     Raises `BatchSizeError` for one value per channel over the group.
     """
-    call = Call(eps, eps_mode, communicator)
-    y: Tensor = Alone.apply(x, weight, bias, call, running)
-    return y, call.total
+    member = Member()
+    member.call = Call(eps, eps_mode, communicator)
+    y: Tensor = Alone.apply(x, weight, bias, member, on_the_way(running))
+    if running is not None:
+        member.statistics.update(running)
+    return y, member.call.total
 
 
 def batch_norm_eval(
