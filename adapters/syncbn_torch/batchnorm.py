@@ -40,6 +40,7 @@ from syncbn_torch.link import Link
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
 from syncbn_torch.statistics import RunningStatistics, recomputing
+from syncbn_torch.transforms import needs_plain_forward, transforming
 
 __all__ = [
     "SyncBatchNorm",
@@ -202,6 +203,9 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
         weight, bias, running = self._operands(input)
+        plainly = transforming() and needs_plain_forward(
+            partial(name_of, self), link is not None, communicator is not None, input, weight, bias
+        )
         x, weight, bias = widened(input, weight, bias)
         if link is None:
             y, _ = functional.batch_norm(
@@ -212,9 +216,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 eps_mode=eps_mode,
                 communicator=communicator,
                 running=running,
+                plainly=plainly,
             )
         else:
-            member, edge = functional.measure(x)
+            member, edge = functional.measure(x, plainly)
             call = functional.Call(self.eps, eps_mode, communicator)
             edge, merged = link.exchange(x, member, edge, call)
             mine = running if merged and link.is_master else None
@@ -313,7 +318,7 @@ def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
     """Whether torch's own kernel does the same on one device, and in less time."""
     if eps_mode != "plus":
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or transforming():
         return True  # a kernel that is no torch operation can't be traced or transformed
     if _ours_always.get():
         return False

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from syncbn_core.comm import SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError
@@ -143,6 +144,7 @@ def _modes_of(caller: dict[str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(caller["inference"]))
         stack.enter_context(torch.set_grad_enabled(caller["grad"]))
+        stack.enter_context(forward_ad._set_fwd_grad_enabled(caller["forward_grad"]))
         for device_type, enabled, dtype in caller["autocast"]:
             stack.enter_context(
                 torch.autocast(
@@ -157,6 +159,7 @@ def _caller_modes() -> dict[str, Any]:
     return {
         "inference": torch.is_inference_mode_enabled(),
         "grad": torch.is_grad_enabled(),
+        "forward_grad": torch._C._is_fwd_grad_enabled(),
         "cache": torch.is_autocast_cache_enabled(),
         "autocast": [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

@@ -7,6 +7,7 @@ in one cost as much as one layer (docs/scaling.md has the measurement).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from syncbn_torch.functional import Call, needed_gradients, on_the_way
 from syncbn_torch.interop import as_array, widened
 from syncbn_torch.names import name_of
 from syncbn_torch.statistics import Channelwise, RunningStatistics, tensor_of
+from syncbn_torch.transforms import beyond_memory, needs_plain_forward, refuse_over_processes
 
 __all__ = ["forward_together"]
 
@@ -49,15 +51,18 @@ def forward_together(
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         layer._check(x)
+    for layer, x in zip(layers, inputs, strict=True):
+        operands = (x, layer.weight, layer.bias)
+        needs_plain_forward(partial(name_of, layer), False, True, *operands)
     own = [layer._operands(x) for layer, x in zip(layers, inputs, strict=True)]
     dtypes = tuple(map(dtype_name, inputs))
     communicator = communicator.at(Site(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0]))
     calls = [Call(layer.eps, layer.effective_eps_mode, communicator) for layer in layers]
     running = [one for *_, one in own]
-    operands = [operand for (weight, bias, _), x in zip(own, inputs, strict=True)
+    every = [operand for (weight, bias, _), x in zip(own, inputs, strict=True)
                 for operand in widened(x, weight, bias)]  # fmt: skip
     known: list[Statistics] = []
-    outputs = Together.apply(calls, known, [on_the_way(one) for one in running], *operands)
+    outputs = Together.apply(calls, known, [on_the_way(one) for one in running], *every)
     for statistics, one in zip(known, running, strict=True):
         if one is not None:
             statistics.update(one)
@@ -108,6 +113,8 @@ class Together(Function):
         count = len(ctx.calls)
         xs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         calls: list[Call] = ctx.calls
+        if beyond_memory(*dys):
+            refuse_over_processes("the backward of forward_together")
         every = list(zip(ctx.statistics, xs, dys, weights, strict=True))
         sums = [s.backward_reduce(x, dy, weight, parallel=True) for s, x, dy, weight in every]
         exchange = torch.cat([tensor_of(one.exchange).reshape(-1) for one in sums])

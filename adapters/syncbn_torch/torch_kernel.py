@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from syncbn_core.moments import require_more_than_one_value
 from syncbn_torch.interop import PLAIN
@@ -52,14 +53,10 @@ def batch_norm(
             counter.add_(1)
         return y
     again = recomputing()
-    # hooks, methods of a subclass, function transforms: what may fail when torch's kernel is done
-    more = (
-        again
-        or type(x) not in PLAIN
-        or saving_runs_hooks()
-        or torch._C._are_functorch_transforms_active()
-    )
-    if more or mean is None or var is None or counter is None:
+    # transforms, methods of a subclass, hooks: what may fail when torch's kernel is done
+    more = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    more = more or type(x) not in PLAIN or saving_runs_hooks()
+    if again or more or mean is None or var is None or counter is None:
         new_mean, new_var = (None if own is None else own.clone() for own in (mean, var))
         y = F.batch_norm(x, new_mean, new_var, weight, bias, True, factor, eps)
         if not again:

@@ -379,14 +379,11 @@ def test_checkpointing_without_reentry_gives_the_same_gradients(replicas: int) -
     """Recomputation takes the statistics of the first time, and counts no batch twice."""
     plain, recomputed = run_checkpointed(None, replicas), run_checkpointed(False, replicas)
     for a, b in zip(plain, recomputed, strict=True):
-        if replicas > 1 or a.is_floating_point():
-            if replicas == 1 and a.dim() == 1 and not a.requires_grad and a.shape == (4,):
-                continue  # alone, recomputation updates running statistics, as torch's layer does
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b)
 
 
 def test_reentrant_checkpointing_works_alone() -> None:
-    for a, b in zip(run_checkpointed(None, 1)[:7], run_checkpointed(True, 1)[:7], strict=True):
+    for a, b in zip(run_checkpointed(None, 1), run_checkpointed(True, 1), strict=True):
         torch.testing.assert_close(a, b)
 
 

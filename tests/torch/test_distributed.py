@@ -21,6 +21,8 @@ CASES = {
     "unlike_layers": 3,
     "again": 3,
     "compiled": 3,
+    "recomputed": 2,
+    "transforms": 2,
 }
 
 
