@@ -25,7 +25,10 @@ Raised before anything is written: `ShapeError`, `DTypeError`, `DeviceError`, `R
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from itertools import repeat
+from operator import setitem
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -342,10 +345,12 @@ def backward_alone(
     return None if step is None else step(*operands, out=out, parallel=parallel)
 
 
-def update_running(running_mean: Array, running_var: Array, total: Moments, factor: float) -> bool:
-    """Blend `total` into running statistics at once; False where their backend can't."""
+def update_running(
+    running_mean: Array, running_var: Array, tracked: Array | None, total: Moments, factor: float
+) -> bool:
+    """Blend `total` into running statistics, and count it, at once; False where that can't be."""
     step = getattr(backend_of(running_mean), "update_running", None)
-    return bool(step is not None and step(running_mean, running_var, total, factor))
+    return bool(step is not None and step(running_mean, running_var, tracked, total, factor))
 
 
 def backward_sums(
@@ -503,13 +508,19 @@ def _update_running(
     total: Moments,
     momentum: float | None,
 ) -> None:
+    """Update all three in one call of C, between whose writes no interrupt can come."""
+    targets, values = [], []
     if running_mean is not None and running_var is not None and total.count > 0:
         tracked = 0 if num_batches_tracked is None else int(num_batches_tracked) + 1
         factor = averaging_factor(momentum, tracked)
-        if not update_running(running_mean, running_var, total, factor):
-            new_mean = blend(running_mean, total.mean, factor)
-            new_var = blend(running_var, total.unbiased_var, factor)
-            running_mean[...] = new_mean
-            running_var[...] = new_var
+        if update_running(running_mean, running_var, num_batches_tracked, total, factor):
+            return
+        targets += [running_mean, running_var]
+        values += [
+            blend(running_mean, total.mean, factor),
+            blend(running_var, total.unbiased_var, factor),
+        ]
     if num_batches_tracked is not None:
-        num_batches_tracked += 1
+        targets.append(num_batches_tracked)
+        values.append(num_batches_tracked + 1)
+    deque(map(setitem, targets, repeat(...), values), maxlen=0)

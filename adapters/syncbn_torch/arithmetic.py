@@ -81,18 +81,17 @@ def forward_alone(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running: RunningStatistics | None,
     eps: float,
     eps_mode: str,
 ) -> tuple[Tensor, Moments, Channelwise] | None:
-    """`(y, moments, invstd)` of a batch that is x alone; running statistics are updated.
+    """`(y, moments, invstd)` of a batch that is x alone.
 
     None, and nothing done, where that is no gain.
     """
     if not has_kernels(x) or x.numel() == 0:
         return None
     done: tuple[Tensor, Moments, Channelwise]
-    done = _cpu().forward_alone(x, weight, bias, running, eps, eps_mode)
+    done = _cpu().forward_alone(x, weight, bias, eps, eps_mode)
     return done
 
 
@@ -129,11 +128,12 @@ class PlainStatistics:
         *,
         parallel: bool,
     ) -> Tensor:
-        """`y = (x - mean) * invstd * weight + bias`; running statistics are updated."""
-        y = plain.normalize(x, self.mean, self.invstd, weight, bias)
-        if running is not None:
-            running.update(self.total)
-        return y
+        """`y = (x - mean) * invstd * weight + bias`; `running` is left to `update`."""
+        return plain.normalize(x, self.mean, self.invstd, weight, bias)
+
+    def update(self, running: RunningStatistics) -> None:
+        """Blend the batch into `running`."""
+        running.update(self.total)
 
     def backward_reduce(
         self, x: Tensor, dy: Tensor, weight: Tensor | None, *, parallel: bool

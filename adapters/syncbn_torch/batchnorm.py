@@ -19,7 +19,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -35,13 +34,14 @@ from syncbn_core.moments import (
     check_eps_mode,
     check_momentum,
 )
-from syncbn_torch import functional, originals
+from syncbn_torch import functional, originals, torch_kernel
 from syncbn_torch.communicator import communicator_for
 from syncbn_torch.interop import PLAIN, check_storage, has_kernels, huge_pages_on_request, widened
 from syncbn_torch.link import Link, Unconnected, adopted
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
-from syncbn_torch.statistics import RunningStatistics
+from syncbn_torch.statistics import RunningStatistics, recomputing
+from syncbn_torch.transforms import needs_plain_forward, transforming
 
 __all__ = [
     "SyncBatchNorm",
@@ -248,6 +248,9 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if link is None and communicator is None and _torch_is_faster(input, eps_mode):
             return self._by_torch(input)
         weight, bias, running = self._operands(input)
+        plainly = transforming() and needs_plain_forward(
+            partial(name_of, self), link is not None, communicator is not None, input, weight, bias
+        )
         x, weight, bias = widened(input, weight, bias)
         if link is None:
             y, _ = functional.batch_norm(
@@ -258,9 +261,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 eps_mode=eps_mode,
                 communicator=communicator,
                 running=running,
+                plainly=plainly,
             )
         else:
-            member, edge = functional.measure(x)
+            member, edge = functional.measure(x, plainly)
             call = functional.Call(self.eps, eps_mode, communicator)
             edge, merged = link.exchange(x, member, edge, call)
             mine = running if merged and link.is_master else None
@@ -280,7 +284,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     def _operands(
         self, input: Tensor
     ) -> tuple[Tensor | None, Tensor | None, RunningStatistics | None]:
-        """`(weight, bias, what a batch updates)`, None for the last in eval.
+        """`(weight, bias, what a batch updates)`, None for the last where it updates nothing.
 
         Raises what would be wrong with them for kernels, which don't look: sizes, devices.
         """
@@ -309,29 +313,24 @@ class _SynchronizedBatchNorm(_BatchNorm):
                     f"expected {name} to be a plain tensor, as the input is, got "
                     f"{type(own).__name__}; convert one of them"
                 )
-        if not self.training:
+        functional.require_savable(input, weight, bias)
+        if not (self.training and self.track_running_stats) or recomputing():
             return weight, bias, None
-        counter = self.num_batches_tracked
-        running = RunningStatistics(mean, var, counter, self.momentum)
-        if not self.track_running_stats:
-            running = RunningStatistics(None, None, None, self.momentum)
+        running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
         running.check()
         return weight, bias, running
 
     def _by_torch(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        check_storage(input, weight, bias)
-        mean = var = counter = None
-        factor = 0.0
+        running = None
         if self.training and self.track_running_stats:
             mean, var, counter = self.running_mean, self.running_var, self.num_batches_tracked
             running = RunningStatistics(mean, var, counter, self.momentum)
             running.check()
-            factor = running.factor()
-        y = F.batch_norm(input, mean, var, weight, bias, True, factor, self.eps)
-        if counter is not None:
-            counter.add_(1)
-        return y
+        weight, bias = self.weight, self.bias
+        check_storage(input, weight, bias)
+        if not torch.compiler.is_compiling():
+            functional.require_savable(input, weight, bias)
+        return torch_kernel.batch_norm(input, weight, bias, running, self.eps)
 
 
 _FLOATING = frozenset(("weight", "bias", "running_mean", "running_var"))
@@ -377,7 +376,7 @@ def _torch_is_faster(x: Tensor, eps_mode: str) -> bool:
     """Whether torch's own kernel does the same on one device, and in less time."""
     if eps_mode != "plus":
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or transforming():
         return True  # a kernel that is no torch operation can't be traced or transformed
     if _ours_always.get():
         return False

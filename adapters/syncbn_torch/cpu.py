@@ -74,44 +74,48 @@ def forward_alone(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running: RunningStatistics | None,
     eps: float,
     eps_mode: EpsMode,
 ) -> tuple[Tensor, Moments, Array]:
-    """`(y, moments, invstd)` of a batch that is x alone, and not empty; updates `running`."""
+    """`(y, moments, invstd)` of a batch that is x alone, and not empty."""
     x, plan = _dense(x)
     y = empty_like(x)
     views = (plan.at(x.data_ptr()), wide(weight), wide(bias))
     settings = (eps, eps_mode, plan.at(y.data_ptr()))
     total, invstd = kernels.forward_alone(plan, *views, *settings, parallel=_threads(True))
-    if running is not None:
-        update(running, total)
     return y, total, invstd
 
 
 def update(running: RunningStatistics, total: Moments) -> None:
     """`running.update`, in a kernel where that can write the buffers: in a tenth of the time."""
-    mean, var = running.mean, running.var
-    if mean is None or var is None or not _can_blend(mean, var, total):
+    mean, var, counter = running.mean, running.var, running.counter
+    if mean is None or var is None or not _can_blend(mean, var, counter, total):
         running.update(total)
         return
-    kernels.update_running(as_array(mean), as_array(var), total, running.factor())
-    increment_version(mean)  # who has kept them for backward must learn of it
+    factor = running.factor()
+    tracked = None if counter is None else as_array(counter)
+    # who has kept them for backward must learn of it
+    increment_version(mean)
     increment_version(var)
-    running.add_one()
+    if counter is not None:
+        increment_version(counter)
+    kernels.update_running(as_array(mean), as_array(var), tracked, total, factor)
 
 
-def _can_blend(mean: Tensor, var: Tensor, total: Moments) -> bool:
+def _can_blend(mean: Tensor, var: Tensor, counter: Tensor | None, total: Moments) -> bool:
     for buffer in (mean, var):
-        if not (
-            type(buffer) is Tensor
-            and buffer.is_cpu
-            and buffer.dtype in _BLENDED
-            and buffer.layout is torch.strided
-            and buffer.is_contiguous()
-            and buffer.shape == total.mean.shape
-            and in_memory(buffer) is buffer
-            and not buffer.is_inference()  # those have no version
+        if buffer.dtype not in _BLENDED or buffer.shape != total.mean.shape:
+            return False
+    if counter is not None and counter.dtype is not torch.int64:
+        return False
+    for own in (mean, var, counter):
+        if own is not None and not (
+            type(own) is Tensor
+            and own.is_cpu
+            and own.layout is torch.strided
+            and own.is_contiguous()
+            and in_memory(own) is own
+            and not own.is_inference()  # those have no version
         ):
             return False
     return total.count > 1
@@ -137,7 +141,7 @@ class CpuStatistics:
         *,
         parallel: bool,
     ) -> Tensor:
-        """`y = (x - mean) * invstd * weight + bias`; running statistics are updated."""
+        """`y = (x - mean) * invstd * weight + bias`; `running` is left to `update`."""
         if x.numel() == 0:
             y = torch.empty_like(x)
         else:
@@ -146,9 +150,11 @@ class CpuStatistics:
             channelwise = (self.total.mean, self.invstd, wide(weight), wide(bias))
             views = (plan.at(x.data_ptr()), *channelwise, plan.at(y.data_ptr()))
             kernels.normalize(plan, *views, parallel=_threads(parallel))
-        if running is not None:
-            update(running, self.total)
         return y
+
+    def update(self, running: RunningStatistics) -> None:
+        """Blend the batch into `running`."""
+        update(running, self.total)
 
     def _frozen(self) -> Array | None:
         """Where "clamp" made the deviation a constant."""

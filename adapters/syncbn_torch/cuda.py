@@ -173,12 +173,13 @@ def moments(x: Tensor) -> PackedMoments:
 class CudaStatistics:
     """Moments of the whole batch on one device, and the steps that use them."""
 
-    __slots__ = ("clamp", "eps", "packed", "parts")
+    __slots__ = ("clamp", "eps", "packed", "parts", "updated")
 
     def __init__(self, parts: Tensor, eps: float, eps_mode: str) -> None:
         self.parts: Tensor | None = parts  # [P, 2 C + 1]
         self.eps = eps
         self.clamp = eps_mode == "clamp"
+        self.updated = False
         self.packed: Tensor  # [3 C + 1] count, mean, m2, invstd; by `normalize`
 
     def normalize(
@@ -190,7 +191,7 @@ class CudaStatistics:
         *,
         parallel: bool,
     ) -> Tensor:
-        """`y = (x - mean) * invstd * weight + bias`; running statistics are updated."""
+        """`y = (x - mean) * invstd * weight + bias`; updates `running` where the kernel can."""
         assert self.parts is not None
         dense, layout = _dense(x)
         y = torch.empty_like(dense)
@@ -212,13 +213,16 @@ class CudaStatistics:
         )
         del tensors
         self.parts = None  # `packed` has all that backward needs
-        if running is None:
-            return y
-        if not by_kernel:
-            running.update(self.total())
-        elif running.counter is not None and in_kernel.factor < 0:
-            running.counter.add_(1)  # the kernel has read it in many blocks
+        if running is not None and by_kernel:
+            self.updated = True
+            if running.counter is not None and in_kernel.factor < 0:
+                running.counter.add_(1)  # the kernel has read it in many blocks
         return y
+
+    def update(self, running: RunningStatistics) -> None:
+        """Blend the batch into `running`, unless `normalize` has."""
+        if not self.updated:
+            running.update(self.total())
 
     def total(self) -> Moments:
         """Moments of the whole batch; waits for the device."""

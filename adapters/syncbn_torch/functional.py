@@ -15,13 +15,16 @@ loss may use any of the outputs, and only x and O(C) numbers are kept.
 
 With one member per process `Alone` does all that in one node, with the collective in backward.
 
-Gradients of gradients take plain differentiable operations instead (`plain.py`).
+Gradients of gradients take plain differentiable operations instead (`plain.py`), and so does what
+forward-mode AD and function transforms hand in (`transforms.py`).
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +48,8 @@ from syncbn_torch.statistics import (
     silent,
     tensor_of,
 )
+from syncbn_torch.torch_kernel import saving_runs_hooks
+from syncbn_torch.transforms import beyond_memory, refuse_over_processes
 
 __all__ = [
     "Call",
@@ -55,18 +60,27 @@ __all__ = [
     "merge_members",
     "needed_gradients",
     "normalize",
+    "on_the_way",
+    "require_savable",
 ]
 
 
 class Pass:
     """What the nodes of one call hand each other in one backward pass."""
 
-    __slots__ = ("given", "sums")
+    __slots__ = ("__weakref__", "given", "sums")
+
+    beginning = threading.Lock()  # the threads of several devices may be in one pass
 
     def __init__(self) -> None:
         # Of each member whose y is part of the loss: dy, weight, weighted sums (2, C).
         self.given: dict[Member, tuple[Tensor, Tensor | None, Handover]] = {}
         self.sums: Handover  # over all members
+
+
+def _end(current: Pass) -> None:
+    """End a pass: what its nodes left there is no longer needed."""
+    current.given.clear()
 
 
 class Call:
@@ -91,20 +105,26 @@ class Call:
         self.total: Moments
         self.invstd: Channelwise  # on the host
         self.places: dict[Any, Tensor]  # packed moments on each device
-        self.passes: dict[int, Pass] = {}
+        self.passes: dict[int, weakref.ref[Pass]] = {}
 
     def current_pass(self) -> Pass:
-        """The backward pass that this thread is in. It is dropped when that pass ends.
+        """The backward pass that this thread is in. It is dropped when that pass ends or fails.
 
         Passes over one graph may come one after the other, may stop half way (gradients of the
         weight alone), and may run at the same time in several threads.
         """
         task = torch._C._current_graph_task_id()
-        new = Pass()
-        current = self.passes.setdefault(task, new)
-        if current is new:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self.passes.pop(task, None))
+        passes = self.passes
+        with Pass.beginning:
+            known = passes.get(task)
+            current = None if known is None else known()
+            if current is None:
+                current = Pass()
+                passes[task] = weakref.ref(current, lambda _: passes.pop(task, None))
+                # Only the engine's own task holds it, by this callback, which is never called
+                # when the task fails.
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(partial(_end, current))
         return current
 
     def merge(self, parts: Sequence[Moments], shape: Sequence[int]) -> None:
@@ -138,15 +158,21 @@ class Call:
             return CudaStatistics(self.places[x.device], self.eps, self.eps_mode)
         return arithmetic.statistics_of(x, total, self.invstd, self.eps, self.eps_mode)
 
-    def differentiable_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`(mean, invstd)` where x is, as a function of every member's x that has a graph."""
-        parts = []
-        for member in self.members:
-            live = member.live_x()
-            part = member.part if live is None else plain.moments(live)
-            mean, m2 = (tensor_of(values).to(x.device) for values in (part.mean, part.m2))
-            parts.append(Moments(part.count, mean, m2))
-        total = merge_all(parts)
+    def plain_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`(mean, invstd)` as tensors where x is.
+
+        With gradients on, as a function of every member's x that has a graph.
+        """
+        parts = [self.total]
+        if torch.is_grad_enabled():
+            known = [(member.live_x(), member.part) for member in self.members]
+            parts = [part if live is None else plain.moments(live) for live, part in known]
+        total = merge_all(
+            [
+                Moments(part.count, *(tensor_of(v).to(x.device) for v in (part.mean, part.m2)))
+                for part in parts
+            ]
+        )
         return total.mean, plain.invstd_from_var(total.var, self.eps, self.eps_mode)
 
     def reduce(self, sums: Channelwise) -> Channelwise:
@@ -160,6 +186,16 @@ class Call:
             )
         return self.communicator.all_reduce_sums(sums)
 
+    def takes_plain(self, *tensors: Any) -> bool:
+        """Whether a step of backward on `tensors` has to take plain operations.
+
+        `StateError` for what can't be sent to other processes.
+        """
+        beyond = beyond_memory(*tensors)
+        if beyond and self.communicator is not None:
+            refuse_over_processes("the backward of a layer")
+        return beyond or torch.is_grad_enabled()
+
     def means(self, sums: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """`sums` (2, C) over the count, for passes that have a graph themselves."""
         mean_dy, mean_dy_xhat = sums.to(x.device) / max(self.total.count, 1)
@@ -172,13 +208,14 @@ class Call:
 class Member:
     """One member's share in a call."""
 
-    __slots__ = ("call", "local", "part", "statistics")
+    __slots__ = ("call", "local", "part", "plain", "statistics")
 
     def __init__(self) -> None:
         self.call: Call
         self.part: Moments
         self.statistics: Statistics
         self.local: weakref.ref[Any] | None = None  # ctx of the node that has x
+        self.plain = False  # its forward is made of torch's operations, without these nodes
 
     def live_x(self) -> Tensor | None:
         """x with its graph, or None where no gradient flows to it."""
@@ -207,8 +244,8 @@ class Local(Function):
         if dy is None:  # this member's y is not part of the loss, but its x shaped the others'
             dy = torch.zeros_like(x)
         sums = current.sums.on(x.device)
-        if torch.is_grad_enabled():
-            statistics = call.differentiable_statistics(x)
+        if call.takes_plain(dy, sums):
+            statistics = call.plain_statistics(x)
             means = call.means(sums, x)
             return plain.backward_input(x, dy, *statistics, weight, *means), None
         dx = member.statistics.backward_input(x, dy, weight, sums, parallel=True)
@@ -229,6 +266,8 @@ class Merge(Function):
         call: Call = ctx.call
         current = call.current_pass()
         given = [current.given[member][2] for member in call.members if member in current.given]
+        if any(isinstance(sums.value, Tensor) for sums in given):
+            given = [one if one.stream else Handover(tensor_of(one.value)) for one in given]
         with given[0].current(), silent():
             total = given[0].value
             for sums in given[1:]:
@@ -238,7 +277,7 @@ class Merge(Function):
 
 
 class Norm(Function):
-    """x (detached), an edge, weight, bias -> y."""
+    """x (detached), an edge, weight, bias -> y; a kernel may update `running` on its way."""
 
     @staticmethod
     def forward(
@@ -259,10 +298,11 @@ class Norm(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         member: Member = ctx.member
-        if torch.is_grad_enabled():
-            live = member.live_x()
-            x = x if live is None else live
-            statistics = member.call.differentiable_statistics(x)
+        if member.call.takes_plain(dy):
+            if torch.is_grad_enabled():
+                live = member.live_x()
+                x = x if live is None else live
+            statistics = member.call.plain_statistics(x)
             sums = _differentiable_sums(x, dy, *statistics, weight)
         else:
             sums = member.statistics.backward_reduce(x, dy, weight, parallel=True)
@@ -274,7 +314,7 @@ class Norm(Function):
 
 
 class Alone(Function):
-    """x, weight, bias -> y, for one member per process."""
+    """x, weight, bias -> y, for one member per process; as for `Norm`."""
 
     @staticmethod
     def forward(
@@ -282,48 +322,48 @@ class Alone(Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        call: Call,
+        member: Member,
         running: RunningStatistics | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.call = call
+        ctx.member = member
+        call = member.call
         done = None
         if call.communicator is None:
             require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-            done = arithmetic.forward_alone(x, weight, bias, running, call.eps, call.eps_mode)
+            done = arithmetic.forward_alone(x, weight, bias, call.eps, call.eps_mode)
         if done is not None:
             alone, call.total, call.invstd = done
-            ctx.statistics = call.statistics(x)
+            member.statistics = call.statistics(x)
             return alone
         call.merge([arithmetic.moments(x, parallel=True)], x.shape)
-        ctx.statistics = call.statistics(x)
-        y: Tensor = ctx.statistics.normalize(x, weight, bias, running, parallel=True)
-        return y
+        member.statistics = call.statistics(x)
+        return member.statistics.normalize(x, weight, bias, running, parallel=True)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        call: Call = ctx.call
-        again = torch.is_grad_enabled()
-        if not again and call.communicator is None and ctx.needs_input_grad[0]:
-            done = ctx.statistics.backward_alone(x, dy, weight)
+        call, known = ctx.member.call, ctx.member.statistics
+        plainly = call.takes_plain(dy)
+        if not plainly and call.communicator is None and ctx.needs_input_grad[0]:
+            done = known.backward_alone(x, dy, weight)
             if done is not None:
                 sums, dx = done
                 return dx, *needed_gradients(ctx, 1, sums), None, None
-        if again:
+        if plainly:
             part = plain.moments(x)
             mean, invstd = part.mean, plain.invstd_from_var(part.var, call.eps, call.eps_mode)
             sums = _differentiable_sums(x, dy, mean, invstd, weight)
         else:
-            sums = ctx.statistics.backward_reduce(x, dy, weight, parallel=True)
+            sums = known.backward_reduce(x, dy, weight, parallel=True)
         dx = None
         # The collective takes place whether or not this member needs its result: others do.
         if ctx.needs_input_grad[0] or call.communicator is not None:
             total = call.reduce(sums.exchange)
-            if again:
+            if plainly:
                 dx = plain.backward_input(x, dy, mean, invstd, weight, *call.means(total, x))
             else:
-                dx = ctx.statistics.backward_input(x, dy, weight, total, parallel=True)
+                dx = known.backward_input(x, dy, weight, total, parallel=True)
         return dx, *needed_gradients(ctx, 1, sums), None, None
 
 
@@ -341,9 +381,34 @@ def needed_gradients(ctx: Any, first: int, sums: Sums) -> tuple[Tensor | None, T
     return sums.by_weight if by_weight else None, sums.by_bias if by_bias else None
 
 
-def measure(x: Tensor) -> tuple[Member, Tensor]:
-    """First half of a member's forward: its moments, and the edge to the merging node."""
+def on_the_way(running: RunningStatistics | None) -> RunningStatistics | None:
+    """What a kernel may update; nothing where saving for backward may still fail after it."""
+    return None if saving_runs_hooks() else running
+
+
+def require_savable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise `StateError` for what torch would refuse to save for backward, when all is done."""
+    if not (x.is_inference() or (weight is not None and weight.is_inference())):
+        return
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
+        raise StateError(
+            "expected tensors that can be saved for backward, got one made in "
+            "torch.inference_mode(); clone() it outside, or run the layer in torch.no_grad()"
+        )
+
+
+def measure(x: Tensor, plainly: bool = False) -> tuple[Member, Tensor]:
+    """First half of a member's forward: its moments, and the edge to the merging node.
+
+    `plainly`, the same for all members: in differentiable operations, whose graph needs no edges.
+    """
     member = Member()
+    if plainly:
+        member.plain = True
+        member.part = plain.moments(x)
+        return member, x.new_empty(0)
     edge: Tensor = Local.apply(x, member)
     return member, edge
 
@@ -376,7 +441,24 @@ def normalize(
     running: RunningStatistics | None = None,
 ) -> Tensor:
     """Second half of a member's forward, once its call is merged: y. Updates `running`."""
-    y: Tensor = Norm.apply(x.detach(), edge, weight, bias, member, running)
+    if member.plain:
+        return _normalize_plainly(x, weight, bias, member.call, running)
+    y: Tensor = Norm.apply(x.detach(), edge, weight, bias, member, on_the_way(running))
+    if running is not None:
+        member.statistics.update(running)
+    return y
+
+
+def _normalize_plainly(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    call: Call,
+    running: RunningStatistics | None,
+) -> Tensor:
+    y = plain.normalize(x, call.total.mean.to(x.device), call.invstd.to(x.device), weight, bias)
+    if running is not None:
+        running.update(call.total)
     return y
 
 
@@ -389,15 +471,24 @@ def batch_norm(
     eps_mode: str,
     communicator: Communicator | None = None,
     running: RunningStatistics | None = None,
+    plainly: bool = False,
 ) -> tuple[Tensor, Moments]:
     """`(y, moments of the whole batch)` for the one member of this process.
+
+    `plainly`: in differentiable operations, for a process alone.
 
     x (N, C, *spatial) and y of one dtype; weight, bias (C,) or None; moments float64; `running` is
     updated.
     Raises `BatchSizeError` for one value per channel over the group.
     """
-    call = Call(eps, eps_mode, communicator)
-    y: Tensor = Alone.apply(x, weight, bias, call, running)
+    member = Member()
+    member.call = call = Call(eps, eps_mode, communicator)
+    if plainly:
+        call.merge([plain.moments(x)], x.shape)
+        return _normalize_plainly(x, weight, bias, call, running), call.total
+    y: Tensor = Alone.apply(x, weight, bias, member, on_the_way(running))
+    if running is not None:
+        member.statistics.update(running)
     return y, call.total
 
 

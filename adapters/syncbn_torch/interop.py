@@ -41,6 +41,7 @@ TYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float16: np.dtype(np.float16),
     torch.bfloat16: np.dtype(np.uint16),
+    torch.int64: np.dtype(np.int64),  # of a counter
 }
 PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
 _KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

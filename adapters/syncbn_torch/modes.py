@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 __all__ = ["call_within", "modes_of_caller", "place_of"]
 
@@ -15,11 +16,12 @@ Modes = list[Callable[[], AbstractContextManager[Any]]]
 
 
 def modes_of_caller() -> Modes:
-    """Grad, inference and autocast modes of this thread, which other threads do not inherit."""
+    """Gradient, inference and autocast modes of this thread, which others do not inherit."""
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     modes: Modes = [
         partial(torch.inference_mode, torch.is_inference_mode_enabled()),
         partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        partial(forward_ad._set_fwd_grad_enabled, torch._C._is_fwd_grad_enabled()),
     ]
     for kind in kinds:
         settings: dict[str, Any] = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from syncbn_core.errors import ShapeError
+from syncbn_torch.transforms import among_replicas, forward_mode
 
 __all__ = ["join", "split"]
 
@@ -19,7 +20,8 @@ def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
 
     Tensors are cut like `torch.chunk`; scalars (0 axes) and objects that are no tensors go to
     every part. Tuples, named tuples, lists and dictionaries nest. Raises `ShapeError` when two
-    tensors give different numbers of parts: a part would miss some of its arguments.
+    tensors give different numbers of parts: a part would miss some of its arguments. `StateError`
+    inside a function transform.
     """
     leaves: list[Tensor] = []
     _collect(tree, leaves)
@@ -34,6 +36,8 @@ def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
             f"{sorted(sizes)} on axis {dim}; give what every replica needs whole as a non-tensor"
         )
     count = next(iter(sizes.values()), parts if _has_anything(tree) else 1)
+    if count > 1:
+        among_replicas("DataParallelWithCallback")
     return _parts(tree, count, dim, device)
 
 
@@ -60,9 +64,10 @@ def _parts(tree: Any, count: int, dim: int, device: torch.device) -> list[Any]:
         if tree.dim() == 0 or count == 1:
             return [tree.to(device)] * count
         # Chunks share one version counter: a replica that changes its input in place would seem
-        # to have changed everybody's.
+        # to have changed everybody's. `data` has another one, but neither graph nor tangent.
         pieces = tree.chunk(count, dim)
-        return [(p.clone() if p.requires_grad else p.data).to(device) for p in pieces]
+        copied = tree.requires_grad or forward_mode()
+        return [(p.clone() if copied else p.data).to(device) for p in pieces]
     if isinstance(tree, Mapping):
         cut = {key: _parts(value, count, dim, device) for key, value in tree.items()}
         return [_like(tree, {key: cut[key][i] for key in tree}) for i in range(count)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +16,18 @@ from syncbn_core.moments import Moments, averaging_factor, blend
 from syncbn_torch.interop import as_array, as_tensor, check_storage
 from syncbn_torch.plain import wide_dtype
 
-__all__ = ["Channelwise", "RunningStatistics", "Sums", "parameter_gradients", "silent", "tensor_of"]
+__all__ = [
+    "Channelwise",
+    "RunningStatistics",
+    "Sums",
+    "parameter_gradients",
+    "recomputing",
+    "silent",
+    "tensor_of",
+]
 
 Channelwise = Any  # numpy.ndarray or Tensor, (C,) or (2, C)
+_COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def silent() -> np.errstate:
@@ -51,15 +62,34 @@ class RunningStatistics:
     momentum: float | None
 
     def check(self) -> None:
-        """Raise `StateError`, before anything is written, where torch would in the middle."""
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        """Raise `StateError`, before anything is written, for what can't be all written."""
+        if torch.compiler.is_compiling():
             return
+        outside = not torch.is_inference_mode_enabled()
         for own in (self.mean, self.var, self.counter):
-            if own is not None and own.is_inference():
+            if own is None:
+                continue
+            if outside and own.is_inference():
                 raise StateError(
                     "expected running statistics that can be updated, got those of a layer built "
                     "in torch.inference_mode(); build it outside, or train it in there too"
                 )
+            if own.requires_grad:
+                raise StateError(
+                    "expected running statistics without gradients, got some with "
+                    "requires_grad=True; register them as buffers, detached"
+                )
+            if not own.is_contiguous() and 0 in own.stride():
+                raise StateError(
+                    "expected running statistics with memory for each value, got some of shape "
+                    f"{tuple(own.shape)} and strides {own.stride()}; clone() what expand() gave"
+                )
+        counter = self.counter
+        if counter is not None and (counter.dtype not in _COUNTERS or counter.numel() != 1):
+            raise StateError(
+                "expected num_batches_tracked to be one integer, such as torch.tensor(0), got "
+                f"dtype {counter.dtype} and shape {tuple(counter.shape)}"
+            )
         check_storage(self.mean, self.var, self.counter)
 
     def factor(self) -> float:
@@ -70,19 +100,27 @@ class RunningStatistics:
 
     def update(self, total: Moments) -> None:
         """Blend the moments of the whole batch in; of an empty batch, only count it."""
-        if self.mean is not None and self.var is not None and total.count > 0:
-            factor = self.factor()
-            with torch.no_grad():
-                new_mean = _blended(self.mean, total.mean, factor)
-                new_var = _blended(self.var, total.unbiased_var, factor)
-                self.mean.copy_(new_mean)
-                self.var.copy_(new_var)
-        self.add_one()
+        if self.mean is None or self.var is None or total.count == 0:
+            self.write(None, None)
+            return
+        factor = self.factor()
+        new_mean = _blended(self.mean, total.mean, factor)
+        self.write(new_mean, _blended(self.var, total.unbiased_var, factor))
 
-    def add_one(self) -> None:
-        """Count a batch."""
-        if self.counter is not None:
-            self.counter.add_(1)
+    def write(self, mean: Tensor | None, var: Tensor | None) -> None:
+        """Set what is not None, and count the batch.
+
+        All three in one call of C: between the writes no interrupt can come.
+        """
+        counter = None if self.counter is None else self.counter + 1
+        pairs = [(self.mean, mean), (self.var, var), (self.counter, counter)]
+        written = [(own, new) for own, new in pairs if own is not None and new is not None]
+        deque(starmap(Tensor.copy_, written), maxlen=0)
+
+
+def recomputing() -> bool:
+    """Whether this forward runs in a backward pass, as activation checkpointing does it again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def parameter_gradients(
@@ -102,6 +140,6 @@ def _blended(running: Tensor, batch: Channelwise, factor: float) -> Tensor:
     """The new value of a running statistic, in float64."""
     old = running.to(wide_dtype(running))
     if isinstance(batch, Tensor):
-        return tensor_of(blend(old, batch.to(old.device), factor))
+        return tensor_of(blend(old, batch.detach().to(old.device), factor))
     with silent():
         return tensor_of(blend(as_array(old), batch, factor))

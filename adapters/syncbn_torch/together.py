@@ -7,6 +7,7 @@ in one cost as much as one layer (docs/scaling.md has the measurement).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch.autograd import Function
 from syncbn_core.comm import ProcessCommunicator, Site
 from syncbn_core.errors import ShapeError
 from syncbn_torch import arithmetic, originals
+from syncbn_torch.arithmetic import Statistics
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm, dtype_name
-from syncbn_torch.functional import Call, needed_gradients
+from syncbn_torch.functional import Call, needed_gradients, on_the_way
 from syncbn_torch.interop import as_array, widened
 from syncbn_torch.names import name_of
 from syncbn_torch.statistics import Channelwise, RunningStatistics, tensor_of
+from syncbn_torch.transforms import beyond_memory, needs_plain_forward, refuse_over_processes
 
 __all__ = ["forward_together"]
 
@@ -48,14 +51,21 @@ def forward_together(
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         layer._check(x)
+    for layer, x in zip(layers, inputs, strict=True):
+        operands = (x, layer.weight, layer.bias)
+        needs_plain_forward(partial(name_of, layer), False, True, *operands)
     own = [layer._operands(x) for layer, x in zip(layers, inputs, strict=True)]
     dtypes = tuple(map(dtype_name, inputs))
     communicator = communicator.at(Site(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0]))
     calls = [Call(layer.eps, layer.effective_eps_mode, communicator) for layer in layers]
     running = [one for *_, one in own]
-    operands = [operand for (weight, bias, _), x in zip(own, inputs, strict=True)
+    every = [operand for (weight, bias, _), x in zip(own, inputs, strict=True)
                 for operand in widened(x, weight, bias)]  # fmt: skip
-    outputs = Together.apply(calls, running, *operands)
+    known: list[Statistics] = []
+    outputs = Together.apply(calls, known, [on_the_way(one) for one in running], *every)
+    for statistics, one in zip(known, running, strict=True):
+        if one is not None:
+            statistics.update(one)
     return [y.to(x.dtype) for y, x in zip(outputs, inputs, strict=True)]
 
 
@@ -73,11 +83,15 @@ def _common_communicator(
 
 
 class Together(Function):
-    """x, weight, bias of each layer -> y of each."""
+    """x, weight, bias of each layer -> y of each; `known` gets the statistics of each."""
 
     @staticmethod
     def forward(
-        ctx: Any, calls: list[Call], running: list[RunningStatistics], *operands: Any
+        ctx: Any,
+        calls: list[Call],
+        known: list[Statistics],
+        running: list[RunningStatistics | None],
+        *operands: Any,
     ) -> tuple[Tensor, ...]:
         triples = list(zip(operands[::3], operands[1::3], operands[2::3], strict=True))
         parts = [arithmetic.moments(x, parallel=True) for x, _, _ in triples]
@@ -86,9 +100,8 @@ class Together(Function):
         for call, total, part, (x, _, _) in zip(calls, totals, parts, triples, strict=True):
             call.settle(total, [part], x.shape)
         ctx.calls = calls
-        ctx.statistics = [
-            call.statistics(x) for call, (x, _, _) in zip(calls, triples, strict=True)
-        ]
+        known += [call.statistics(x) for call, (x, _, _) in zip(calls, triples, strict=True)]
+        ctx.statistics = known
         ctx.save_for_backward(*operands[::3], *operands[1::3])
         return tuple(
             statistics.normalize(x, weight, bias, own, parallel=True)
@@ -102,11 +115,13 @@ class Together(Function):
         count = len(ctx.calls)
         xs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         calls: list[Call] = ctx.calls
+        if beyond_memory(*dys):
+            refuse_over_processes("the backward of forward_together")
         every = list(zip(ctx.statistics, xs, dys, weights, strict=True))
         sums = [s.backward_reduce(x, dy, weight, parallel=True) for s, x, dy, weight in every]
         exchange = torch.cat([tensor_of(one.exchange).reshape(-1) for one in sums])
         total = calls[0].reduce(exchange)
-        results: list[Any] = [None, None]
+        results: list[Any] = [None, None, None]
         start = 0
         for index, (statistics, x, dy, weight) in enumerate(every):
             size = 2 * x.shape[1]
@@ -115,5 +130,5 @@ class Together(Function):
             if not isinstance(sums[index].exchange, Tensor):
                 mine = as_array(mine)
             dx = statistics.backward_input(x, dy, weight, mine, parallel=True)
-            results += [dx, *needed_gradients(ctx, 3 + 3 * index, sums[index])]
+            results += [dx, *needed_gradients(ctx, 4 + 3 * index, sums[index])]
         return tuple(results)

@@ -47,6 +47,7 @@ NEAR = 1 << 20  # bytes of a channel that a core's own cache still has when it i
 SHORT = 64  # elements; shorter planes are computed side by side, as rows
 NOTHING = np.empty(0)
 _NOWHERE = np.empty(0, np.bool_)
+_UNCOUNTED = np.empty(0, np.int64)
 _STEPS = ("moments", "normalize", "backward_reduce", "backward_input", "forward", "backward")
 _PLANES: dict[str, Twins] = {step: getattr(cpu_planes, f"planes_{step}") for step in _STEPS}
 _ROWS: dict[str, Twins] = {step: getattr(cpu_rows, f"rows_{step}") for step in _STEPS}
@@ -300,6 +301,13 @@ def backward_alone(
     return sums
 
 
-def update_running(running_mean: Array, running_var: Array, total: Moments, factor: float) -> None:
-    """Blend `total`, of two values per channel or more, into float32 or float64 `(C,)` in place."""
-    blend(running_mean, running_var, total.mean, total.m2, total.count, float(factor))
+def update_running(
+    running_mean: Array, running_var: Array, tracked: Array | None, total: Moments, factor: float
+) -> None:
+    """Blend `total`, of two values per channel or more, into float32 or float64 `(C,)` in place.
+
+    `tracked`, one int64 or None, counts the batch.
+    """
+    counter = _UNCOUNTED if tracked is None else tracked.reshape(1)
+    values = (total.mean, total.m2, total.count, float(factor))
+    blend(running_mean, running_var, counter, *values)

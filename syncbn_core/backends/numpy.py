@@ -223,14 +223,23 @@ def backward_input(
     return _give(dx, x, out)
 
 
-def update_running(running_mean: Array, running_var: Array, total: Moments, factor: float) -> bool:
-    """Blend `total` in, in place; False, and nothing done, where the kernel can't write them.
+def update_running(
+    running_mean: Array, running_var: Array, tracked: Array | None, total: Moments, factor: float
+) -> bool:
+    """Blend `total` in and count it, in place; False, and nothing done, where the kernel can't.
 
     As `syncbn_core.moments.blend`, in float64 throughout and in a tenth of the time.
     """
     for running in (running_mean, running_var):
-        native = running.dtype in _BLENDED and running.dtype.isnative and running.flags.carray
-        if not native or running.shape != total.mean.shape:
+        if running.dtype not in _BLENDED or not _is_plain(running):
             return False
-    cpu.update_running(running_mean, running_var, total, factor)
+        if running.shape != total.mean.shape:
+            return False
+    if tracked is not None and (tracked.dtype != np.int64 or not _is_plain(tracked)):
+        return False
+    cpu.update_running(running_mean, running_var, tracked, total, factor)
     return True
+
+
+def _is_plain(array: Array) -> bool:
+    return array.dtype.isnative and bool(array.flags.carray)

@@ -320,8 +320,13 @@ def invstd_of(var, eps, clamp):
 
 
 @exact
-def blend(running_mean, running_var, mean, m2, count, factor):
-    """The update of running statistics, of `syncbn_core.moments`, in place."""
+def blend(running_mean, running_var, tracked, mean, m2, count, factor):
+    """The update of running statistics, of `syncbn_core.moments`, in place, and of their counter.
+
+    `tracked` (1,), or (0,) for none. All in one call, which no interrupt can cut in two.
+    """
+    for i in range(tracked.shape[0]):
+        tracked[i] += 1
     for c in range(mean.shape[0]):
         running_mean[c] = (1.0 - factor) * running_mean[c] + factor * mean[c]
         running_var[c] = (1.0 - factor) * running_var[c] + factor * (m2[c] / (count - 1))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncbn_core import Saved, batch_norm_backward, batch_norm_eval, batch_norm_forward
+from syncbn_core import BatchNorm, Saved, batch_norm_backward, batch_norm_eval, batch_norm_forward
 from syncbn_core.backends import reference
 from syncbn_core.comm import Communicator
 
@@ -528,3 +528,40 @@ def test_any_kind_of_number_may_be_the_momentum() -> None:
         found.append(np.stack(list(running.values())))
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_array_equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f2"])  # by the kernel, and by array operations
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_an_interrupt_leaves_running_statistics_all_old_or_all_new(
+    momentum: float | None, dtype: str, interrupt: Function
+) -> None:
+    x = random_batch((4, 3, 5), dtype)[0]
+
+    def layer() -> BatchNorm:
+        made = BatchNorm(3, momentum=momentum)
+        made.running_mean, made.running_var = np.zeros(3, dtype), np.ones(3, dtype)
+        return made
+
+    def state(of: BatchNorm) -> list[bytes]:
+        return [
+            of.running_mean.tobytes(),
+            of.running_var.tobytes(),
+            of.num_batches_tracked.tobytes(),
+        ]
+
+    reference = layer()
+    states = [state(reference)]
+    for _ in range(2):
+        reference(x)
+        states.append(state(reference))
+    seen, step = [], 0
+    while True:
+        interrupted = layer()
+        if not interrupt(lambda: interrupted(x), step, "syncbn_core"):  # noqa: B023
+            break
+        seen.append(states.index(state(interrupted)))
+        interrupted(x)
+        assert state(interrupted) == states[seen[-1] + 1]
+        step += 1
+    assert sorted(set(seen)) == [0, 1]
+    assert seen == sorted(seen)

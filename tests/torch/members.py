@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from syncbn_core.errors import ProtocolError
+from syncbn_core.errors import ProtocolError, StateError
 from syncbn_torch import (
     DataParallelWithCallback,
     DistributedCommunicator,
@@ -186,6 +187,61 @@ def half(rank: int, size: int) -> None:
         model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
         model(x[mine].float()).sum().backward()
     same_on_all_ranks(layer.running_mean)
+
+
+def recomputed(rank: int, size: int) -> None:
+    """A checkpointed layer counts once, and has bitwise the gradients and statistics of others."""
+    x, dy = whole_batch((8, 3, 4, 4))
+    mine = cut((0, 3, 8), rank)
+    for replicas in (1, 2):
+        results = []
+        for reentrant in (None, False, True)[: 4 - replicas]:
+            layer = SynchronizedBatchNorm2d(3).double()
+            part = x[mine].clone().requires_grad_()
+            model = DataParallelWithCallback(Calls(layer, reentrant), replicas=replicas)
+            model(part).backward(dy[mine])
+            results.append([part.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
+            assert int(layer.num_batches_tracked) == 1
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+class Calls(nn.Module):
+    def __init__(self, layer: nn.Module, reentrant: bool | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        if self.reentrant is None:
+            return self.layer(x)
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+def transforms(rank: int, size: int) -> None:
+    """Tangents and wrapped tensors can't be sent: each is refused, and all go on."""
+    x, dy = whole_batch((8, 3, 4, 4))
+    x, dy = x[cut((0, 3, 8), rank)], dy[cut((0, 3, 8), rank)]
+    layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
+    layer = layers[0]
+    refused = (StateError, "SynchronizedBatchNorm2d", "over processes")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, dy)
+        raises(*refused, call=lambda: layer(dual))
+        raises(*refused, call=lambda: forward_together(layers, [x, dual]))
+        layer(x)
+    raises(*refused, call=lambda: torch.func.jvp(layer, (x,), (dy,)))
+    assert int(layer.num_batches_tracked) == 1
+    leaf = x.clone().requires_grad_()
+    dys = torch.stack([dy, dy])
+    for y in (layer(leaf), DataParallelWithCallback(layer, replicas=2)(leaf)):
+        grad = partial(torch.autograd.grad, y, leaf, retain_graph=True)
+        batched = partial(grad, dys, is_grads_batched=True)
+        raises(StateError, "over processes", call=batched)
+        grad(dy)
+    ys = forward_together(layers, [leaf, leaf])
+    batched = partial(torch.autograd.grad, ys, leaf, [dys, dys], is_grads_batched=True)
+    raises(StateError, "over processes", call=batched)
 
 
 def groups(rank: int, size: int) -> None:

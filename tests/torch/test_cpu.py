@@ -65,7 +65,7 @@ def test_any_memory_gives_what_dense_memory_gives(which: str, kind: str) -> None
     results = []
     for operands in (given, dense):
         x, dy, weight = operands["x"], operands["dy"], operands["weight"]
-        y, total, invstd = cpu.forward_alone(x, weight, weight, None, 1e-5, "plus")
+        y, total, invstd = cpu.forward_alone(x, weight, weight, 1e-5, "plus")
         statistics = cpu.CpuStatistics(total, invstd, 1e-5, "plus")
         alone = statistics.backward_alone(x, dy, weight)
         assert alone is not None

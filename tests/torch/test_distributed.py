@@ -23,6 +23,8 @@ CASES = {
     "compiled": 3,
     "same_graph": 3,
     "one_replica": 3,
+    "recomputed": 2,
+    "transforms": 2,
 }
 
 

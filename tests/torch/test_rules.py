@@ -100,9 +100,9 @@ def test_a_small_input_costs_few_calls() -> None:
     x.requires_grad_()
     layer = SyncBatchNorm(8)
     operands = [x, *layer.parameters()]
-    assert calls(lambda: layer(x)) <= 16
+    assert calls(lambda: layer(x)) <= 18
     with always_ours():
-        assert calls(lambda: layer(x)) <= 56
+        assert calls(lambda: layer(x)) <= 64
         y = layer(x)
     backward = lambda: torch.autograd.grad(y, operands, dy, retain_graph=True)  # noqa: E731
     assert calls(backward) <= 32

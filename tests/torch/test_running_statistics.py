@@ -1,0 +1,240 @@
+"""Running statistics: one update per forward, of all three or of none."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from syncbn_core.errors import StateError
+from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm2d
+from syncbn_torch.batchnorm import always_ours
+
+SMALL, LARGE = (6, 3, 4, 4), (16, 3, 100, 100)
+NAMES = ("running_mean", "running_var", "num_batches_tracked")
+ROUTES = pytest.mark.parametrize("route", ["torch's kernel", "our kernels", "replicas", "plain"])
+
+
+def buffers(layer: Any) -> list[Tensor]:
+    return [getattr(layer, name).clone() for name in NAMES]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+@contextmanager
+def on(route: str, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The layer as it is called, by one of the ways to compute it."""
+    with always_ours(route != "torch's kernel"), monkeypatch.context() as patch:
+        if route == "plain":
+            patch.setattr("syncbn_torch.arithmetic.has_kernels", lambda tensor: False)
+        yield DataParallelWithCallback(layer, replicas=3) if route == "replicas" else layer
+
+
+class Model(nn.Module):
+    """Two layers, one of them used twice, in a part that may be checkpointed."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.first = SynchronizedBatchNorm2d(3)
+        self.second = SynchronizedBatchNorm2d(3, momentum=None)
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.first(self.conv(x)).sin()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.part(x)
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+@ROUTES
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_forward_counts_once(
+    route: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if route == "replicas" and reentrant:
+        pytest.skip("refused: see test_autograd.py")
+    results = []
+    start = Model(None).state_dict()
+    for kind in (None, reentrant):
+        model = Model(kind)
+        model.load_state_dict(start)
+        with on(route, model, monkeypatch) as called:
+            for step in range(2):
+                generator = torch.Generator().manual_seed(step)
+                x = torch.randn(SMALL, generator=generator, requires_grad=True)
+                y = called(x)
+                y.backward(torch.randn(SMALL, generator=generator))
+        results.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+        assert model.first.num_batches_tracked == 4
+        assert model.second.num_batches_tracked == 2
+    for a, b in zip(*results, strict=True):
+        assert a is not None
+        assert torch.equal(a, b)
+
+
+def test_checkpointing_the_replicated_model_counts_once() -> None:
+    for reentrant in (False, True):
+        model = Model(None)
+        parallel = DataParallelWithCallback(model, replicas=3)
+        x = torch.randn(SMALL, requires_grad=True)
+        checkpoint(parallel, x, use_reentrant=reentrant).backward(torch.randn(SMALL))
+        assert model.first.num_batches_tracked == 2
+
+
+@ROUTES
+def test_a_hook_that_fails_leaves_running_statistics(
+    route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the saved tensors it is."""
+    layer = SynchronizedBatchNorm2d(3)
+    before = buffers(layer)
+    left = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError
+        return tensor
+
+    x = torch.randn(SMALL, requires_grad=True)
+    with on(route, layer, monkeypatch) as called:
+        for saved in range(20):
+            left = saved
+            try:
+                with saved_tensors_hooks(pack, lambda t: t):
+                    called(x)
+            except ZeroDivisionError:
+                assert equal(buffers(layer), before)
+            else:
+                break
+    assert saved > 0
+    assert layer.num_batches_tracked == 1
+
+
+@ROUTES
+def test_hooks_change_no_running_statistics(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(SMALL, requires_grad=True)
+    found = []
+    for hooks in (False, True):
+        layer = SynchronizedBatchNorm2d(3)
+        with on(route, layer, monkeypatch) as called:
+            if hooks:
+                with saved_tensors_hooks(lambda t: t, lambda t: t):
+                    called(x)
+            else:
+                called(x)
+        found.append(buffers(layer))
+    assert equal(*found)
+
+
+@ROUTES
+def test_an_input_that_can_not_be_saved_is_refused_before(
+    route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = SynchronizedBatchNorm2d(3)
+    before = buffers(layer)
+    with torch.inference_mode():
+        x = torch.randn(SMALL)
+    with on(route, layer, monkeypatch):
+        with pytest.raises(StateError, match="saved for backward"):
+            layer(x)
+        assert equal(buffers(layer), before)
+        with torch.no_grad():
+            layer(x)
+    assert layer.num_batches_tracked == 1
+
+
+UNFIT: dict[str, tuple[str, Callable[[], Tensor]]] = {
+    "expanded mean": ("running_mean", lambda: torch.zeros(1).expand(3)),
+    "expanded variance": ("running_var", lambda: torch.ones(1).expand(3)),
+    "mean that requires grad": ("running_mean", lambda: torch.zeros(3, requires_grad=True)),
+    "variance that requires grad": ("running_var", lambda: torch.ones(3, requires_grad=True)),
+    "floating counter": ("num_batches_tracked", lambda: torch.tensor(0.0)),
+    "counter of two": ("num_batches_tracked", lambda: torch.zeros(2, dtype=torch.int64)),
+}
+
+
+@ROUTES
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_buffers_that_can_not_all_be_written_are_refused(
+    unfit: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = SynchronizedBatchNorm2d(3)
+    name, make = UNFIT[unfit]
+    setattr(layer, name, make())
+    before = buffers(layer)
+    with on(route, layer, monkeypatch), pytest.raises(StateError, match="expected"):
+        layer(torch.randn(SMALL))
+    assert equal(buffers(layer), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_any_one_integer_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    for ours in (False, True):
+        layer = SynchronizedBatchNorm2d(3)
+        layer.num_batches_tracked = torch.zeros(shape, dtype=dtype)
+        counter = layer.num_batches_tracked
+        with always_ours(ours):
+            layer(torch.randn(SMALL))
+        assert counter == 1
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@ROUTES
+def test_an_interrupt_leaves_running_statistics_all_old_or_all_new(
+    route: str, momentum: float | None, monkeypatch: pytest.MonkeyPatch, interrupt: Any
+) -> None:
+    """At every step of ours; for replicas, those in the thread that has the buffers."""
+    x = torch.randn(SMALL)
+    start = SynchronizedBatchNorm2d(3, momentum=momentum)
+    reference = copy.deepcopy(start)
+    states = [buffers(reference)]
+    seen = []
+    with on(route, reference, monkeypatch) as called:
+        for _ in range(2):
+            called(x)
+            states.append(buffers(reference))
+    within = ["syncbn_torch", "syncbn_core"]
+    if route == "replicas":  # in exchanges others are interrupted
+        within = [f"syncbn_torch/{name}.py" for name in ("functional", "statistics", "cpu")]
+    step = 0
+    while True:
+        layer = copy.deepcopy(start)
+        with on(route, layer, monkeypatch) as called:
+            if not interrupt(lambda: called(x), step, *within):
+                break
+            now = buffers(layer)
+            seen.append(next(i for i, state in enumerate(states) if equal(state, now)))
+            called(x)
+            assert equal(buffers(layer), states[seen[-1] + 1])
+        step += 1
+    assert sorted(set(seen)) == [0, 1]
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("sizes", [(SMALL, LARGE), (LARGE, SMALL), (SMALL, SMALL)])
+def test_calls_of_any_sizes_share_a_layer(sizes: tuple[tuple[int, ...], ...]) -> None:
+    """What one forward writes to running statistics is no change of the other's graph."""
+    layer = SynchronizedBatchNorm2d(3)
+    xs = [torch.randn(size, requires_grad=True) for size in sizes]
+    ys = [layer(xs[0])]
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        ys.append(layer(xs[1]))
+    dys = [torch.randn_like(y) for y in ys]
+    torch.autograd.backward(ys, dys)
+    for x, dy in zip(xs, dys, strict=True):
+        alone = x.detach().double().requires_grad_()
+        nn.BatchNorm2d(3).double()(alone).backward(dy.double())
+        torch.testing.assert_close(x.grad, alone.grad, check_dtype=False)
