@@ -174,10 +174,6 @@ class _SynchronizedBatchNorm(_BatchNorm):
             raise DTypeError(
                 f"expected a floating dtype, got {input.dtype}; convert it first with input.float()"
             )
-        for named in (self._parameters, self._buffers):
-            for name, own in named.items():
-                if own is not None and name in _FLOATING and not own.is_floating_point():
-                    raise _not_floating(name, own)
         own = self.weight if self.weight is not None else self.running_mean
         if own is None:
             return
@@ -228,8 +224,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if not self.training:
             mean, var = self.running_mean, self.running_var
             if mean is not None and var is not None:
+                weight, bias = self.weight, self.bias
+                _check_floating(weight, bias, mean, var)
                 return functional.batch_norm_eval(
-                    input, mean, var, self.weight, self.bias, eps=self.eps, eps_mode=eps_mode
+                    input, mean, var, weight, bias, eps=self.eps, eps_mode=eps_mode
                 )
         if torch.compiler.is_compiling() and not (self._alone() and eps_mode == "plus"):
             # kernels and messages are no torch operations: the graph breaks here
@@ -306,7 +304,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
                     f"expected {name} on {input.device}, where the input is, got {own.device}; "
                     "move the layer with .to(device)"
                 )
-            if not own.is_floating_point():  # of a replica, whose parameters are attributes
+            if not own.is_floating_point():
                 raise _not_floating(name, own)
             if plain and type(own) not in PLAIN:
                 raise DTypeError(
@@ -321,19 +319,25 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return weight, bias, running
 
     def _by_torch(self, input: Tensor) -> Tensor:
-        running = None
+        weight, bias = self.weight, self.bias
+        running = mean = var = None
         if self.training and self.track_running_stats:
             mean, var, counter = self.running_mean, self.running_var, self.num_batches_tracked
             running = RunningStatistics(mean, var, counter, self.momentum)
             running.check()
-        weight, bias = self.weight, self.bias
+        _check_floating(weight, bias, mean, var)
         check_storage(input, weight, bias)
         if not torch.compiler.is_compiling():
             functional.require_savable(input, weight, bias)
         return torch_kernel.batch_norm(input, weight, bias, running, self.eps)
 
 
-_FLOATING = frozenset(("weight", "bias", "running_mean", "running_var"))
+def _check_floating(*tensors: Tensor | None) -> None:
+    """Raise unless weight, bias, running_mean and running_var are None or real numbers."""
+    for index, own in enumerate(tensors):
+        if own is not None and not own.is_floating_point():
+            name = ("weight", "bias", "running_mean", "running_var")[index]
+            raise _not_floating(name, own)
 
 
 def _not_floating(name: str, own: Tensor) -> DTypeError:

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from syncbn_core.backends import cpu as kernels
 from syncbn_core.backends.cpu import Plan, plan_of
 from syncbn_core.moments import EpsMode, Moments, mean_gradients
-from syncbn_torch.interop import PLAIN, TYPES, as_array, empty_like, in_memory
+from syncbn_torch.interop import PLAIN, TYPES, as_array, empty_like, in_memory, shared
 from syncbn_torch.statistics import RunningStatistics, Sums, parameter_gradients, silent
 
 __all__ = ["CpuStatistics", "forward_alone", "moments", "wide"]
@@ -93,13 +93,13 @@ def update(running: RunningStatistics, total: Moments) -> None:
         running.update(total)
         return
     factor = running.factor()
-    tracked = None if counter is None else as_array(counter)
+    tracked = None if counter is None else shared(counter)
     # who has kept them for backward must learn of it
     increment_version(mean)
     increment_version(var)
     if counter is not None:
         increment_version(counter)
-    kernels.update_running(as_array(mean), as_array(var), tracked, total, factor)
+    kernels.update_running(shared(mean), shared(var), tracked, total, factor)
 
 
 def _can_blend(mean: Tensor, var: Tensor, counter: Tensor | None, total: Moments) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
     "has_kernels",
     "huge_pages_on_request",
     "in_memory",
+    "shared",
     "widened",
 ]
 
@@ -90,6 +91,11 @@ def check_storage(*tensors: Tensor | None) -> None:
             and type(tensor) in PLAIN
             and tensor.is_cpu
             and tensor.layout is torch.strided
+            and not (
+                tensor.is_contiguous()
+                and tensor.untyped_storage().nbytes() >= tensor.nbytes
+                and not tensor.storage_offset()
+            )
         ):
             _check_extent(tensor)
 
@@ -124,7 +130,11 @@ def _check_extent(tensor: Tensor) -> None:
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The array that shares memory with a `tensor` on the CPU; outside the autograd graph."""
-    tensor = in_memory(tensor)
+    return shared(in_memory(tensor))
+
+
+def shared(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """`as_array` of what `in_memory` gives back as it is."""
     if tensor.numel() == 0:
         return np.empty(tuple(tensor.shape), TYPES[tensor.dtype])
     dtype = TYPES[tensor.dtype]

@@ -65,25 +65,11 @@ class RunningStatistics:
         """Raise `StateError`, before anything is written, for what can't be all written."""
         if torch.compiler.is_compiling():
             return
-        outside = not torch.is_inference_mode_enabled()
         for own in (self.mean, self.var, self.counter):
-            if own is None:
-                continue
-            if outside and own.is_inference():
-                raise StateError(
-                    "expected running statistics that can be updated, got those of a layer built "
-                    "in torch.inference_mode(); build it outside, or train it in there too"
-                )
-            if own.requires_grad:
-                raise StateError(
-                    "expected running statistics without gradients, got some with "
-                    "requires_grad=True; register them as buffers, detached"
-                )
-            if not own.is_contiguous() and 0 in own.stride():
-                raise StateError(
-                    "expected running statistics with memory for each value, got some of shape "
-                    f"{tuple(own.shape)} and strides {own.stride()}; clone() what expand() gave"
-                )
+            if own is not None and (
+                own.requires_grad or own.is_inference() or not own.is_contiguous()
+            ):
+                _check_writable(own)
         counter = self.counter
         if counter is not None and (counter.dtype not in _COUNTERS or counter.numel() != 1):
             raise StateError(
@@ -121,6 +107,24 @@ class RunningStatistics:
 def recomputing() -> bool:
     """Whether this forward runs in a backward pass, as activation checkpointing does it again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _check_writable(own: Tensor) -> None:
+    if own.is_inference() and not torch.is_inference_mode_enabled():
+        raise StateError(
+            "expected running statistics that can be updated, got those of a layer built "
+            "in torch.inference_mode(); build it outside, or train it in there too"
+        )
+    if own.requires_grad:
+        raise StateError(
+            "expected running statistics without gradients, got some with "
+            "requires_grad=True; register them as buffers, detached"
+        )
+    if 0 in own.stride() and not own.is_contiguous():
+        raise StateError(
+            "expected running statistics with memory for each value, got some of shape "
+            f"{tuple(own.shape)} and strides {own.stride()}; clone() what expand() gave"
+        )
 
 
 def parameter_gradients(

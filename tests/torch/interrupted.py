@@ -21,8 +21,15 @@ REPLICAS, LAYERS = 2, 6
 
 
 def make() -> DataParallelWithCallback:
-    layers = [SynchronizedBatchNorm1d(4, affine=i % 2 == 0) for i in range(LAYERS)]
-    return DataParallelWithCallback(nn.Sequential(*layers).double(), replicas=REPLICAS)
+    layers = nn.Sequential(*[SynchronizedBatchNorm1d(4) for _ in range(LAYERS)]).double()
+    return DataParallelWithCallback(_with_means(layers), replicas=REPLICAS)
+
+
+def _with_means(layers: nn.Sequential) -> nn.Sequential:
+    """The same with biases, so that the next layer has running means to be torn."""
+    for number, layer in enumerate(layers, 1):
+        nn.init.constant_(layer.bias, float(number))
+    return layers
 
 
 def train(model: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
@@ -35,7 +42,7 @@ def train(model: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
 def main(count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     x, dy = (torch.randn(7, 4, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
-    twin = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(LAYERS)]).double()
+    twin = _with_means(nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(LAYERS)]).double())
     expected, y = train(twin, x, dy), twin(x).detach()
     inputs = [x, *[layer_in.detach() for layer_in in _inputs(twin, x)]][:LAYERS]
     moments = [(t.mean(0).numpy(), t.var(0).numpy()) for t in inputs]

@@ -100,9 +100,9 @@ def test_a_small_input_costs_few_calls() -> None:
     x.requires_grad_()
     layer = SyncBatchNorm(8)
     operands = [x, *layer.parameters()]
-    assert calls(lambda: layer(x)) <= 18
+    assert calls(lambda: layer(x)) <= 22
     with always_ours():
-        assert calls(lambda: layer(x)) <= 64
+        assert calls(lambda: layer(x)) <= 72
         y = layer(x)
     backward = lambda: torch.autograd.grad(y, operands, dy, retain_graph=True)  # noqa: E731
     assert calls(backward) <= 32
