@@ -184,6 +184,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
             )
         half = input.dtype in (torch.float16, torch.bfloat16)
         if own.dtype != input.dtype and not (half and own.dtype == torch.float32):
+            _check_floating(self.weight, self.bias, self.running_mean, self.running_var)
             raise DTypeError(
                 f"expected input of dtype {own.dtype}, as the layer's, got {input.dtype}; "
                 f"convert one of them with .to({own.dtype}) or layer.to({input.dtype})"
