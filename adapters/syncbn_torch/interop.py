@@ -69,7 +69,12 @@ def in_memory(tensor: Tensor) -> Tensor:
 
     `StateError` for one whose storage was freed, or ends before its last element.
     """
-    _check_extent(tensor)
+    if not (
+        tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() >= tensor.nbytes
+        and not tensor.storage_offset()
+    ):
+        _check_extent(tensor)
     if tensor.is_neg():  # negated when it is read
         return tensor.detach().resolve_neg()
     address, size = tensor.data_ptr(), tensor.element_size()
@@ -101,7 +106,10 @@ def check_storage(*tensors: Tensor | None) -> None:
 
 
 def _check_extent(tensor: Tensor) -> None:
-    """Raise unless the storage of a strided tensor on the CPU reaches to its last element."""
+    """Raise unless the storage of a strided tensor on the CPU reaches to its last element.
+
+    Who calls this has seen the usual case already: contiguous, from the storage's beginning.
+    """
     held = tensor.untyped_storage().nbytes()
     if tensor.is_contiguous():
         due = tensor.nbytes

@@ -102,10 +102,10 @@ def test_a_small_input_costs_few_calls() -> None:
     operands = [x, *layer.parameters()]
     assert calls(lambda: layer(x)) <= 22
     with always_ours():
-        assert calls(lambda: layer(x)) <= 72
+        assert calls(lambda: layer(x)) <= 66
         y = layer(x)
     backward = lambda: torch.autograd.grad(y, operands, dy, retain_graph=True)  # noqa: E731
-    assert calls(backward) <= 32
+    assert calls(backward) <= 33
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
