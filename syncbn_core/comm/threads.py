@@ -68,6 +68,33 @@ def run_in_threads(
     return crew.results
 
 
+class _Thread(threading.Thread):
+    """A thread whose `start` does not wait until it runs.
+
+    That wait is Python code, and Ctrl-C in it comes out as "release unlocked lock".
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._started = _Started()
+
+
+class _Started:
+    """What `threading.Thread` asks of the event that it has run."""
+
+    def __init__(self) -> None:
+        self._has_run = False
+
+    def set(self) -> None:
+        self._has_run = True
+
+    def is_set(self) -> bool:
+        return self._has_run
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+
 class _Crew(Generic[T]):
     """The members of one call, and what has become of them."""
 
@@ -94,7 +121,7 @@ class _Crew(Generic[T]):
         """Members 1, 2, ... in threads, which the interpreter's exit doesn't wait for."""
         for index in range(1, self.size):
             name = f"{self.describe} {index}"
-            thread = threading.Thread(target=self.run, args=(index,), name=name, daemon=True)
+            thread = _Thread(target=self.run, args=(index,), name=name, daemon=True)
             self.running[index] = thread
             try:
                 thread.start()
