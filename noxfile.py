@@ -99,7 +99,10 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", *session.posargs)
     else:  # most of the core's time is compilation
         session.run("pytest", *SIDE_BY_SIDE, "tests/core")
-        session.run("pytest", "tests", "--ignore", "tests/core")
+        benchmarks = "tests/torch/test_benchmarks.py"  # which measure for so many seconds
+        session.run("pytest", benchmarks)
+        others = ["--ignore", "tests/core", "--ignore", benchmarks]
+        session.run("pytest", *SIDE_BY_SIDE, "tests", *others)
 
 
 @nox.session(python=TORCH_PYTHON)
