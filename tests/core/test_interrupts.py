@@ -1,8 +1,7 @@
 """Ctrl-C at any moment: nobody waits, nothing stays locked, the next call works.
 
-CPython raises KeyboardInterrupt in the main thread when a call has ended, or a function begins. So
-the first tests raise it in turn at each of these points of `syncbn_core.comm`, from a profiling
-function; the last one sends storms of real signals.
+The first tests raise KeyboardInterrupt at each point where it can come in turn; the last one sends
+storms of real signals.
 """
 
 import os
@@ -12,7 +11,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,30 +23,6 @@ LONG = 60.0  # seconds; nobody may wait so long
 FOLDER = str(Path(syncbn_core.comm.__file__).parent)
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at the `number`-th point where Ctrl-C can come, from 0."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.seen = 0
-
-    def __enter__(self) -> "Interrupt":
-        sys.setprofile(self.event)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        sys.setprofile(None)
-
-    def event(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" or "weakref" in frame.f_code.co_filename:
-            return  # errors in callbacks of weak references go nowhere
-        where = frame.f_back if event == "return" else frame  # who gets the exception
-        if where is not None and where.f_code.co_filename.startswith(FOLDER):
-            self.seen += 1
-            if self.seen > self.number:
-                raise KeyboardInterrupt
-
-
 def total(messages: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return [(identifier, sum(m for _, m in messages)) for identifier, _ in messages]
 
@@ -59,20 +33,16 @@ def ended(threads: list[threading.Thread]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def every_point(scenario: Callable[[Interrupt], None], least: int) -> None:
+def every_point(scenario: Callable[[Any], bool], interrupt: Any, least: int) -> None:
     """Run it with an interrupt at each point until one run comes through without."""
     number = 0
-    while True:
-        interrupt = Interrupt(number)
-        scenario(interrupt)
-        if interrupt.seen <= number:
-            break
+    while scenario(lambda action: interrupt(action, number, FOLDER)):  # noqa: B023
         number += 1
     assert number >= least, f"only {number} points: profiling shows nothing"
 
 
-def test_an_interrupt_at_any_point_releases_the_members_of_run_in_threads() -> None:
-    def scenario(interrupt: Interrupt) -> None:
+def test_an_interrupt_at_any_point_releases_the_members_of_run_in_threads(interrupt: Any) -> None:
+    def scenario(interrupted: Any) -> bool:
         master = SyncMaster(total, timeout=LONG)
         pipes = [master.register_slave(i) for i in (1, 2)]
         here: list[threading.Thread] = []
@@ -83,29 +53,27 @@ def test_an_interrupt_at_any_point_releases_the_members_of_run_in_threads() -> N
 
         members: list[Any] = [lambda: [master.run_master(1), master.run_master(2)]]
         members += [lambda pipe=pipe: slave(pipe) for pipe in pipes]
-        try:
-            with interrupt:
-                results = run_in_threads(members, abort=master.abort)
-            assert results == [[3, 6]] * 3
-        except KeyboardInterrupt:
-            pass
-        assert ended(here), f"interrupt {interrupt.number}: a member waits"
+        results: list[Any] = []
+        cut = interrupted(lambda: results.append(run_in_threads(members, abort=master.abort)))
+        assert cut or results == [[[3, 6]] * 3]
+        assert ended(here), "a member waits"
         master.clear_slaves()  # the next forward
         again = master.register_slave(1)
         calls = [lambda: master.run_master(1), lambda: again.run_slave(1)]
         assert run_in_threads(calls, abort=master.abort) == [2, 2]
+        return bool(cut)
 
-    every_point(scenario, least=100)
+    every_point(scenario, interrupt, least=100)
 
 
-@pytest.mark.parametrize("interrupted", ["master", "slave"])
+@pytest.mark.parametrize("who", ["master", "slave"])
 def test_an_interrupt_in_a_call_releases_the_others_and_the_next_call_works(
-    interrupted: str,
+    who: str, interrupt: Any
 ) -> None:
-    def scenario(interrupt: Interrupt) -> None:
+    def scenario(interrupted: Any) -> bool:
         master = SyncMaster(total, timeout=LONG)
         pipes = [master.register_slave(i) for i in (1, 2)]
-        if interrupted == "master":
+        if who == "master":
             mine, others = master.run_master, [pipe.run_slave for pipe in pipes]
         else:
             mine, others = pipes[0].run_slave, [master.run_master, pipes[1].run_slave]
@@ -119,10 +87,8 @@ def test_an_interrupt_in_a_call_releases_the_others_and_the_next_call_works(
         threads = [threading.Thread(target=other, args=(call,), daemon=True) for call in others]
         for thread in threads:
             thread.start()
-        try:
-            with interrupt:
-                mine(1)
-        except KeyboardInterrupt:
+        cut = interrupted(lambda: mine(1))
+        if cut:
             reply = None
             while reply is None:  # what was begun has failed for all, what comes then succeeds
                 with suppress(CommAborted):
@@ -130,9 +96,10 @@ def test_an_interrupt_in_a_call_releases_the_others_and_the_next_call_works(
             assert reply == 3
         stop.set()
         master.abort(KeyboardInterrupt())
-        assert ended(threads), f"interrupt {interrupt.number}: a member waits"
+        assert ended(threads), "a member waits"
+        return bool(cut)
 
-    every_point(scenario, least=30)
+    every_point(scenario, interrupt, least=30)
 
 
 STORM = Path(__file__).with_name("interrupted.py")
