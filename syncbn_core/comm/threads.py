@@ -159,8 +159,9 @@ class _Crew(Generic[T]):
             self.leave(0)
 
     def give_up(self, error: BaseException) -> None:
-        """Begin no more members, and release those that wait."""
+        """Begin no more members, release those that wait, and keep nothing of theirs."""
         self.jobs.clear()
+        self.results = [None] * self.size
         try:
             self.abort(error)
         finally:
