@@ -149,9 +149,11 @@ class BatchNorm:
                 "expected a forward before each backward, got a backward without one; for a "
                 "layer used several times in a forward take syncbn_core.functional"
             )
-        if self._forwards > 1:
+        forwards, self._forwards = self._forwards, 0  # the next step is right, whatever happens
+        if forwards > 1:
+            self.discard()
             raise StateError(
-                f"expected one forward before each backward, got {self._forwards}; call discard() "
+                f"expected one forward before each backward, got {forwards}; call discard() "
                 "after a forward that no backward follows, and take syncbn_core.functional for a "
                 "layer used several times"
             )

@@ -119,7 +119,7 @@ def _to_torch(module: nn.Module) -> nn.Module | str | None:
         return 'eps_mode="clamp", which torch does not have'
     origin = module.__dict__.get("_converted_from", target)
     new = _as(origin, module)
-    for name in ("_link", "eps_mode", "_converted_from"):
+    for name in ("_link", "_copied_from", "eps_mode", "_converted_from"):
         new.__dict__.pop(name, None)
     if origin is not nn.SyncBatchNorm:
         new.__dict__.pop("process_group", None)

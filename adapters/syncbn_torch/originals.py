@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from syncbn_core.errors import CheckpointError, StateError
 from syncbn_torch.names import name_of
 
-__all__ = ["Replica", "check_alone", "copy_of", "current", "note_reached", "replicas_of"]
+__all__ = ["Replica", "check_alone", "copy_of", "current", "give_up", "note_reached", "replicas_of"]
 
 T = TypeVar("T")
 
-# Whether anything below can concern a layer. It is no method: layers read it in every forward, and
-# torch.compile can guard on it.
+# False while no replica runs and no mark lives: layers then skip this module. A plain global,
+# because every forward reads it and torch.compile can guard on it.
 watching = False
 
-_lock = threading.RLock()  # reentrant: a mark may die, and say so, in whoever holds it
+_lock = threading.RLock()  # garbage collection may run `_forget` in the thread that holds it
 _running: set[Replica] = set()
 _current: ContextVar[Replica | None] = ContextVar("replica", default=None)
 
@@ -74,6 +74,13 @@ def replicas_of(model: Sequence[nn.Module], copies: Sequence[Sequence[nn.Module]
 def current() -> Replica | None:
     """The replica in whose thread this is called."""
     return _current.get()
+
+
+def give_up(replicas: Sequence[Replica]) -> None:
+    """The caller goes on without them, though some may still run."""
+    with _lock:
+        _running.difference_update(replicas)
+        _watch()
 
 
 def copy_of(layer: nn.Module) -> nn.Module | None:

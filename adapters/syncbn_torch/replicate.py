@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from syncbn_core.comm import SyncMaster, run_in_threads
+from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch import originals
 from syncbn_torch.modes import call_within, modes_of_caller, place_of
@@ -51,7 +51,7 @@ class CallbackContext:
         self.closed = False
         self.disowned = ""
         self._sync_master: SyncMaster | None = None
-        self._siblings: list[Any] = []  # shared by all submodules of one forward
+        self._siblings: Siblings | None = None  # of all submodules in one forward
 
     @property
     def sync_master(self) -> SyncMaster:
@@ -107,7 +107,7 @@ def _execute(first: nn.Module, copies: Sequence[Sequence[nn.Module]]) -> list[Ca
     """Call back the submodules of each copy; `first` is copy 0, which has the names."""
     names = [name or type(first).__name__ for name, _ in first.named_modules()]
     contexts = [CallbackContext(name, len(copies)) for name in names]
-    siblings: list[Any] = []
+    siblings = Siblings()
     for context in contexts:
         context._siblings = siblings
     for copy_id, submodules in enumerate(copies):
@@ -288,6 +288,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Run every replica in a thread of its own; results in their order."""
         contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
         found: list[originals.Replica] = getattr(replicas, "found", [])
+        siblings = contexts[0]._siblings if contexts else None
         modes = modes_of_caller()
         places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
@@ -298,6 +299,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             def call() -> Any:
                 run = partial(replicas[index], *inputs[index], **kwargs[index])
                 own = modes if index > 0 else []  # replica 0 runs in the caller's thread
+                if siblings is not None:
+                    siblings.enter(index)
                 return call_within([*own, *places[index]], run)
 
             if not found:
@@ -322,6 +325,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         except BaseException as error:
             for context in contexts:
                 context.disown(error)
+            originals.give_up(found)
             raise
         finally:
             for context in contexts:

@@ -15,6 +15,7 @@ from syncbn_core.comm.communicator import (
 from syncbn_core.comm.deadline import get_default_timeout, set_default_timeout
 from syncbn_core.comm.master_slave import FutureResult, SlavePipe, SyncMaster
 from syncbn_core.comm.processes import Call, ProcessCommunicator, Transport
+from syncbn_core.comm.rounds import Siblings
 from syncbn_core.comm.site import Site, forward_call, located
 from syncbn_core.comm.threads import run_in_threads
 
@@ -29,6 +30,7 @@ __all__ = [
     "MPICommunicator",
     "NCCLCommunicator",
     "ProcessCommunicator",
+    "Siblings",
     "SingleCommunicator",
     "Site",
     "SlavePipe",

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from syncbn_core.comm.deadline import check_timeout, seconds_of
 from syncbn_core.comm.future import NOTHING, FutureResult, Gate
-from syncbn_core.comm.rounds import MASTER, Cause, Round, Slave, named, shown
+from syncbn_core.comm.rounds import MASTER, Cause, Round, Siblings, Slave, named, shown
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout, ProtocolError
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
@@ -80,6 +80,7 @@ class SlavePipe(NamedTuple):
                         "while its last one is unanswered; use one pipe in one thread at a time"
                     )
                 slave.busy = entered = True
+                slave.thread = threading.get_ident()
             current.post(slave, call, msg)
             posted = True
             return self._reply(current, call, seconds)
@@ -197,12 +198,11 @@ class SyncMaster:
             )
         return SlavePipe(identifier, current, result)
 
-    def clear_slaves(self, siblings: list[Any] | None = None) -> None:
+    def clear_slaves(self, siblings: Siblings | None = None) -> None:
         """Forget every slave and begin a new round; who still waits in the old one is released.
 
-        `siblings`: a list that masters with the same members share for this round, empty at first.
-        When every member waits for another one, each in a different exchange, this is then found
-        out after a second.
+        `siblings`: shared by masters whose members are the same threads. When every member waits
+        for another one, in different exchanges, they are then told after a second.
         """
         old, self._round = self._round, Round(self._name, self._timeout, siblings)
         old.close()
@@ -222,10 +222,12 @@ class SyncMaster:
             with current.lock:
                 if current.busy:
                     raise ProtocolError(
-                        f"two threads are in run_master of {self._name}; one master, one thread"
+                        f"expected one thread of the master in {self._name}, got two at the same "
+                        "time; make a member's calls from one thread"
                     )
                 call = current.calls + 1
                 current.busy = entered = True
+                current.thread = threading.get_ident()
                 current.calls = call
             messages = self._collect(current, call)
             replies = self._replies([(MASTER, master_msg), *messages], current.where(call))

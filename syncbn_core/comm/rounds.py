@@ -3,9 +3,10 @@
 A call is known by its number, so a message that comes after its call has failed is told so at
 once, and is never taken for the next one.
 
-The lock is held for a few statements at a time, never while code of the user runs: texts of errors
-are made before. Ctrl-C may cut a step off between any two statements that call something. So the
-steps that release others can be run again, and what belongs together is stored side by side.
+The lock is held for a few statements at a time, in which nothing of the user's runs but the names
+of members; texts of errors are made before. Ctrl-C may cut a step off after any call. So steps that
+release others can be repeated without harm, and fields that belong together are set in one
+statement.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from syncbn_core.comm.future import NOTHING, FutureResult, Gate
 from syncbn_core.errors import CommAborted, CommError, ProtocolError
 
-__all__ = ["MASTER", "Cause", "Round", "Slave", "named", "shown"]
+__all__ = ["MASTER", "Cause", "Round", "Siblings", "Slave", "named", "shown"]
 
 MASTER = 0
 
@@ -57,31 +58,31 @@ class Cause(NamedTuple):
 class Slave:
     """What a round knows of one slave."""
 
-    __slots__ = ("busy", "calls", "message", "result")
+    __slots__ = ("busy", "calls", "message", "result", "thread")
 
     def __init__(self, result: FutureResult[Any]) -> None:
         self.busy = False  # a thread is in run_slave
         self.calls = 0  # calls made so far
         self.message: Any = NOTHING  # of a call that waits for its reply
         self.result = result
+        self.thread = 0  # that is in run_slave
 
 
 class Round:
     """One registration of slaves: their mailboxes, and how many calls each member has made."""
 
-    def __init__(
-        self, name: str, timeout: float | None, siblings: list[Round] | None = None
-    ) -> None:
+    def __init__(self, name: str, timeout: float | None, siblings: Siblings | None = None) -> None:
         self.name = name
         self.timeout = timeout
-        self.siblings = siblings  # with the same members, this one too
+        self.siblings = siblings
         if siblings is not None:
-            siblings.append(self)
+            siblings.rounds.append(self)
         self.lock = threading.Lock()
         self.gate = Gate()  # where the master waits
         self.slaves: dict[Hashable, Slave] = {}
         self.calls = 0  # calls made by the master
         self.busy = False  # a thread is in run_master
+        self.thread = 0  # which one
         self.failures: dict[int, Cause] = {}
         self.left: set[Hashable] = set()
         self.broken: Cause | None = None
@@ -196,23 +197,24 @@ class Round:
                         self.check(slave.calls)
             self.gate.open()
 
-    def waits(self) -> dict[Hashable, int]:
-        """Members that wait for the message of another one, and the calls that they wait in."""
+    def waits(self) -> dict[Hashable, tuple[int, int]]:
+        """Members that wait for the message of another one: in which call, in which thread."""
         with self.lock:
-            found: dict[Hashable, int] = {
-                identifier: slave.calls
+            found: dict[Hashable, tuple[int, int]] = {
+                identifier: (slave.calls, slave.thread)
                 for identifier, slave in self.slaves.items()
                 if slave.message is not NOTHING and self.missing(slave.calls)
             }
             if self.busy and self.missing(self.calls):
-                found[MASTER] = self.calls
+                found[MASTER] = (self.calls, self.thread)
             return found
 
     def look(self, member: Hashable, call: int, before: Waits | None) -> Waits | None:
         """Raise `ProtocolError` where whoever is missing in `call` can't come.
 
         `before`: what the last look has returned. Who waits in the same call at two looks has
-        waited all the time between them; and when all members have, none can ever go on.
+        waited all the time between them; when all members have, in their only threads, none can
+        ever go on.
         """
         if threading.active_count() == 1 and len(sys._current_frames()) == 1:
             raise ProtocolError(
@@ -220,7 +222,7 @@ class Round:
                 "running that could call the others; each member needs a thread of its own "
                 "(run_in_threads)"
             )
-        waits = _everybody_waits(self.siblings or [self])
+        waits = None if self.siblings is None else self.siblings.everybody_waits()
         if waits is None or waits != before:
             return waits
         each = "; ".join(f"{named([one])} in {each.where(n)}" for one, (each, n) in waits.items())
@@ -233,18 +235,37 @@ class Round:
 Waits = dict[Hashable, tuple[Round, int]]
 
 
-def _everybody_waits(rounds: Sequence[Round]) -> Waits | None:
-    """In which call of which round each member waits; None if one does not, or in several."""
-    rounds = list(rounds)
-    gone = set.intersection(*(each.left for each in rounds))
-    members = {MASTER, *(member for each in rounds for member in each.slaves)} - gone
-    waits: Waits = {}
-    for each in rounds:
-        for member, call in each.waits().items():
-            if member in waits:  # by threads of its own
-                return None
-            waits[member] = (each, call)
-    return waits if members <= waits.keys() else None
+class Siblings:
+    """Rounds with the same members, each of which is one thread: finds out when all are stuck.
+
+    Each member calls `enter` in its thread. Where other threads have begun since, which may be
+    those of a member and call in its place, nothing is found out.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: list[Round] = []
+        self.threads: dict[Hashable, int] = {}
+        self.others = set(sys._current_frames())
+
+    def enter(self, member: Hashable) -> None:
+        """The calling thread is that of `member`."""
+        self.threads[member] = threading.get_ident()
+
+    def everybody_waits(self) -> Waits | None:
+        """In which call of which round each member waits; None if one does not, or may not."""
+        rounds = list(self.rounds)
+        gone = set.intersection(*(each.left for each in rounds))
+        members = {MASTER, *(member for each in rounds for member in each.slaves)} - gone
+        waits: Waits = {}
+        for each in rounds:
+            for member, (call, thread) in each.waits().items():
+                if member in waits or self.threads.get(member) != thread:
+                    return None
+                waits[member] = (each, call)
+        known = self.others | set(self.threads.values())
+        if not members <= waits.keys() or not known.issuperset(sys._current_frames()):
+            return None
+        return waits
 
 
 def named(identifiers: Sequence[Hashable]) -> str:

@@ -12,6 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from syncbn_core.comm.deadline import get_default_timeout
@@ -54,7 +55,7 @@ def run_in_threads(
             _thread.start_new_thread(crew.give_up, (error,))  # which no second Ctrl-C cuts off
         except RuntimeError:
             crew.give_up(error)
-        crew.given_up.wait(GRACE)  # else it might release those of the caller's next call
+        crew.given_up.wait(GRACE)  # a late abort could hit the caller's next call
         crew.all_ended_within(GRACE)
         _left_to_themselves.update(crew.running.copy().values())
         raise
@@ -135,11 +136,10 @@ class _Crew(Generic[T]):
         try:
             if job is not None:
                 self.results[index] = job()
+            self.leave(index)
         except BaseException as error:
             self.errors.append((index, error))
             self.abort(error)
-        else:
-            self.leave(index)
         finally:
             with self.lock:
                 del self.running[index]
@@ -152,11 +152,10 @@ class _Crew(Generic[T]):
             return
         try:
             self.results[0] = job()
+            self.leave(0)
         except Exception as error:
             self.errors.append((0, error))
             self.abort(error)
-        else:
-            self.leave(0)
 
     def give_up(self, error: BaseException) -> None:
         """Begin no more members, release those that wait, and keep nothing of theirs."""
@@ -203,13 +202,16 @@ class _Crew(Generic[T]):
         for index, ident in running.items():
             frame = frames.get(ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown\n"
-            warnings.warn(
-                f"{self.describe} {index} of {self.size} is still computing {seconds:g} s after "
-                f"{self.describe} 0 has ended; it is waited for, as long as it takes. It is at:\n"
-                f"{stack}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            with suppress(
+                RuntimeWarning
+            ):  # where warnings are errors: it is waited for all the same
+                warnings.warn(
+                    f"{self.describe} {index} of {self.size} is still computing {seconds:g} s "
+                    f"after {self.describe} 0 has ended; it is waited for, as long as it takes. "
+                    f"It is at:\n{stack}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
 
     def first_error(self) -> BaseException | None:
         """The first error that is no mere consequence, with notes where it takes any."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from syncbn_core.comm import SyncMaster, run_in_threads, set_default_timeout
+from syncbn_core.comm import Siblings, SyncMaster, run_in_threads, set_default_timeout
 from syncbn_core.comm.rounds import Round
 from syncbn_core.errors import CommAborted, CommError, CommTimeout, ProtocolError
 
@@ -320,12 +320,13 @@ def test_the_state_that_other_projects_pickle_is_understood() -> None:
 def test_members_that_wait_for_each_other_in_two_exchanges_are_told_soon(size: int) -> None:
     names = ("left", "right")
     masters = [SyncMaster(echo, name=name, timeout=LONG) for name in names]
-    siblings: list[Any] = []
+    siblings = Siblings()
     for master in masters:
         master.clear_slaves(siblings)
     pipes = [[master.register_slave(i) for i in range(1, size)] for master in masters]
 
     def member(index: int) -> None:
+        siblings.enter(index)
         calls = [m.run_master if index == 0 else p[index - 1].run_slave
                  for m, p in zip(masters, pipes, strict=True)]  # fmt: skip
         for call in calls[::-1] if index == size - 1 else calls:
@@ -343,32 +344,51 @@ def test_members_that_wait_for_each_other_in_two_exchanges_are_told_soon(size: i
     assert f"slave {size - 1} in call 1 of right" in said
 
 
-def test_a_member_that_still_computes_is_no_deadlock() -> None:
+@pytest.mark.parametrize("helper", [False, True])
+def test_a_member_that_still_computes_is_no_deadlock(
+    helper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Itself, or a thread of its own that makes its other call."""
     masters = [SyncMaster(echo, name=name, timeout=LONG) for name in ("left", "right")]
-    siblings: list[Any] = []
+    siblings = Siblings()
     for master in masters:
         master.clear_slaves(siblings)
-    left, right = ([master.register_slave(i) for i in (1, 2)] for master in masters)
+    calls = [(m.run_master, m.register_slave(1).run_slave) for m in masters]
     looked = threading.Event()
-    looks = []
+    looks: list[Any] = []
 
-    def look(self: Any, *arguments: Any) -> Any:
+    def look(self: Round, *arguments: Any) -> Any:
         looks.append(original(self, *arguments))
-        if len(looks) > 4:
+        if len(looks) > 5:
             looked.set()
         return looks[-1]
 
     original = Round.look
-    Round.look = look  # type: ignore[method-assign]
-    try:
-        results = run_in_threads(
-            [
-                lambda: [masters[0].run_master(0), masters[1].run_master(0)],
-                lambda: [left[0].run_slave(1), right[0].run_slave(1)],
-                lambda: [looked.wait(LONG) and left[1].run_slave(2), right[1].run_slave(2)],
-            ]
-        )
-    finally:
-        Round.look = original  # type: ignore[method-assign]
-    assert results == [[[0, 1, 2]] * 2] * 3
+    monkeypatch.setattr(Round, "look", look)
+
+    def member(index: int) -> list[Any]:
+        """Left and right, one of them at once and the other one later: not the same in each."""
+        siblings.enter(index)
+        first, second = [call[index] for call in calls][:: 1 if index == 0 or not helper else -1]
+        replies: list[Any] = []
+
+        def later() -> None:
+            assert looked.wait(LONG)
+            replies.append(second(index))
+
+        if helper:
+            thread = threading.Thread(target=later)
+            thread.start()
+            replies.append(first(index))
+            thread.join()
+        elif index == 0:
+            replies += [first(index), second(index)]
+        else:
+            assert looked.wait(LONG)
+            replies += [first(index), second(index)]
+        return replies
+
+    if not helper:
+        looks += [None] * 3  # only one member waits, and looks
+    assert run_in_threads([lambda i=i: member(i) for i in range(2)]) == [[[0, 1]] * 2] * 2
     assert set(looks) == {None}
