@@ -485,6 +485,11 @@ def check_running(
                 f"expected a writable {name}, which training updates in place, got a read-only "
                 "array; copy it first"
             )
+        if array is not None and array.size > 1 and 0 in array.strides:
+            raise ReadOnlyError(
+                f"expected {name} with memory for each value, got strides {array.strides}; copy it "
+                "first"
+            )
 
 
 def check_out(x: Array, out: Array | None) -> None:

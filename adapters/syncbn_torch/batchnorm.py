@@ -144,7 +144,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
         Other projects' wrappers call it too, with any object that all copies share as `context`.
         """
         context = adopted(context, self._original)
-        self._link = None if context.size == 1 else Link(context, copy_id)
+        alone = context.size == 1 and self._communicator() is None
+        self._link = None if alone else Link(context, copy_id)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if self._ranks is None:
@@ -211,7 +212,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         """Forward of a layer without a link while replicas run, perhaps in this very thread."""
         replica = originals.copy_of(self)
         if replica is not None:
-            # not its own forward: a subclass's has been entered already, as have the hooks
+            # this class's forward, not a subclass's: that one and the hooks are already running
             y = _SynchronizedBatchNorm.forward(cast(Any, replica), input)
             originals.note_reached(self, y)
             return y
@@ -264,6 +265,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
             )
         else:
             member, edge = functional.measure(x, plainly)
+            learns = any(p is not None and p.requires_grad for p in (weight, bias))
+            if communicator is not None and learns and torch.is_grad_enabled():
+                # other processes wait for the sums, whether or not x needs a gradient here
+                edge.requires_grad_()
             call = functional.Call(self.eps, eps_mode, communicator)
             edge, merged = link.exchange(x, member, edge, call)
             mine = running if merged and link.is_master else None

@@ -183,7 +183,7 @@ class CpuStatistics:
     ) -> tuple[Sums, Tensor] | None:
         """`backward_reduce` and `backward_input` where nobody else has a part of the batch.
 
-        None for nothing.
+        None for an empty input.
         """
         if x.numel() == 0:
             return None

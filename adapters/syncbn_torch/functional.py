@@ -88,6 +88,7 @@ class Call:
 
     __slots__ = (
         "communicator",
+        "context",
         "eps",
         "eps_mode",
         "invstd",
@@ -101,6 +102,7 @@ class Call:
         self.eps = eps
         self.eps_mode = eps_mode
         self.communicator = communicator
+        self.context: Any = None  # of the forward of replicas
         self.members: list[Member] = []
         self.total: Moments
         self.invstd: Channelwise  # on the host
@@ -113,6 +115,12 @@ class Call:
         Passes over one graph may come one after the other, may stop half way (gradients of the
         weight alone), and may run at the same time in several threads.
         """
+        if self.context is not None and not self.context.is_over():
+            raise StateError(
+                f"expected the backward of {self.context.name} after the forward of all replicas, "
+                "got one inside a replica (autograd.grad or backward() in forward), which can't be "
+                "synchronized; compute gradients outside of DataParallelWithCallback"
+            )
         task = torch._C._current_graph_task_id()
         passes = self.passes
         with Pass.beginning:
@@ -473,13 +481,11 @@ def batch_norm(
     running: RunningStatistics | None = None,
     plainly: bool = False,
 ) -> tuple[Tensor, Moments]:
-    """`(y, moments of the whole batch)` for the one member of this process.
+    """`(y, moments of the whole batch)` for the one member of this process; updates `running`.
 
-    `plainly`: in differentiable operations, for a process alone.
-
-    x (N, C, *spatial) and y of one dtype; weight, bias (C,) or None; moments float64; `running` is
-    updated.
-    Raises `BatchSizeError` for one value per channel over the group.
+    x (N, C, *spatial) and y of one dtype; weight, bias (C,) or None; moments float64. `plainly`: in
+    differentiable operations, for a process alone. Raises `BatchSizeError` for one value per
+    channel over the group.
     """
     member = Member()
     member.call = call = Call(eps, eps_mode, communicator)

@@ -108,7 +108,7 @@ def check_storage(*tensors: Tensor | None) -> None:
 def _check_extent(tensor: Tensor) -> None:
     """Raise unless the storage of a strided tensor on the CPU reaches to its last element.
 
-    Who calls this has seen the usual case already: contiguous, from the storage's beginning.
+    The slow path: callers have ruled out contiguous tensors at the start of their storage.
     """
     held = tensor.untyped_storage().nbytes()
     if tensor.is_contiguous():

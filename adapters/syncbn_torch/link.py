@@ -14,6 +14,7 @@ from syncbn_torch import functional
 from syncbn_torch.arithmetic import same_bits
 from syncbn_torch.names import name_of
 from syncbn_torch.replicate import CallbackContext
+from syncbn_torch.statistics import recomputing
 
 __all__ = ["Link", "Unconnected", "adopted"]
 
@@ -49,6 +50,7 @@ class Link:
         if self.context.is_over():
             member.call = self._earlier_call(member.part)
             return edge, False
+        call.context = self.context
         message = (member, edge, call, tuple(x.shape))
         if self.is_master:
             merged = self.context.sync_master.run_master(message)
@@ -119,7 +121,7 @@ class _BareContext(CallbackContext):
 
     def is_over(self) -> bool:
         """What runs in backward is a recomputation."""
-        return torch._C._current_graph_task_id() != -1
+        return recomputing()
 
 
 def adopted(context: Any, layer: nn.Module) -> CallbackContext:

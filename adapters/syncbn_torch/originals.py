@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from syncbn_core.errors import CheckpointError, StateError
 from syncbn_torch.names import name_of
+from syncbn_torch.statistics import recomputing
 
 __all__ = ["Replica", "check_alone", "copy_of", "current", "give_up", "note_reached", "replicas_of"]
 
@@ -42,6 +43,7 @@ class Replica:
         self.size = size
         self.copies = copies
         self.grad = torch.is_grad_enabled()
+        self.given_up = False
 
     def run(self, call: Callable[[], T]) -> T:
         """`call()`, to whose thread this replica belongs; in a context of its own."""
@@ -77,10 +79,9 @@ def current() -> Replica | None:
 
 
 def give_up(replicas: Sequence[Replica]) -> None:
-    """The caller goes on without them, though some may still run."""
-    with _lock:
-        _running.difference_update(replicas)
-        _watch()
+    """The caller goes on without them, though some may still run: others needn't mind them."""
+    for replica in replicas:
+        replica.given_up = True
 
 
 def copy_of(layer: nn.Module) -> nn.Module | None:
@@ -100,7 +101,7 @@ def check_alone(layer: nn.Module) -> None:
             "it, e.g. in nn.ModuleList"
         )
     with _lock:
-        theirs = any(layer in replica.copies for replica in _running)
+        theirs = any(layer in other.copies for other in _running if not other.given_up)
         recomputed = any(reached() is layer for reached in list(_marks.values()))
     if theirs:
         raise StateError(
@@ -109,7 +110,7 @@ def check_alone(layer: nn.Module) -> None:
             "own call the replica's submodules (self.bn), or run the call in "
             "contextvars.copy_context() of the replica"
         )
-    if recomputed and torch._C._current_graph_task_id() != -1:
+    if recomputed and recomputing():
         raise CheckpointError(
             f"{name_of(layer)} of the original model was recomputed in backward after a replica "
             "had reached it through a bound method or a plain list, so it can't be synchronized; "

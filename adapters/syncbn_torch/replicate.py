@@ -73,6 +73,7 @@ class CallbackContext:
     def close(self) -> None:
         """The forward is over for all copies. Errors of it are forgotten: they keep its frames."""
         self.closed = True
+        self._siblings = None
         if self._sync_master is not None:
             self._sync_master.clear_slaves()
 
@@ -143,13 +144,13 @@ def _share(module: nn.Module, copies: int) -> list[nn.Module]:
     Replica 0 has the buffers themselves, so what it writes in place stays; the others have
     copies of them, as under `nn.DataParallel`.
     """
-    originals = list(module.modules())
-    index = {original: i for i, original in enumerate(originals)}
+    modules = list(module.modules())
+    index = {original: i for i, original in enumerate(modules)}
     replicas: list[list[nn.Module]] = []
     for copy_id in range(copies):
         buffers: dict[Tensor, Tensor] = {}
         made = []
-        for original in originals:
+        for original in modules:
             if isinstance(original, torch.jit.ScriptModule):
                 made.append(cast(nn.Module, original))
                 continue
@@ -160,7 +161,7 @@ def _share(module: nn.Module, copies: int) -> list[nn.Module]:
                     if buffer is not None:
                         replica._buffers[key] = buffers.setdefault(buffer, buffer.clone())
             made.append(replica)
-        for original, replica in zip(originals, made, strict=True):
+        for original, replica in zip(modules, made, strict=True):
             if replica is not original:
                 for key, child in original._modules.items():
                     replica._modules[key] = None if child is None else made[index[child]]

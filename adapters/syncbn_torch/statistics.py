@@ -70,6 +70,11 @@ class RunningStatistics:
                 own.requires_grad or own.is_inference() or not own.is_contiguous()
             ):
                 _check_writable(own)
+        if (self.mean is None) != (self.var is None):
+            raise StateError(
+                "expected running_mean and running_var together or neither, got only "
+                + ("running_var" if self.mean is None else "running_mean")
+            )
         counter = self.counter
         if counter is not None and (counter.dtype not in _COUNTERS or counter.numel() != 1):
             raise StateError(

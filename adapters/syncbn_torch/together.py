@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.modules import module as modules
 
 from syncbn_core.comm import ProcessCommunicator, Site
 from syncbn_core.errors import ShapeError
@@ -37,7 +38,7 @@ def forward_together(
 
     In training over one process group that is one all_gather for all layers forward and one
     all_reduce backward, which runs when the gradients of all outputs are there. Everywhere else
-    (eval, one process, replicas, unlike groups or devices, hooks on a layer) the layers
+    (eval, one process, replicas, unlike groups or devices, hooks, subclasses) the layers
     run one after the other; every process has to come to the same of the two. `ShapeError` unless
     there are as many inputs as layers, each of them once; else the errors of the layers.
     """
@@ -73,13 +74,23 @@ def _common_communicator(
     layers: Sequence[_SynchronizedBatchNorm],
 ) -> ProcessCommunicator | None:
     """That of all layers, if they can share a message."""
-    if any(layer._link or any(getattr(layer, hooks) for hooks in _HOOKS) for layer in layers):
+    if any(layer._link or _runs_other_code(layer) for layer in layers):
         return None
     if originals.current() is not None:  # in a replica: its own layers synchronize
         return None
     found = [layer._communicator() for layer in layers]
     same = len(layers) > 1 and all(one is found[0] for one in found)
     return found[0] if same else None
+
+
+def _runs_other_code(layer: _SynchronizedBatchNorm) -> bool:
+    """Whether calling the layer runs more than its own forward: hooks, or that of a subclass."""
+    return (
+        type(layer).forward is not _SynchronizedBatchNorm.forward
+        or "forward" in layer.__dict__
+        or any(getattr(layer, hooks) for hooks in _HOOKS)
+        or any(getattr(modules, f"_global{hooks}") for hooks in _HOOKS)
+    )
 
 
 class Together(Function):

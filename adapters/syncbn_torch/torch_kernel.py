@@ -13,13 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from syncbn_core.moments import require_more_than_one_value
 from syncbn_torch.interop import PLAIN
 from syncbn_torch.statistics import RunningStatistics, recomputing
+from syncbn_torch.transforms import transforming
 
 __all__ = ["batch_norm", "saving_runs_hooks"]
+
+_PLAIN = {*PLAIN, type(None)}
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -53,9 +56,10 @@ def batch_norm(
             counter.add_(1)
         return y
     again = recomputing()
-    # transforms, methods of a subclass, hooks: what may fail when torch's kernel is done
-    more = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    more = more or type(x) not in PLAIN or saving_runs_hooks()
+    # transforms, subclasses, modes and hooks run code that may raise after the kernel has written
+    kinds = {type(x), type(weight), type(bias), type(mean), type(var), type(counter)}
+    more = transforming() or not kinds <= _PLAIN or saving_runs_hooks()
+    more = more or bool(torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack())
     if again or more or mean is None or var is None or counter is None:
         new_mean, new_var = (None if own is None else own.clone() for own in (mean, var))
         y = F.batch_norm(x, new_mean, new_var, weight, bias, True, factor, eps)
@@ -64,8 +68,10 @@ def batch_norm(
         return y
     if x.numel() <= x.shape[1]:
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-    # The graph keeps the statistics, and does not need them: by `data`, which has a version of its
-    # own, it does not mind that the next forward changes them.
+    increment_version(mean)  # a graph of eval that has kept them must learn of it
+    increment_version(var)
+    # The graph of this forward keeps them too, and does not need them: by `data`, which has a
+    # version of its own, it does not mind that the next forward changes them.
     settings = (mean.data, var.data, True, factor, eps, torch._C._get_cudnn_enabled())
     steps: Any = (partial(torch.batch_norm, x, weight, bias, *settings), partial(counter.add_, 1))
     result: Tensor

@@ -41,7 +41,7 @@ def transforming() -> bool:
 
 
 def beyond_memory(*tensors: Any) -> bool:
-    """Whether one of `tensors` has a tangent or is wrapped; what is no tensor does not."""
+    """Whether one of `tensors` has a tangent or is wrapped; other objects are plain."""
     dual = forward_mode()
     for tensor in tensors:
         if isinstance(tensor, Tensor):

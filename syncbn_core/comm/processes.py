@@ -42,8 +42,8 @@ DIGEST = 16  # of them for what has to agree to the letter
 LAYER = 8  # and for the number of the layer
 
 # The first number of a row holds the count, which layer it is, and the dtype; exact up to 2^43
-# values. Layers are numbered as they first come; numbers that differ are told, equal ones prove
-# nothing, as they come round again. 0 is a layer without a number, which may be any.
+# values. Layers are numbered as they first come. Different numbers are an error; equal ones prove
+# nothing, because they repeat. 0 is a layer without a number, which may be any.
 _DTYPES = ("unknown", "float16", "bfloat16", "float32", "float64")
 _KINDS = 16
 _LAYERS = 64

@@ -421,3 +421,25 @@ def test_network_in_four_members_learns(in_group: Function) -> None:
     network.bn.eval()
     x, label = two_rings(seed=1000)
     assert ((network.forward(x) > 0.5) == label).mean() > 0.97
+
+
+def test_a_backward_that_fails_does_not_spoil_the_next_steps() -> None:
+    x, dy = np.random.default_rng(0).normal(size=(2, 5, 3))
+    layer, twin = (BatchNorm(3, dtype=np.float64) for _ in range(2))
+    layer(x)
+    with pytest.raises(ShapeError):
+        layer.backward(dy[:2])
+    twin(x)
+    expected = twin.backward(dy)
+    np.testing.assert_array_equal(layer.backward(dy), expected)  # again, with the right one
+    layer(x)
+    with pytest.raises(ShapeError):
+        layer.backward(dy[:2])
+    layer(x)
+    np.testing.assert_array_equal(layer.backward(dy), expected)
+    layer(x)
+    layer(x)
+    with pytest.raises(StateError, match="got 2"):
+        layer.backward(dy)
+    layer(x)
+    np.testing.assert_array_equal(layer.backward(dy), expected)

@@ -328,6 +328,8 @@ def together(rank: int, size: int) -> None:
             results[-1] += [p.grad for layer in each[:2] for p in layer.parameters()]
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
+    more: list[Any] = [Positive(3).double() for _ in range(2)]
+    assert all((y >= 0).all() for y in forward_together(more, [x[mine, :3], x[mine, 3:]]))
     for layer in layers:
         layer.eval()
     ys = forward_together(layers, x.to(dtype).split([1, 2, 3], 1))
@@ -489,6 +491,43 @@ def one_replica(rank: int, size: int) -> None:
         layer.zero_grad()
         twin.zero_grad()
         follow(parallel, twin, x, dy, cut(bounds, rank))
+    for bounds in ((0, 4, 5, 7), (0, 3, 3, 7)):  # x needs no gradient, on some ranks or on all
+        for needed in ((), (0,), (1, 2)):
+            layer.zero_grad()
+            mine = cut(bounds, rank)
+            parallel(x[mine].requires_grad_(rank in needed)).backward(dy[mine])
+            twin.zero_grad()
+            twin(x).backward(dy)
+            for own, other in zip(layer.parameters(), twin.parameters(), strict=True):
+                assert own.grad is not None
+                total = own.grad.clone()
+                dist.all_reduce(total)
+                close(total, other.grad)
+    layer, twin = SynchronizedBatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+    recomputed = DataParallelWithCallback(Recomputed(layer), replicas=2)
+    for bounds in ((0, 4, 5, 7), (0, 1, 5, 7)):
+        layer.zero_grad()
+        twin.zero_grad()
+        follow(recomputed, twin, x, dy, cut(bounds, rank))
+
+
+class Recomputed(nn.Module):
+    """A layer that is checkpointed."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        return y
+
+
+class Positive(SynchronizedBatchNorm2d):
+    """A layer that does more than its base class."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
 
 
 def compiled(rank: int, size: int) -> None:

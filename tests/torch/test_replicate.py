@@ -25,6 +25,7 @@ from syncbn_core.errors import (
     CommTimeout,
     ProtocolError,
     ShapeError,
+    StateError,
 )
 from syncbn_torch import (
     CallbackContext,
@@ -638,3 +639,56 @@ def test_a_replica_left_behind_stops_at_its_next_layer(training: bool, around: b
     )
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("how", ["grad", "backward"])
+def test_a_backward_inside_a_replica_is_refused_by_name(how: str) -> None:
+    """It would see the sums of one replica only."""
+
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            loss = self.bn(x).tanh().square().sum()
+            if how == "grad":
+                return torch.autograd.grad(loss, x, create_graph=True)[0]
+            loss.backward()
+            assert x.grad is not None
+            return x.grad
+
+    model = DataParallelWithCallback(Penalty(), replicas=2)
+    with pytest.raises(StateError, match="backward of bn after the forward of all replicas"):
+        model(torch.randn(6, 3))
+
+
+def test_the_model_alone_trains_while_a_replica_that_was_given_up_still_runs() -> None:
+    go_on = threading.Event()
+
+    class Stuck(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3)
+            self.waits = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.bn(x)
+            if self.waits:
+                if threading.current_thread() is threading.main_thread():
+                    raise KeyboardInterrupt
+                go_on.wait(60)
+            return y
+
+    model = Stuck()
+    with pytest.raises(KeyboardInterrupt):
+        DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3))
+    model.waits = False
+    x = torch.randn(6, 3)
+    expected = nn.BatchNorm1d(3)(x)
+    try:
+        for again in (model, *(DataParallelWithCallback(model, replicas=n) for n in (1, 2))):
+            torch.testing.assert_close(again(x), expected)
+    finally:
+        go_on.set()

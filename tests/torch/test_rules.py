@@ -100,7 +100,7 @@ def test_a_small_input_costs_few_calls() -> None:
     x.requires_grad_()
     layer = SyncBatchNorm(8)
     operands = [x, *layer.parameters()]
-    assert calls(lambda: layer(x)) <= 22
+    assert calls(lambda: layer(x)) <= 24
     with always_ours():
         assert calls(lambda: layer(x)) <= 66
         y = layer(x)

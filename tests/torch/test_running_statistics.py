@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from syncbn_core.errors import StateError
@@ -238,3 +239,36 @@ def test_calls_of_any_sizes_share_a_layer(sizes: tuple[tuple[int, ...], ...]) ->
         alone = x.detach().double().requires_grad_()
         nn.BatchNorm2d(3).double()(alone).backward(dy.double())
         torch.testing.assert_close(x.grad, alone.grad, check_dtype=False)
+
+
+class Raises(TorchDispatchMode):
+    """Raises when an operation with that name is done."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        if self.name in str(function):
+            raise ArithmeticError(self.name)
+        return result
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_mode_that_fails_in_the_normalization_leaves_running_statistics(size: Any) -> None:
+    layer = SynchronizedBatchNorm2d(3)
+    before = buffers(layer)
+    with Raises("batch_norm" if size == SMALL else "empty_like"), pytest.raises(ArithmeticError):
+        layer(torch.randn(size))
+    assert equal(buffers(layer), before)
+
+
+def test_a_graph_of_eval_learns_that_the_statistics_it_kept_have_changed() -> None:
+    """By the changed ones its gradient would be wrong, as with `nn.BatchNorm2d`."""
+    layer = SynchronizedBatchNorm2d(3).eval()
+    x = torch.randn(SMALL, requires_grad=True)
+    y = layer(x)
+    layer.train()(torch.randn(SMALL))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
