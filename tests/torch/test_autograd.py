@@ -304,27 +304,28 @@ def test_gradient_penalty_equals_the_one_of_the_whole_batch(run_parts: Any) -> N
     same(penalty(torch.cat(run_parts(layer, parts))), penalty(whole(torch.cat(parts), layer)))
 
 
-def test_backward_inside_a_replicas_forward() -> None:
-    """Nothing in backward waits for the other replicas, so a replica may run one by itself."""
+def test_passes_over_one_graph_at_the_same_time(run_parts: Any) -> None:
+    """Nothing in backward waits for the other replicas, so each loss may have a pass by itself."""
+    layer, parts = make_layer(), leaves()
+    for _ in range(20):
+        outputs = run_parts(layer, parts)
+        y = whole(torch.cat(parts), layer)
+        wanted = [part.pow(3).sum() for part in y.split([len(part) for part in parts])]
+        expected = [gradients(loss, [part], retain_graph=True)
+                    for loss, part in zip(wanted, parts, strict=True)]  # fmt: skip
+        results: dict[int, list[Tensor | None]] = {}
 
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = make_layer()
+        def backward(index: int, outputs: Any = outputs, results: Any = results) -> None:
+            loss = outputs[index].pow(3).sum()
+            results[index] = gradients(loss, [parts[index]], retain_graph=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            (grad,) = torch.autograd.grad(self.bn(x).pow(3).sum(), x)
-            return grad
-
-    model = DataParallelWithCallback(Inner(), replicas=3)
-    for _ in range(20):  # the replicas' passes over their common graph run at the same time
-        x = torch.randn(6, 3, 2, 2, **DOUBLE, requires_grad=True)
-        y = whole(x, model.module.bn)
-        expected = [
-            gradients(part.pow(3).sum(), [x], retain_graph=True)[0][i * 2 : i * 2 + 2]
-            for i, part in enumerate(y.split(2))
-        ]
-        torch.testing.assert_close(model(x), torch.cat(expected))
+        threads = [threading.Thread(target=backward, args=(i,)) for i in range(len(parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for index, each in enumerate(expected):
+            same(results[index], each)
 
 
 def test_two_backwards_at_the_same_time_on_different_graphs(run_parts: Any) -> None:
