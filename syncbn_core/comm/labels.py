@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from syncbn_core.comm.parcel import is_on_device
+from syncbn_core.comm.parcel import is_captured, is_on_device
 
 __all__ = ["CupySums", "Labelled", "NumpySums", "Verdict", "label_of", "sums_of"]
 
@@ -30,7 +30,6 @@ Array = Any
 Verdict = bool | Callable[[], bool | None]
 
 _DIGITS = {8: 53, 4: 24}  # binary ones that a float of so many bytes has
-_LEGACY_STREAMS = (0, 1)  # never captured
 
 
 def label_of(call: int, size: int, itemsize: int) -> int:
@@ -90,7 +89,7 @@ class CupySums:
         sums, found = total[:-1].reshape(shape), total[-1:]
         if sums.dtype.kind == "f":
             sums = cupy.where(found == label, sums, np.nan)
-        if _captures():
+        if is_captured(cupy.cuda.get_current_stream()):
             return sums, True
         memory = cupy.cuda.alloc_pinned_memory(found.nbytes)
         on_host = np.frombuffer(memory, found.dtype, 1)
@@ -98,7 +97,7 @@ class CupySums:
         come = cupy.cuda.get_current_stream().record()
 
         def verdict() -> bool | None:
-            if _captures() or not come.done:
+            if is_captured(cupy.cuda.get_current_stream()) or not come.done:
                 return None
             return bool(on_host[0] == label)
 
@@ -113,11 +112,3 @@ def sums_of(array: Array) -> Labelled | None:
     if isinstance(array, np.ndarray):
         return _NUMPY
     return _CUPY if is_on_device(array) else None
-
-
-def _captures() -> bool:
-    """Whether the current stream is being captured: nothing may be asked of the device then."""
-    import cupy
-
-    stream: int = cupy.cuda.get_current_stream().ptr
-    return stream not in _LEGACY_STREAMS and bool(cupy.cuda.runtime.streamIsCapturing(stream))

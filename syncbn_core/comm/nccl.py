@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.comm.deadline import check_timeout, seconds_of
-from syncbn_core.comm.parcel import is_on_device
+from syncbn_core.comm.parcel import is_captured, is_on_device
 from syncbn_core.comm.processes import Call, ProcessCommunicator
 from syncbn_core.errors import (
     ArgumentError,
@@ -34,7 +34,6 @@ Array = Any
 
 ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 NAP = 1e-3  # seconds between looks at what the device has done
-_LEGACY_STREAMS = (0, 1)  # never captured
 
 
 class NCCLCommunicator(ProcessCommunicator):
@@ -186,7 +185,7 @@ class _NCCLTransport:
             collective(*arguments, stream.ptr)
         except self._library.NcclError as error:
             raise CommAborted(f"NCCL failed in {call}: {error}") from error
-        if stream.ptr in _LEGACY_STREAMS or not cupy.cuda.runtime.streamIsCapturing(stream.ptr):
+        if not is_captured(stream):
             self._last = (stream.record(), call)
 
     def _like(self, result: Array, values: Array) -> Array:

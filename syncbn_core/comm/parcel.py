@@ -22,16 +22,26 @@ from typing import Any
 from syncbn_core.moments import Moments, merge_all
 from syncbn_core.packed import PackedMoments
 
-__all__ = ["Parcel", "combine_parcels", "copy_of", "is_on_device"]
+__all__ = ["Parcel", "combine_parcels", "copy_of", "is_captured", "is_on_device"]
 
 Array = Any
 
+_LEGACY_STREAMS = (0, 1)  # never captured
 _PER_THREAD_STREAM = 2
 
 
 def is_on_device(value: Any) -> bool:
     """Whether `value` is a CuPy array, or moments packed in one."""
     return type(_array_of(value)).__module__.partition(".")[0] == "cupy"
+
+
+def is_captured(stream: Any) -> bool:
+    """Whether a graph is made of what `stream` does: nothing may be asked of the device then."""
+    import cupy
+
+    return stream.ptr not in _LEGACY_STREAMS and bool(
+        cupy.cuda.runtime.streamIsCapturing(stream.ptr)
+    )
 
 
 def copy_of(array: Array) -> Array:

@@ -117,3 +117,41 @@ def test_storms_of_interrupts_leave_nobody_waiting() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "150 interrupts" in done.stdout
+
+
+COMPILE = """
+import os, signal, threading
+import numpy as np
+from syncbn_core import BatchNorm
+
+def interrupt():
+    while not any(thread.name == "compile" for thread in threading.enumerate()):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+x = np.random.default_rng(0).normal(size=(6, 3, 4))
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    BatchNorm(3, dtype=np.float64)(x)
+except KeyboardInterrupt:
+    print("interrupted")
+y = BatchNorm(3, dtype=np.float64)(x)
+assert abs(y.mean((0, 2))).max() < 1e-9
+print("right")
+"""
+
+
+def test_an_interrupted_compilation_does_not_fail_for_ever_after(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env={
+            **os.environ,
+            "NUMBA_CACHE_DIR": str(tmp_path),  # nothing is compiled yet
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.stdout.split() == ["interrupted", "right"], done.stdout + done.stderr
