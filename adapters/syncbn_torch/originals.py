@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
 
 from syncbn_core.errors import CheckpointError, StateError
 from syncbn_torch.names import name_of
@@ -101,6 +102,7 @@ def check_alone(layer: nn.Module) -> None:
             "it, e.g. in nn.ModuleList"
         )
     with _lock:
+        _watch()
         theirs = any(layer in other.copies for other in _running if not other.given_up)
         recomputed = any(reached() is layer for reached in list(_marks.values()))
     if theirs:
@@ -153,7 +155,10 @@ def note_reached(layer: nn.Module, y: Tensor) -> None:
 def _forget(mark: int) -> None:
     with _lock:
         del _marks[mark]
-        _watch()
+        # Collected while torch.compile traces: it may trace a forward twice and needs `watching`
+        # to stay as it was. The next forward corrects it.
+        if CompileContext.try_get() is None:
+            _watch()
 
 
 def _watch() -> None:

@@ -3,6 +3,7 @@
 import contextvars
 import copy
 import functools
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from syncbn_torch import (
     SynchronizedBatchNorm1d,
     convert_model,
     forward_together,
+    originals,
     patch_replication_callback,
 )
 
@@ -409,6 +411,34 @@ def test_a_compiled_module_in_replicas_is_refused_by_name(what: str) -> None:
     one = DataParallelWithCallback(late, replicas=1)
     x = torch.randn(4, 3)
     torch.testing.assert_close(one(x), nn.BatchNorm1d(3)(late[0](x)))
+
+
+def test_a_graph_of_replicas_may_be_collected_while_a_layer_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.symbolic_convert import SpeculationLog
+
+    model = Detour(lambda model: model.inner)
+    kept = [DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3, **DOUBLE))]
+    assert originals.watching
+    restart = SpeculationLog.restart
+    traced = []
+
+    def again(log: SpeculationLog) -> None:
+        traced.append(originals.watching)
+        if len(traced) == 2:  # Dynamo restarts its analysis behind a break of the graph
+            kept.clear()
+            gc.collect()
+        restart(log)
+
+    monkeypatch.setattr(SpeculationLog, "restart", again)
+    x = torch.randn(6, 4, **DOUBLE)
+    layer = SynchronizedBatchNorm1d(4, **DOUBLE)
+    y = torch.compile(layer, backend="eager")(x)
+    assert len(traced) > 1
+    assert traced[0]
+    torch.testing.assert_close(y, nn.BatchNorm1d(4, **DOUBLE)(x))
+    assert not originals.watching
 
 
 def test_a_wrapped_optimized_module_is_refused_clearly() -> None:
