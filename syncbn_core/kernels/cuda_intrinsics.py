@@ -23,6 +23,7 @@ __all__ = [
     "quotient",
     "read_count",
     "reset",
+    "small_quotient",
     "ticket",
     "vector_access",
     "write_count",
@@ -242,6 +243,17 @@ def quotient(typing_context, a, b):
 
     def generate(context, builder, signature, arguments):
         return builder.udiv(*arguments)  # no checks; the compiler divides 32 bits where it can
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def small_quotient(typing_context, a, b):
+    """`a // b` for numbers from 0 to 2**31 - 1: one division of 32 bits."""
+
+    def generate(context, builder, signature, arguments):
+        narrow = [builder.trunc(argument, _I32) for argument in arguments]
+        return builder.zext(builder.udiv(*narrow), _I64)
 
     return types.int64(types.int64, types.int64), generate
 

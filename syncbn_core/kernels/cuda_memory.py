@@ -1,44 +1,28 @@
 """What CUDA kernels use of the device: memory, barriers, and dtypes that are known at run time.
 
 Activations are float16, bfloat16, float32 or float64 in memory and float32 or float64 (`work`)
-in registers; per-channel numbers are float64. With `NUMBA_ENABLE_CUDASIM=1` kernels run in Numba's
-simulator instead.
+in registers; per-channel numbers are float64.
 """
 
 from __future__ import annotations
 
-from numba import config, types
+from numba import types
 
+from syncbn_core.kernels.cuda_intrinsics import (
+    barrier,
+    device,
+    fence,
+    given,
+    number_access,
+    quotient,
+    read_count,
+    reset,
+    small_quotient,
+    ticket,
+    vector_access,
+    write_count,
+)
 from syncbn_core.kernels.cuda_kinds import KINDS
-
-if config.ENABLE_CUDASIM:
-    from syncbn_core.kernels.cuda_simulated import (
-        barrier,
-        device,
-        fence,
-        given,
-        number_access,
-        quotient,
-        read_count,
-        reset,
-        ticket,
-        vector_access,
-        write_count,
-    )
-else:
-    from syncbn_core.kernels.cuda_intrinsics import (
-        barrier,
-        device,
-        fence,
-        given,
-        number_access,
-        quotient,
-        read_count,
-        reset,
-        ticket,
-        vector_access,
-        write_count,
-    )
 
 __all__ = [
     "KINDS",
@@ -53,8 +37,10 @@ __all__ = [
     "quotient",
     "read_count",
     "reset",
+    "small_quotient",
     "store_f64",
     "store_parameter",
+    "sum_of_lanes",
     "ticket",
     "vector_access",
     "write_count",
@@ -97,6 +83,35 @@ def each_lane(lanes, function):
             )
 
     return apply
+
+
+def sum_of_lanes(lanes):
+    """A function that adds the numbers of a tuple."""
+    if lanes == 1:
+
+        @device
+        def add(t):
+            return t[0]
+
+    elif lanes == 2:
+
+        @device
+        def add(t):
+            return t[0] + t[1]
+
+    elif lanes == 4:
+
+        @device
+        def add(t):
+            return (t[0] + t[1]) + (t[2] + t[3])
+
+    else:
+
+        @device
+        def add(t):
+            return ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]))
+
+    return add
 
 
 load_f32, store_f32 = number_access("float32")

@@ -30,7 +30,9 @@ from syncbn_core.kernels.cuda_memory import (
     quotient,
     read_count,
     reset,
+    small_quotient,
     store_f64,
+    sum_of_lanes,
     ticket,
     vector_access,
     write_count,
@@ -49,12 +51,16 @@ from syncbn_core.kernels.cuda_statistics import (
 float32, float64, int32, int64 = types.float32, types.float64, types.int32, types.int64
 
 
-def _slot_reader(dtype, lanes):
-    """`read_slot(pointer, at, mask)`: the numbers of a slot whose bit is set in `mask`, else 0."""
+def _slot_reader(dtype, lanes, ragged):
+    """`read_slot(pointer, at, mask)`: the numbers of a slot whose bit is set in `mask`, else 0.
+
+    Only ragged planes have slots of which some numbers are theirs: else it is all or none.
+    """
     load, _ = vector_access(dtype, lanes)
     load_one, _ = number_access(dtype)
     work = KINDS[dtype].work
     whole = (1 << lanes) - 1
+    zeros = each_lane(lanes, _zero(work))
 
     @device
     def number(v, pointer, at, mask):
@@ -66,7 +72,19 @@ def _slot_reader(dtype, lanes):
     def read_slot(pointer, at, mask):
         return load(pointer, at) if mask == whole else part(pointer, at, mask)
 
-    return read_slot
+    @device
+    def read_all_or_none(pointer, at, mask):
+        return load(pointer, at) if mask != 0 else zeros()
+
+    return read_slot if ragged else read_all_or_none
+
+
+def _zero(work):
+    @device
+    def zero(v):
+        return work(0)
+
+    return zero
 
 
 def _owner(lanes, ragged):
@@ -111,7 +129,7 @@ def _next_slot(plane, slot, slots, planes_on, slots_on):
 def planes_moments(dtype, lanes, ragged, threads):
     """Packed moments of x; grid (C, splits)."""
     work = KINDS[dtype].work
-    read_slot = _slot_reader(dtype, lanes)
+    read_slot = _slot_reader(dtype, lanes, ragged)
     load_one, _ = number_access(dtype)
     owned = _owner(lanes, ragged)
     load, _ = vector_access(dtype, lanes)
@@ -142,27 +160,40 @@ def planes_moments(dtype, lanes, ragged, threads):
         f, s = float64(f0) + float64(f1), float64(s0) + float64(s1)
         return refer(mean, n, f, s, pivot, first, second)
 
+    # Lane by lane without a loop: the compiler leaves one as it is, and looks lanes up in branches.
+
+    @device
+    def lane_total(v, v0, v1, v2, v3):
+        return (v0[v] + v1[v]) + (v2[v] + v3[v])
+
+    @device
+    def lane_count(v, m0, m1, m2, m3):
+        both = ((m0 >> v) & 1) + ((m1 >> v) & 1)
+        return int32(both + ((m2 >> v) & 1) + ((m3 >> v) & 1))
+
+    @device
+    def deviation(v, values, mask, mean):
+        return values[v] - mean if (mask >> v) & 1 else work(0)
+
+    deviations = each_lane(lanes, deviation)
+
+    @device
+    def lane_squares(v, d0, d1, d2, d3):
+        return (d0[v] * d0[v] + d1[v] * d1[v]) + (d2[v] * d2[v] + d3[v] * d3[v])
+
+    totals, counts = each_lane(lanes, lane_total), each_lane(lanes, lane_count)
+    squares, add_lanes = each_lane(lanes, lane_squares), sum_of_lanes(lanes)
+
     @device
     def add_some(v0, v1, v2, v3, m0, m1, m2, m3, pivot, first, second):
-        total = work(0)
-        count = int32(0)
-        for v in range(lanes):
-            total += (v0[v] + v1[v]) + (v2[v] + v3[v])
-            count += ((m0 >> v) & 1) + ((m1 >> v) & 1) + ((m2 >> v) & 1) + ((m3 >> v) & 1)
+        count = int32(add_lanes(counts(m0, m1, m2, m3)))
         if count == 0:
             return first, second
-        mean = total / work(count)
-        f = s = work(0)
-        for v in range(lanes):
-            d0 = v0[v] - mean if (m0 >> v) & 1 else work(0)
-            d1 = v1[v] - mean if (m1 >> v) & 1 else work(0)
-            d2 = v2[v] - mean if (m2 >> v) & 1 else work(0)
-            d3 = v3[v] - mean if (m3 >> v) & 1 else work(0)
-            f += (d0 + d1) + (d2 + d3)
-            s += d0 * d0
-            s += d1 * d1
-            s += d2 * d2
-            s += d3 * d3
+        mean = add_lanes(totals(v0, v1, v2, v3)) / work(count)
+        d0, d1 = deviations(v0, m0, mean), deviations(v1, m1, mean)
+        d2, d3 = deviations(v2, m2, mean), deviations(v3, m3, mean)
+        f = add_lanes(totals(d0, d1, d2, d3))
+        s = add_lanes(squares(d0, d1, d2, d3))
         return refer(mean, float64(count), float64(f), float64(s), pivot, first, second)
 
     def kernel(x, skew, outer, channels, inner, slots, splits, partials, tickets, moments):
@@ -178,7 +209,7 @@ def planes_moments(dtype, lanes, ragged, threads):
         j = quotient(total * k, splits) + tid
         plane = quotient(j, slots)
         slot = j - plane * slots
-        planes_on = quotient(int64(threads), slots)
+        planes_on = small_quotient(int64(threads), slots) if slots <= threads else int64(0)
         slots_on = int64(threads) - planes_on * slots
         first = 0.0
         second = 0.0
@@ -204,7 +235,7 @@ def planes_moments(dtype, lanes, ragged, threads):
             plane, slot = _next_slot(p3, r3, slots, planes_on, slots_on)
         firsts[tid] = first
         seconds[tid] = second
-        add_up(firsts, seconds, tid, 1, 1, threads)
+        add_up(firsts, seconds, tid, tid, 1, 1, threads)
         if splits > 1:
             if tid == 0:
                 here = (c * splits + k) * 2
@@ -226,7 +257,7 @@ def planes_moments(dtype, lanes, ragged, threads):
                 i += threads
             firsts[tid] = first
             seconds[tid] = second
-            add_up(firsts, seconds, tid, 1, 1, threads)
+            add_up(firsts, seconds, tid, tid, 1, 1, threads)
         if tid == 0:
             if splits > 1:
                 reset(tickets, c)
@@ -239,7 +270,7 @@ def planes_moments(dtype, lanes, ragged, threads):
 def planes_backward_reduce(dtype, lanes, ragged, threads):
     """Sums of dy and `dy * xhat`, and the gradients of weight and bias; grid (C, splits)."""
     work = KINDS[dtype].work
-    read_slot = _slot_reader(dtype, lanes)
+    read_slot = _slot_reader(dtype, lanes, ragged)
     load, _ = vector_access(dtype, lanes)
     owned = _owner(lanes, ragged)
 
@@ -283,7 +314,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
         j = quotient(total * k, splits) + tid
         plane = quotient(j, slots)
         slot = j - plane * slots
-        planes_on = quotient(int64(threads), slots)
+        planes_on = small_quotient(int64(threads), slots) if slots <= threads else int64(0)
         slots_on = int64(threads) - planes_on * slots
         first = 0.0
         second = 0.0
@@ -302,7 +333,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
             plane, slot = _next_slot(p1, r1, slots, planes_on, slots_on)
         firsts[tid] = first
         seconds[tid] = second
-        add_up(firsts, seconds, tid, 1, 1, threads)
+        add_up(firsts, seconds, tid, tid, 1, 1, threads)
         if splits > 1:
             if tid == 0:
                 here = (c * splits + k) * 2
@@ -324,7 +355,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
                 i += threads
             firsts[tid] = first
             seconds[tid] = second
-            add_up(firsts, seconds, tid, 1, 1, threads)
+            add_up(firsts, seconds, tid, tid, 1, 1, threads)
         if tid == 0:
             if splits > 1:
                 reset(tickets, c)
@@ -344,14 +375,6 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
             )
 
     return kernel
-
-
-def _zero(work):
-    @device
-    def zero(v):
-        return work(0)
-
-    return zero
 
 
 @device

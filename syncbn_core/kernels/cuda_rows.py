@@ -23,6 +23,7 @@ from syncbn_core.kernels.cuda_memory import (
     quotient,
     read_count,
     reset,
+    small_quotient,
     store_f64,
     ticket,
     vector_access,
@@ -72,27 +73,27 @@ def _put(partials, number, span, tid, firsts, seconds):
 @device
 def _take(partials, number, size, span, tid, threads, firsts, seconds):
     """Sums over `size` places from `number` on, into the first `span` shared numbers."""
-    height = quotient(threads, span)
-    row = quotient(tid, span)
+    height = small_quotient(threads, span)
+    row = small_quotient(tid, span)
     channel = tid - row * span
     step = height * 2 * span
     f0 = f1 = f2 = f3 = 0.0
     s0 = s1 = s2 = s3 = 0.0
     if row < height:
-        k = row
-        at = (number + k) * 2 * span + channel
-        while k < size:  # four on their way: one block alone has few loads to hide latency with
+        k, end = int32(row), int32(size)  # 32 bits, as the compiler divides by the step
+        at = (number + row) * 2 * span + channel
+        while k < end:  # four on their way: one block alone has few loads to hide latency with
             a0, b0 = _pair(partials, at, span, True)
-            a1, b1 = _pair(partials, at + step, span, k + height < size)
-            a2, b2 = _pair(partials, at + 2 * step, span, k + 2 * height < size)
-            a3, b3 = _pair(partials, at + 3 * step, span, k + 3 * height < size)
+            a1, b1 = _pair(partials, at + step, span, k + height < end)
+            a2, b2 = _pair(partials, at + 2 * step, span, k + 2 * height < end)
+            a3, b3 = _pair(partials, at + 3 * step, span, k + 3 * height < end)
             f0, f1, f2, f3 = f0 + a0, f1 + a1, f2 + a2, f3 + a3
             s0, s1, s2, s3 = s0 + b0, s1 + b1, s2 + b2, s3 + b3
-            k += 4 * height
+            k = int32(k + 4 * height)
             at += 4 * step
         firsts[tid] = (f0 + f1) + (f2 + f3)
         seconds[tid] = (s0 + s1) + (s2 + s3)
-    add_up(firsts, seconds, tid, 1, span, height)
+    add_up(firsts, seconds, tid, row, 1, span, height)
 
 
 @device
@@ -117,10 +118,10 @@ def _has_all(partials, tickets, tile, k, splits, group, span, tid, threads, firs
     Splits are added up in groups, by the last block of each, and groups by the last of those: one
     block alone would be as long at it as all blocks were at the activation.
     """
-    groups = quotient(splits + group - 1, group)
+    groups = small_quotient(splits + group - 1, group)
     place = tile * (splits + groups)
     counter = tile * (groups + 1)
-    mine = quotient(k, group)
+    mine = small_quotient(k, group)
     members = min(group, splits - mine * group)
     _put(partials, place + k, span, tid, firsts, seconds)
     if not _comes_last(tickets, counter + mine, members, tid, flag):
@@ -154,8 +155,8 @@ def rows_moments(dtype, lanes, threads):
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
-        height = quotient(int64(threads), width)
-        row = quotient(tid, width)
+        height = small_quotient(int64(threads), width)
+        row = small_quotient(tid, width)
         base = (tile * width + tid - row * width) * lanes  # the first channel of this thread
         active = row < height and base < channels
         for v in range(lanes):
@@ -170,20 +171,21 @@ def rows_moments(dtype, lanes, threads):
             step = height * channels
             at = r * channels + base
             while r < stop:
-                left = quotient(stop - r + height - 1, height)  # rows of this thread from here on
-                count = min(left, UNROLL)
+                has1, has2 = r + height < stop, r + 2 * height < stop
+                has3 = r + 3 * height < stop
                 v0 = load(x, at)
-                v1 = load(x, at + step) if count > 1 else zeros()
-                v2 = load(x, at + 2 * step) if count > 2 else zeros()
-                v3 = load(x, at + 3 * step) if count > 3 else zeros()
-                portion = share if count == UNROLL else work(1) / work(count)
+                v1 = load(x, at + step) if has1 else zeros()
+                v2 = load(x, at + 2 * step) if has2 else zeros()
+                v3 = load(x, at + 3 * step) if has3 else zeros()
+                count = int32(1) + int32(has1) + int32(has2) + int32(has3)
+                portion = share if has3 else work(1) / work(count)
                 n = float64(count)
                 for v in range(lanes):
                     mean = ((v0[v] + v1[v]) + (v2[v] + v3[v])) * portion
                     d0 = v0[v] - mean
-                    d1 = v1[v] - mean if count > 1 else work(0)
-                    d2 = v2[v] - mean if count > 2 else work(0)
-                    d3 = v3[v] - mean if count > 3 else work(0)
+                    d1 = v1[v] - mean if has1 else work(0)
+                    d2 = v2[v] - mean if has2 else work(0)
+                    d3 = v3[v] - mean if has3 else work(0)
                     f = float64((d0 + d1) + (d2 + d3))
                     s = float64((d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3))
                     shift = float64(mean) - float64(pivots[v])
@@ -196,7 +198,9 @@ def rows_moments(dtype, lanes, threads):
             for v in range(lanes):
                 firsts[tid * lanes + v] = own_firsts[v]
                 seconds[tid * lanes + v] = own_seconds[v]
-        add_up(firsts, seconds, tid, lanes, width, height)
+        add_up(firsts, seconds, tid, row, lanes, width, height)
+        if lanes > 1:
+            barrier()  # a thread has summed several channels, and goes on with one
         if splits > 1:
             everything = (tile, k, splits, group, span, tid, int64(threads), firsts, seconds, flag)
             if not _has_all(partials, tickets, *everything):
@@ -243,8 +247,8 @@ def rows_backward_reduce(dtype, lanes, threads):
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
-        height = quotient(int64(threads), width)
-        row = quotient(tid, width)
+        height = small_quotient(int64(threads), width)
+        row = small_quotient(tid, width)
         base = (tile * width + tid - row * width) * lanes
         active = row < height and base < channels
         for v in range(lanes):
@@ -274,7 +278,9 @@ def rows_backward_reduce(dtype, lanes, threads):
             for v in range(lanes):
                 firsts[tid * lanes + v] = own_firsts[v]
                 seconds[tid * lanes + v] = own_seconds[v]
-        add_up(firsts, seconds, tid, lanes, width, height)
+        add_up(firsts, seconds, tid, row, lanes, width, height)
+        if lanes > 1:
+            barrier()  # a thread has summed several channels, and goes on with one
         if splits > 1:
             everything = (tile, k, splits, group, span, tid, int64(threads), firsts, seconds, flag)
             if not _has_all(partials, tickets, *everything):
@@ -346,18 +352,19 @@ def rows_normalize(dtype, lanes, threads):
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.gridDim.y) - 1 - int64(cuda.blockIdx.y)
-        height = quotient(int64(threads), width)
-        row = quotient(tid, width)
+        height = small_quotient(int64(threads), width)
+        row = small_quotient(tid, width)
         column = (tid - row * width) * lanes
         span = width * lanes
         base = tile * span + column
-        r = k * piece + row
-        stop = min((k + 1) * piece, rows) if row < height and base < channels else int64(0)
-        at = r * channels + base
+        # rows of the piece; 32 bits, as the compiler divides by the step
+        r, high = int32(row), int32(height)
+        stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
+        at = (k * piece + row) * channels + base
         step = height * channels
         # on their way while the table is made
         v0 = load(x, at) if r < stop else zeros()
-        v1 = load(x, at + step) if r + height < stop else zeros()
+        v1 = load(x, at + step) if int32(r + high) < stop else zeros()
         c = tile * span + tid
         if tid < span and c < channels:
             count, mean, m2, invstd = channel_statistics(
@@ -382,12 +389,12 @@ def rows_normalize(dtype, lanes, threads):
             return
         near, scale, shift = picks(nears, column), picks(scales, column), picks(shifts, column)
         while r < stop:  # two are loaded while the two before are stored
-            v2 = load(x, at + 2 * step) if r + 2 * height < stop else zeros()
-            v3 = load(x, at + 3 * step) if r + 3 * height < stop else zeros()
+            v2 = load(x, at + 2 * step) if int32(r + 2 * high) < stop else zeros()
+            v3 = load(x, at + 3 * step) if int32(r + 3 * high) < stop else zeros()
             store(y, at, results(v0, near, scale, shift))
-            if r + height < stop:
+            if int32(r + high) < stop:
                 store(y, at + step, results(v1, near, scale, shift))
-            r += 2 * height
+            r = int32(r + 2 * high)
             at += 2 * step
             v0, v1 = v2, v3
 
@@ -434,14 +441,15 @@ def rows_backward_input(dtype, lanes, threads):
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.gridDim.y) - 1 - int64(cuda.blockIdx.y)
-        height = quotient(int64(threads), width)
-        row = quotient(tid, width)
+        height = small_quotient(int64(threads), width)
+        row = small_quotient(tid, width)
         column = (tid - row * width) * lanes
         span = width * lanes
         base = tile * span + column
-        r = k * piece + row
-        stop = min((k + 1) * piece, rows) if row < height and base < channels else int64(0)
-        at = r * channels + base
+        # rows of the piece; 32 bits, as the compiler divides by the step
+        r, high = int32(row), int32(height)
+        stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
+        at = (k * piece + row) * channels + base
         step = height * channels
         # on their way while the table is made
         v0, g0 = (load(x, at), load(dy, at)) if r < stop else (zeros(), zeros())
@@ -460,7 +468,7 @@ def rows_backward_input(dtype, lanes, threads):
         near, of_dy = picks(nears, column), picks(of_dys, column)
         of_x, shift = picks(of_xs, column), picks(shifts, column)
         while r < stop:  # the next are loaded while these are stored
-            at_next, r_next = at + step, r + height
+            at_next, r_next = at + step, int32(r + high)
             there = r_next < stop
             v1, g1 = (load(x, at_next), load(dy, at_next)) if there else (zeros(), zeros())
             store(dx, at, results(v0, g0, near, of_dy, of_x, shift))

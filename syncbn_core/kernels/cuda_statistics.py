@@ -17,7 +17,6 @@ from syncbn_core.kernels.cuda_memory import (
     given,
     load_f64,
     load_parameter,
-    quotient,
     read_count,
     store_f64,
     store_parameter,
@@ -182,22 +181,22 @@ def write_sums(
 
 
 @device
-def add_up(first, second, tid, per, width, height):
+def add_up(first, second, tid, row, per, width, height):
     """Sum the rows of two shared tables into their first row, in a fixed order.
 
-    A row is `width` threads with `per` neighbouring numbers each. Every thread calls it.
+    A row is `width` threads with `per` neighbouring numbers each; `row` is the thread's. Every
+    thread calls it. Threads of the first row see their own sums; for those of others a barrier
+    must follow.
     """
-    row = quotient(tid, width)
     stride = width * per
     reach = types.int64(1)
     while reach < height:
         reach *= 2
-    barrier()
     while reach > 1:
-        reach = quotient(reach, 2)
+        reach >>= 1
+        barrier()
         if row < reach and row + reach < height:
             for v in range(per):
                 i = tid * per + v
                 first[i] += first[i + reach * stride]
                 second[i] += second[i + reach * stride]
-        barrier()
