@@ -31,12 +31,15 @@ nox.options.sessions = [
     "tests_oldest",
     f"tests_core-{NEWER_PYTHONS[-1]}",
     "tests_mpi",
-    "tests_cuda",
-    "tests_simulator",
+    "tests_cuda12",
+    "tests_cuda13",
     "tests",
 ]
 # Sessions with torch run on the oldest Python, where it is there, else on the one that runs nox.
 TORCH_PYTHON = OLDEST_PYTHON if shutil.which(f"python{OLDEST_PYTHON}") else None
+
+# Of the core, what can be tested of CUDA without a device.
+WITHOUT_DEVICE = [f"tests/core/test_{name}.py" for name in ("driver", "no_device", "stand_in")]
 
 # For tests that compute in one thread and wait for nobody.
 SIDE_BY_SIDE = ("--numprocesses", "2")
@@ -144,31 +147,51 @@ def tests_mpi(session: nox.Session) -> None:
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
-def tests_cuda(session: nox.Session) -> None:
-    """What can be tested of the CUDA kernels without a device: compiler, ptxas, clear errors."""
-    session.install(*CONSTRAINTS, "-e", ".[cuda13]", *groups("test", "ptx"))
+def install_cuda(session: nox.Session, cuda: str) -> None:
+    extras = f".[torch,cuda{cuda},examples]"
+    tools = ["ptx"] if cuda == "13" else []
+    session.install(*CONSTRAINTS, "-e", extras, *groups("test", *tools))
     fresh_numba_cache(session)
-    tests = [f"tests/core/test_{name}.py" for name in ("driver", "no_device", "stand_in")]
-    # of the two architectures the newer one; `-- tests/ptx` for both
-    usual = [*SIDE_BY_SIDE, "-k", "not sm_80", *tests, "tests/ptx"]
-    session.run("pytest", *(session.posargs or usual))
-    # the packages of the other CUDA, and their error where no device is there
-    other = fresh_directory(session, "cuda12")
-    session.run("python", "-m", "venv", str(other))
-    python = str(other / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-    install = [python, "-m", "pip", "install", "--quiet", *CONSTRAINTS, "-e", ".[cuda12]"]
-    session.run(*install, *groups("test"), external=True)
-    session.run(python, "-m", "pytest", *tests, external=True)
-    shutil.rmtree(other)
+    # compiled kernels go by the text of their sources, so they may stay
+    session.env["SYNCBN_CACHE_DIR"] = str(Path(session.virtualenv.location).resolve() / "kernels")
 
 
-@nox.session(python=TORCH_PYTHON, tags=["cuda"])
-def tests_simulator(session: nox.Session) -> None:
-    """The CUDA kernels, and torch and CuPy on them, in Numba's simulator."""
-    session.install(*CONSTRAINTS, "-e", ".[torch,examples]", *groups("test"))
-    session.env["NUMBA_ENABLE_CUDASIM"] = "1"
-    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, "tests/simulator"]))
+@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+def tests_cuda13(session: nox.Session) -> None:
+    """The CUDA kernels without a device: compiled, executed on the CPU; clear errors."""
+    install_cuda(session, "13")
+    usual = ["-k", "not sm_80", *WITHOUT_DEVICE, "tests/ptx"]
+    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
+
+
+@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+def tests_cuda12(session: nox.Session) -> None:
+    """What differs with the packages of CUDA 12: compiled kernels, CuPy, errors."""
+    install_cuda(session, "12")
+    usual = ["-k", "not order", *WITHOUT_DEVICE, "tests/ptx/test_kernels.py"]
+    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
+
+
+def run_architectures(session: nox.Session, cuda: str, *names: str) -> None:
+    install_cuda(session, cuda)
+    files = ("kernels", "costs", "traffic", "torch_on_cuda", "cupy_backend")
+    tests = [f"tests/ptx/test_{name}.py" for name in files]
+    for arch in session.posargs or names:
+        session.run("pytest", *SIDE_BY_SIDE, "--arch", arch, *tests)
+        session.run("python", "tests/ptx/mutants.py", "--arch", arch)
+
+
+@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+def architectures13(session: nox.Session) -> None:
+    """The compiled CUDA kernels of each architecture, or those named, and all mutants; an hour."""
+    run_architectures(session, "13", "sm_75", "sm_80", "sm_90", "sm_100", "sm_121")
+    session.run("pytest", *SIDE_BY_SIDE, "tests/ptx/test_ptx.py")
+
+
+@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+def architectures12(session: nox.Session) -> None:
+    """The same with the packages of CUDA 12."""
+    run_architectures(session, "12", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100", "sm_121")
 
 
 @nox.session(python=OLDEST_PYTHON)

@@ -4,7 +4,9 @@ An activation of B bytes takes at least 3 B forward (statistics read x, normaliz
 again and writes y) and 5 B backward (the sums read x and dy, the gradient reads both again and
 writes dx): that is `read` and `written`. What all blocks share is small, or in a cache, and
 counted apart: statistics, parameters and partial sums, and the pivot that every thread of a
-reduction asks for. The counts are exact; tests hold them against those of a simulator.
+reduction asks for. All counts are exact but `shared_read`: the most that is read, as a compiler
+may leave out a number that a thread has already, or has no use for. Tests hold them against the
+loads and stores of compiled kernels.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ def _handed_on(places: int, span: int, counters: int) -> tuple[int, int]:
 
 
 def _reduction(threads: int, x: View, *others: View) -> tuple[int, int, int]:
-    """Read and written for splits, and how often one number per channel is read by all."""
+    """Read and written for splits, and how often threads look up one number of a channel."""
     if cuda._is_rows(x):
         cut = cuda._tiles(threads, x, *others)
         plan = cuda._row_splits(cut, x.outer)
         again = plan.groups if plan.groups > 1 else 0
         places, counters = plan.splits + again, plan.groups + (again > 0)
         splits, span, size = plan.splits, cut.width * cut.lanes, cut.tiles
-        per_channel = cut.height * x.channels * splits + x.channels
+        per_channel = cut.height * x.channels * splits
     else:
         splits, span, size = cuda._walk(threads, x, *others).splits, 1, x.channels
         places, counters = splits, 1
@@ -78,6 +80,8 @@ def _entries(threads: int, x: View, *others: View) -> int:
 def moments(x: View, *, threads: int = THREADS) -> Traffic:
     """Of an x that is not empty."""
     read, written, pivots = _reduction(threads, x)
+    if cuda._is_rows(x):
+        pivots += x.channels  # again, by the thread that has the sums
     packed = (2 * x.channels + 1) * _F64
     return Traffic(_nbytes(x), 0, read + pivots * SIZES[x.dtype], written + packed)
 

@@ -1,4 +1,4 @@
-"""The CuPy that the simulator's tests run on has nothing that CuPy itself has not."""
+"""The CuPy that the kernels' tests run on has nothing that CuPy itself has not."""
 
 import inspect
 import warnings
@@ -16,7 +16,7 @@ import cupy
 
 
 def stand_in() -> ModuleType:
-    path = Path(__file__).parents[1] / "simulator" / "fake_cupy.py"
+    path = Path(__file__).parents[1] / "ptx" / "fake_cupy.py"
     spec = spec_from_file_location("fake_cupy", path)
     assert spec is not None
     assert spec.loader is not None

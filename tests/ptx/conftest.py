@@ -11,13 +11,31 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).parent))  # for `emulator`
+
 ON_THIS_MACHINE = find_spec("numba_cuda") is not None and not os.environ.get("NUMBA_ENABLE_CUDASIM")
 collect_ignore_glob = [] if ON_THIS_MACHINE else ["*"]
 
 
 def pytest_addoption(parser):
     parser.addoption("--ptx-table", help="where to keep the table of all kernels, as JSON")
+    parser.addoption("--arch", default="sm_90", help="what the executed kernels are compiled for")
+
+
+@pytest.fixture(scope="session")
+def arch(request):
+    """The compute capability that kernels are compiled for."""
+    number = int(request.config.getoption("--arch").removeprefix("sm_"))
+    return divmod(number, 10)
+
+
+@pytest.fixture
+def device(arch):
+    """An emulated device in the place of the driver."""
+    from emulator.device import emulated
+
+    with emulated(arch) as device:
+        yield device
 
 
 def _tool(name: str) -> str | None:
@@ -59,6 +77,7 @@ def table():
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    _show_executed(terminalreporter)
     if not _TABLE:
         return
     columns = ("registers", "spilled", "stack", "shared", "wide_loads", "wide_stores")
@@ -81,6 +100,19 @@ def pytest_terminal_summary(terminalreporter, config):
         head = {"date": str(date.today()), **{name: _version(name) for name in packages}}
         lines = ",\n".join(map(json.dumps, [head, *rows]))
         Path(where).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def _show_executed(terminalreporter):
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    found = sorted(v for report in reports for name, v in report.user_properties if name == "ptx")
+    if not found:
+        return
+    terminalreporter.section("basic blocks of compiled CUDA kernels that were executed")
+    lines = [f"{key.removesuffix('-256'):42} {some:4} of {every:4}" for key, some, every in found]
+    for pair in zip(lines[::2], [*lines[1::2], ""], strict=False):
+        terminalreporter.write_line("     ".join(pair))
+    some, every = (sum(numbers) for numbers in zip(*((s, e) for _, s, e in found), strict=True))
+    terminalreporter.write_line(f"{len(found)} kernels, {some} of {every} blocks")
 
 
 def _version(package):

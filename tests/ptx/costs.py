@@ -1,0 +1,113 @@
+"""What the compiled kernels execute and move, per byte of the activation: a table of all of them.
+
+    python tests/ptx/costs.py [--arch sm_90] [--output benchmarks/results/ptx-costs.json]
+
+`instructions`: of all threads, where a warp that executes for one thread counts for 32, as it does
+on a device; `float64` and `conversions` (to and from float64 and 16 bits) are those among them
+that most devices execute at a fraction of the rate. `bytes`: loaded and stored, of activations and
+all else. All are divided by the bytes of x.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import suppress
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emulator.device import Device, Launch, emulated
+from harness import DTYPES, FORMS, Bench, Case, Setting, Step
+
+from syncbn_core.kernels.cuda_constants import SIZES, lanes_of
+
+__all__ = ["TABLE", "figures", "made_by", "read_table"]
+
+TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "ptx-costs.json"
+# float32 layers in training, as torch's autocast has them beside any activation.
+USUAL = Setting()
+
+
+def case_of(form: str, dtype: str) -> Case:
+    """An activation of a usual layer, large enough that all blocks are busy with it."""
+    if form == "rows":
+        return Case(form, 12544, 64)  # channels_last
+    if form == "single rows":
+        return Case(form, 4096, 63)
+    if form == "single planes":
+        return Case(form, 2048, 64, min(3, 2 * lanes_of(dtype) - 1))
+    return Case(form, 8, 32, 3136) if form == "planes" else Case(form, 128, 32, 49)
+
+
+def figures(device: Device, form: str, dtype: str) -> dict[str, dict[str, float]]:
+    """The figures of each kernel of a form, by its key."""
+    with Bench(device) as bench:
+        step = Step(bench, case_of(form, dtype), dtype, USUAL, np.random.default_rng(1))
+        step.moments()
+        step.normalize()
+        step.backward_reduce()
+        step.backward_input()
+        nbytes = step.x.values().size * SIZES[dtype]
+        launches = device.launches[-len(bench.keys) :]
+        return {
+            key: _figures(launch, nbytes) for key, launch in zip(bench.keys, launches, strict=True)
+        }
+
+
+def _figures(launch: Launch, nbytes: int) -> dict[str, float]:
+    kinds: dict[str, int] = {}
+    for step, warps in zip(launch.program.steps, launch.counts.warps, strict=True):
+        for kind, count in step.kinds.items():
+            kinds[kind] = kinds.get(kind, 0) + 32 * warps * count
+    moved = sum(launch.read_bytes.values()) + sum(launch.stored_bytes.values())
+    found = {
+        "instructions": sum(kinds.values()),
+        "float64": kinds.get("f64", 0),
+        "conversions": kinds.get("convert", 0),
+        "bytes": moved,
+    }
+    return {name: float(f"{number / nbytes:.4g}") for name, number in found.items()}
+
+
+def made_by(arch: str) -> dict[str, str]:
+    """What the figures depend on: compilers and architecture."""
+    found = {"arch": arch}
+    for package in ("numba-cuda", "numba", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def read_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--output", type=Path, default=TABLE)
+    given = parser.parse_args()
+    rows: dict[str, Any] = {}
+    with emulated(divmod(int(given.arch.removeprefix("sm_")), 10)) as device:
+        for form in FORMS:
+            for dtype in DTYPES:
+                for key, found in figures(device, form, dtype).items():
+                    rows[key] = {"shape": case_of(form, dtype).shape, **found}
+                    numbers = "  ".join(f"{name} {n:7.3f}" for name, n in found.items())
+                    print(f"{key:44} {numbers}", flush=True)
+    head = {"date": str(date.today()), **made_by(given.arch)}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))
+    text = f'{{\n"made": {json.dumps(head)},\n"kernels": {{\n{lines}\n}}}}\n'
+    given.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

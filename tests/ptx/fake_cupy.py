@@ -1,0 +1,812 @@
+"""A `cupy` for tests without a device: arrays on "devices", streams, events, and a race checker.
+
+`install(emulated)` gives a module for `sys.modules["cupy"]`, whose memory the kernels of an
+emulated device know: they may touch a block until it is released, and read what somebody has
+written. What runs, runs at once and in the order of the host; whether the order is one that
+*streams* guarantee is checked beside it (`Races`). It has what the library uses and no more, and
+refuses what CuPy 14 refuses: implicit conversion to NumPy, NumPy arrays as operands, arrays that
+are not on the current device (real CuPy reaches over where the devices are peers, and warns),
+attributes that `cupy.ndarray` doesn't have. It is no subclass of `numpy.ndarray`, as
+`numpy.asarray` asks a subclass for nothing.
+
+Stricter than CUDA in one thing: the legacy default stream waits for no other stream.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import weakref
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from emulator.device import Device as Emulated
+    from emulator.device import Launch
+    from emulator.memory import Range
+
+DEVICES = 2
+LEGACY, PER_THREAD = 0, 2  # handles of the default streams
+GRAIN = 2  # bytes that are tracked together
+
+_local = threading.local()
+_emulated: Emulated | None = None  # whose kernels know the blocks
+
+
+def _where():
+    """The nearest line that is not of this file."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+# ------------------------------------------------------------------------ race checker
+
+
+class Races:
+    """Vector clocks of streams. Two accesses to one block, one of them a write, need an order.
+
+    An event carries the clock of the stream it was recorded on; who waits for it takes that over.
+    Allocation and release count as writes on the stream of the allocation: CuPy's pool hands
+    memory out again, to that stream, without waiting for anybody.
+    """
+
+    def __init__(self):
+        self._lock = threading.RLock()  # a release may come at any time
+        self.reset()
+
+    def reset(self):
+        with self._lock:
+            self._clocks = {}
+            self._accesses = {}
+            self.found = []
+            self.transfers = []  # between host and device
+            self.launches = []
+
+    def clock(self, stream):
+        return self._clocks.setdefault(stream, {stream: 0})
+
+    def record(self, stream):
+        with self._lock:
+            return dict(self.clock(stream))
+
+    def wait(self, stream, snapshot):
+        with self._lock:
+            clock = self.clock(stream)
+            for other, tick in snapshot.items():
+                clock[other] = max(clock.get(other, 0), tick)
+
+    def access(self, block, stream, write, what):
+        with self._lock:
+            clock = self.clock(stream)
+            clock[stream] += 1
+            past = self._accesses.setdefault(block.number, [])
+            new = (stream, clock[stream], write, what)
+            for other, tick, wrote, before in past:
+                if (write or wrote) and clock.get(other, 0) < tick:
+                    self.found.append(
+                        f"{block}: {what} on stream {stream} is not ordered after "
+                        f"{before} on stream {other}"
+                    )
+            past.append(new)
+
+    def forget(self, block):
+        with self._lock:
+            self._accesses.pop(block.number, None)
+
+    def note(self, text):
+        with self._lock:
+            self.found.append(text)
+
+
+races = Races()
+
+
+# ----------------------------------------------------------------- devices and streams
+
+
+class Device:
+    def __init__(self, device=None):
+        self.id = _get_device() if device is None else int(device)
+        self._device_stack = []
+
+    def __int__(self):
+        return self.id
+
+    def __eq__(self, other):
+        return isinstance(other, Device) and self.id == other.id
+
+    __hash__ = None
+
+    def __repr__(self):
+        return f"<CUDA Device {self.id}>"
+
+    def __enter__(self):
+        self._device_stack.append(_get_device())
+        self.use()
+        return self
+
+    def __exit__(self, *args):
+        _set_device(self._device_stack.pop())
+
+    def use(self):
+        if not 0 <= self.id < DEVICES:
+            raise RuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+        _set_device(self.id)
+
+
+def _get_device():
+    return getattr(_local, "device", 0)
+
+
+def _set_device(number):
+    _local.device = number
+    if _emulated is not None:
+        _emulated.make_current(number)
+
+
+def _currents():
+    """The current stream of each device, in this thread."""
+    if not hasattr(_local, "streams"):
+        _local.streams = [Stream.null] * DEVICES
+    return _local.streams
+
+
+class Event:
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        self.device_id = _get_device()
+        self.snapshot = None
+
+    @property
+    def done(self):
+        return not stuck
+
+    def record(self, stream=None):
+        (stream or get_current_stream()).record(self)
+
+
+def _key(device, handle):
+    return device, handle, threading.get_ident() if handle == PER_THREAD else 0
+
+
+class Stream:
+    _next = 0x1000
+    _lock = threading.Lock()
+    _devices: ClassVar = {}  # by handle
+
+    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
+        if null or ptds:
+            self.ptr, self.device_id = (LEGACY if null else PER_THREAD), -1
+        else:
+            with Stream._lock:
+                Stream._next += 16
+                self.ptr = Stream._next
+            self.device_id = Stream._devices[self.ptr] = _get_device()
+        self._before = []
+
+    def __eq__(self, other):
+        return isinstance(other, Stream) and self.ptr == other.ptr
+
+    def __hash__(self):
+        return self.ptr
+
+    @property
+    def _key(self):
+        """Which stream of the hardware this is, here and now."""
+        return _key(_get_device() if self.device_id == -1 else self.device_id, self.ptr)
+
+    def _on_current_device(self):
+        current = _get_device()
+        if self.device_id not in (-1, current):
+            raise RuntimeError(
+                f"The device that the stream is created on ({self.device_id}) does not match with "
+                f"the current device ({current})"
+            )
+        return current
+
+    def __enter__(self):
+        device = self._on_current_device()
+        self._stack().append((device, _currents()[device]))
+        _currents()[device] = self
+        return self
+
+    def __exit__(self, *args):
+        device, before = self._stack().pop()
+        _currents()[device] = before
+
+    @staticmethod
+    def _stack():
+        if not hasattr(_local, "entered"):
+            _local.entered = []
+        return _local.entered
+
+    def use(self):
+        _currents()[self._on_current_device()] = self
+        return self
+
+    def record(self, event=None):
+        if event is None:
+            event = Event()
+        if event.device_id != self._key[0]:
+            raise RuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
+        event.snapshot = races.record(self._key)
+        return event
+
+    def wait_event(self, event):
+        if event.snapshot is not None:
+            races.wait(self._key, event.snapshot)
+
+
+Stream.null = Stream(null=True)
+Stream.ptds = Stream(ptds=True)
+
+
+def get_current_stream(device_id=-1):
+    return _currents()[_get_device() if device_id == -1 else device_id]
+
+
+def _stream_is_capturing(stream):
+    if stream == LEGACY:
+        raise RuntimeError("cudaErrorStreamCaptureImplicit")
+    return stream in capturing
+
+
+capturing = set()  # handles
+stuck = []  # not empty: no event comes any more
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+class Block:
+    """Memory from the pool of a stream. Full of NaN, or of minus ones. No address comes twice."""
+
+    _lock = threading.Lock()
+    _count = 0
+    _free = 1 << 32
+    _live: ClassVar = weakref.WeakValueDictionary()  # by address
+
+    def __init__(self, nbytes, what):
+        with Block._lock:
+            Block._count += 1
+            self.number = Block._count
+            self.ptr = Block._free
+            Block._free += (nbytes // 512 + 2) * 512  # between two blocks lies nobody's memory
+            Block._live[self.ptr] = self
+        self.raw = np.full(nbytes, 0xFF, np.uint8)
+        self.device_id = _get_device()
+        self.stream = get_current_stream()._key
+        self.what = f"{what} of {_where()}"
+        self._memory, self.area = None, None
+        if _emulated is not None and nbytes:
+            self._memory, self.area = _emulated.memory, _area(self)
+            self._memory.add(self.area)
+        races.access(self, self.stream, True, "its allocation")
+
+    def __str__(self):
+        return self.what
+
+    def __del__(self):
+        if self._memory is not None:
+            self._memory.remove(self.area)
+        races.access(self, self.stream, True, "its release")
+        races.forget(self)
+
+    def grains(self, start, size):
+        """Which of these bytes have been written, two at a time; None if nobody asks."""
+        if self.area is None:
+            return None
+        return self.area.written[start // GRAIN : -(-(start + size) // GRAIN)]
+
+
+def _area(block) -> Range:
+    from emulator.memory import Range
+
+    return Range(block.ptr, block.raw, written=False, name=str(block))
+
+
+def _after_launch(launch: Launch) -> None:
+    """Log what a kernel has touched; raises for what another device owns."""
+    kernel = _name(launch.program.kernel.name)
+    races.launches.append(kernel)
+    current, of_stream = _get_device(), Stream._devices.get(launch.stream, launch.device)
+    if not current == launch.device == of_stream:
+        raise ValueError(
+            f"{kernel} runs on device {launch.device}, on a stream of device {of_stream}; the "
+            f"current device is {current}"
+        )
+    key = _key(launch.device, launch.stream)
+    for touched, write in ((launch.read_bytes, False), (launch.stored_bytes, True)):
+        for address in touched:
+            block = Block._live.get(address)
+            if block is None:
+                raise ValueError(f"{kernel} touches memory that is released while it runs")
+            if block.device_id != launch.device:
+                raise ValueError(
+                    f"{kernel} on device {launch.device} touches memory of device "
+                    f"{block.device_id}: {block}"
+                )
+            races.access(block, key, write, f"kernel {kernel}")
+
+
+def _name(entry):
+    """`planes_moments`, from the name that the compiler has made of it."""
+    found = re.search(r"\d((?:planes|rows)_[a-z_]+|merge_parts)\d", entry)
+    return entry if found is None else found[1]
+
+
+class MemoryPointer:
+    def __init__(self, mem, offset):
+        self.mem = mem
+        self.ptr = mem.ptr + offset
+
+    @property
+    def device_id(self):
+        return self.mem.device_id
+
+    @property
+    def device(self):
+        return Device(self.device_id)
+
+    def _bytes(self, size):
+        start = self.ptr - self.mem.ptr
+        assert 0 <= start <= start + size <= self.mem.raw.size, f"beyond the end of {self.mem}"
+        return self.mem.raw[start : start + size]
+
+    def _grains(self, size):
+        return self.mem.grains(self.ptr - self.mem.ptr, size)
+
+    def copy_from_device_async(self, src, size, stream=None):
+        if size > 0:
+            key = (stream or get_current_stream())._key
+            races.access(src.mem, key, False, f"copy from, {_where()}")
+            races.access(self.mem, key, True, f"copy into, {_where()}")
+            self._bytes(size)[...] = src._bytes(size)
+            if self.mem.area is not None:
+                self._grains(size)[...] = src._grains(size)
+
+    def memset_async(self, value, size, stream=None):
+        if size > 0:
+            key = (stream or get_current_stream())._key
+            races.access(self.mem, key, True, f"memset, {_where()}")
+            self._bytes(size)[...] = value
+            if self.mem.area is not None:
+                self._grains(size)[...] = True
+
+
+# ------------------------------------------------------------------------------ arrays
+
+
+def _compute(name, reads, writes=()):
+    """Log an operation on the current stream of the current device."""
+    current, key = _get_device(), get_current_stream()._key
+    for array in (*reads, *writes):
+        if array.data.device_id != current:
+            raise ValueError(
+                "Array device must be same as the current device: array device = "
+                f"{array.data.device_id} while current = {current} ({name})"
+            )
+    for arrays, write in ((reads, False), (writes, True)):
+        for array in arrays:
+            if array.size:
+                races.access(array.data.mem, key, write, f"{name}, {_where()}")
+                _check_written(array, write, name)
+
+
+def _check_written(array, write, name):
+    grains = array._grains()
+    if grains is None:
+        return
+    if write:
+        grains[...] = True
+    elif not grains.all():
+        races.note(f"{name}, {_where()}, reads what nobody has written: {array.data.mem}")
+
+
+def _operand(value):
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    return value
+
+
+class ndarray:  # noqa: N801
+    """`_a`: a NumPy array over the bytes of a block."""
+
+    __array_priority__ = 100
+
+    def __init__(self, shape, dtype=float, memptr=None, strides=None, order="C"):
+        dtype = np.dtype(dtype)
+        shape = tuple(shape) if isinstance(shape, (tuple, list)) else (int(shape),)
+        if memptr is None:
+            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            memptr = MemoryPointer(Block(nbytes, f"{dtype} {shape}"), 0)
+        start = memptr.ptr - memptr.mem.ptr
+        if strides is None and 0 in shape:
+            strides = (0,) * len(shape)  # CuPy's, of an empty array
+        self._a = np.ndarray(shape, dtype, memptr.mem.raw, start, strides, order)
+        self.data = memptr
+
+    def _grains(self):
+        """Which of its numbers have been written, `[*shape, grains of a number]`."""
+        block, start = self.data.mem, self.data.ptr - self.data.mem.ptr
+        if block.area is None or self.itemsize % GRAIN or not self.size:
+            return None
+        shape = (*self.shape, self.itemsize // GRAIN)
+        strides = (*(stride // GRAIN for stride in self.strides), 1)
+        return np.ndarray(shape, bool, block.area.written, start // GRAIN, strides)
+
+    def _view(self, values):
+        view = object.__new__(ndarray)
+        view._a = values
+        at = values.__array_interface__["data"][0]
+        first = self.data.mem.raw.__array_interface__["data"][0]
+        view.data = MemoryPointer(self.data.mem, at - first if values.size else 0)
+        return view
+
+    device = property(lambda self: self.data.device)
+    shape = property(lambda self: self._a.shape)
+    strides = property(lambda self: self._a.strides)
+    dtype = property(lambda self: self._a.dtype)
+    ndim = property(lambda self: self._a.ndim)
+    size = property(lambda self: self._a.size)
+    itemsize = property(lambda self: self._a.itemsize)
+    nbytes = property(lambda self: self._a.nbytes)
+    T = property(lambda self: self._view(self._a.T))
+
+    @property
+    def flags(self):
+        return SimpleNamespace(
+            c_contiguous=self._a.flags.c_contiguous,
+            f_contiguous=self._a.flags.f_contiguous,
+            owndata=self._a.size * self._a.itemsize == self.data.mem.raw.size,
+        )
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct "
+            "a NumPy array explicitly."
+        )
+
+    def __array_function__(self, function, types, args, kwargs):
+        if function in (np.shape, np.ndim):
+            return getattr(self, function.__name__)
+        raise TypeError(f"the tests' cupy has no {function.__name__}")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
+        if method != "__call__" or kwargs:
+            return NotImplemented
+        inputs = [_operand(value) for value in inputs]
+        arrays = [value for value in inputs if isinstance(value, ndarray)]
+        with np.errstate(all="ignore"):
+            values = ufunc(*[v._a if isinstance(v, ndarray) else v for v in inputs])
+        target = _empty(values.shape, values.dtype) if out is None else out[0]
+        _compute(ufunc.__name__, arrays, [target])
+        np.copyto(target._a, values, casting="same_kind")
+        return target
+
+    def _binary(ufunc, reflected=False, in_place=False):  # noqa: N805
+        def operation(self, other):
+            operands = (other, self) if reflected else (self, other)
+            out = (self,) if in_place else None
+            return self.__array_ufunc__(ufunc, "__call__", *operands, out=out)
+
+        return operation
+
+    __add__, __radd__, __iadd__ = (
+        _binary(np.add),
+        _binary(np.add, True),
+        _binary(np.add, in_place=True),
+    )
+    __sub__, __rsub__, __isub__ = (
+        _binary(np.subtract),
+        _binary(np.subtract, True),
+        _binary(np.subtract, in_place=True),
+    )
+    __mul__, __rmul__, __imul__ = (
+        _binary(np.multiply),
+        _binary(np.multiply, True),
+        _binary(np.multiply, in_place=True),
+    )
+    __truediv__, __rtruediv__ = _binary(np.divide), _binary(np.divide, True)
+    __pow__, __matmul__ = _binary(np.power), _binary(np.matmul)
+    __lt__, __gt__ = _binary(np.less), _binary(np.greater)
+    __le__, __ge__ = _binary(np.less_equal), _binary(np.greater_equal)
+    __eq__, __ne__ = _binary(np.equal), _binary(np.not_equal)
+    __hash__ = None
+
+    def __getitem__(self, index):
+        values = self._a[index]
+        if not isinstance(values, np.ndarray):  # a number: CuPy gives a view of shape ()
+            values = self._a[(*index, ...) if isinstance(index, tuple) else (index, ...)]
+        assert np.may_share_memory(values, self._a) or not values.size, "basic indexing only"
+        return self._view(values)
+
+    def __setitem__(self, index, value):
+        part = self[index]
+        if not isinstance(value, ndarray):
+            part.fill(_operand(value))
+            return
+        _compute("assignment", [value], [part])
+        np.copyto(part._a, value._a, casting="same_kind")
+
+    def __len__(self):
+        return len(self._a)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self):
+        return bool(self.item())
+
+    def __int__(self):
+        return int(self.item())
+
+    def __float__(self):
+        return float(self.item())
+
+    def item(self):
+        return self.get().item()
+
+    def get(self, stream=None, order="C", out=None, blocking=True):
+        with self.device:
+            _compute("get", [self])
+            if blocking:
+                races.transfers.append(f"get, {_where()}")
+            if out is None:
+                return self._a.copy()
+            assert out.flags.c_contiguous
+            assert (out.shape, out.dtype) == (self.shape, self.dtype)
+            out[...] = self._a
+            return out
+
+    def fill(self, value):
+        if value == 0 and self._a.flags.c_contiguous:
+            self.data.memset_async(0, self.nbytes)
+        else:
+            _compute("fill", [], [self])
+            self._a.fill(value)
+
+    def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
+        assert casting is None
+        assert subok is None
+        values = self._a.astype(dtype, order=order, copy=copy)
+        if values is self._a:
+            return self
+        axes = np.argsort([-stride for stride in values.strides], kind="stable")
+        new = _empty([values.shape[axis] for axis in axes], values.dtype)
+        new = new.transpose(np.argsort(axes).tolist()) if values.ndim else new
+        _compute("astype", [self], [new])
+        new._a[...] = values
+        return new
+
+    def copy(self, order="C"):
+        """A copy on the *current* device."""
+        if not self.size or self.data.device_id == _get_device():
+            return self.astype(self.dtype, order=order)
+        with self.device:
+            near = self.astype(self.dtype, order=order, copy=False)
+        if not (near.flags.c_contiguous or near.flags.f_contiguous):
+            raise NotImplementedError("CuPy cannot copy non-contiguous array between devices.")
+        new = _empty(near.shape, near.dtype, "C" if near.flags.c_contiguous else "F")
+        new.data.copy_from_device_async(near.data, near.nbytes)
+        return new
+
+    def transpose(self, *axes):
+        return self._view(self._a.transpose(*axes))
+
+    def reshape(self, *shape, order="C"):
+        values = self._a.reshape(*shape)
+        if not np.may_share_memory(values, self._a) and values.size:
+            return ascontiguousarray(self).reshape(*shape)
+        return self._view(values)
+
+    def sum(self, axis=None, dtype=None, out=None, keepdims=False):
+        return self._reduced("sum", self._a.sum(axis, dtype, keepdims=keepdims))
+
+    def clip(self, min=None, max=None, out=None):
+        return self._reduced("clip", self._a.clip(min, max))
+
+    def max(self, axis=None, out=None, keepdims=False):
+        return self._reduced("max", self._a.max(axis, keepdims=keepdims))
+
+    def _reduced(self, name, values):
+        values = np.asarray(values)
+        new = _empty(values.shape, values.dtype)
+        _compute(name, [self], [new])
+        new._a[...] = values
+        return new
+
+
+ndarray.__module__ = "cupy"
+
+
+def _empty(shape, dtype, order="C"):
+    return ndarray(shape, dtype, order=order)
+
+
+def empty(shape, dtype=float, order="C"):
+    return _empty(shape, dtype, order)
+
+
+def zeros(shape, dtype=float, order="C"):
+    new = _empty(shape, dtype, order)
+    new.data.memset_async(0, new.nbytes)
+    return new
+
+
+def full(shape, fill_value, dtype=None, order="C"):
+    new = _empty(shape, np.array(fill_value).dtype if dtype is None else dtype, order)
+    new.fill(fill_value)
+    return new
+
+
+def ones(shape, dtype=float, order="C"):
+    return full(shape, 1, dtype, order)
+
+
+def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
+    if isinstance(a, ndarray):
+        if a.data.device_id != _get_device():
+            a = a.copy()
+        return a.astype(a.dtype if dtype is None else dtype, order=order or "K", copy=bool(copy))
+    values = np.array(a, dtype, order=order or "K")
+    axes = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+    new = _empty([values.shape[axis] for axis in axes], values.dtype)
+    new = new.transpose(np.argsort(axes).tolist()) if axes else new
+    _compute("upload", [], [new])
+    races.transfers.append(f"asarray, {_where()}")
+    new._a[...] = values
+    return new
+
+
+def ascontiguousarray(a, dtype=None):
+    dtype = a.dtype if dtype is None else np.dtype(dtype)
+    if a.flags.c_contiguous and a.dtype == dtype:
+        return a if a.ndim else a.reshape(1)
+    return a.astype(dtype, order="C")
+
+
+def concatenate(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
+    return _joined("concatenate", np.concatenate, tup, axis, out)
+
+
+def stack(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
+    return _joined("stack", np.stack, tup, axis, out)
+
+
+def _joined(name, function, arrays, axis, out):
+    if not all(isinstance(array, ndarray) for array in arrays):
+        raise TypeError("Only cupy arrays can be concatenated")
+    assert out is None
+    values = function([array._a for array in arrays], axis)
+    new = _empty(values.shape, values.dtype)
+    _compute(name, arrays, [new])
+    new._a[...] = values
+    return new
+
+
+def exp(x):
+    return np.exp(x)
+
+
+def maximum(x, y):
+    return np.maximum(x, y)
+
+
+def where(condition, x, y):
+    values = np.where(condition._a, x._a, y)
+    new = _empty(values.shape, values.dtype)
+    _compute("where", [condition, x], [new])
+    new._a[...] = values
+    return new
+
+
+def may_share_memory(a, b, max_work=None):
+    return np.may_share_memory(a._a, b._a)
+
+
+# -------------------------------------------------------------------------------- NCCL
+
+
+class NcclError(RuntimeError):
+    pass
+
+
+class NcclCommunicator:
+    """Ranks are threads; each call waits on the host for all of them, which NCCL does not."""
+
+    _groups: ClassVar = {}
+
+    def __init__(self, ndev, comm_id, rank):
+        shared = SimpleNamespace(barrier=threading.Barrier(ndev, timeout=30), sent=[None] * ndev)
+        self._shared = NcclCommunicator._groups.setdefault(comm_id, shared)
+        self._rank, self._device = rank, _get_device()
+        self.aborted = False
+        self._shared.barrier.wait()
+
+    def check_async_error(self):
+        pass
+
+    def abort(self):
+        self.aborted = True
+
+    def allGather(self, sendbuf, recvbuf, count, datatype, stream):  # noqa: N802
+        parts = self._exchange(sendbuf, recvbuf, count, datatype, stream)
+        self._write(recvbuf, np.concatenate(parts))
+
+    def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):  # noqa: N802
+        assert op == nccl.NCCL_SUM
+        self._write(recvbuf, sum(self._exchange(sendbuf, recvbuf, count, datatype, stream)))
+
+    def _exchange(self, sendbuf, recvbuf, count, datatype, stream):
+        current = get_current_stream()
+        assert stream == current.ptr
+        assert _get_device() == self._device, "NCCL takes arrays of its own device"
+        shared = self._shared
+        block = Block._live[sendbuf]
+        size = count * np.dtype(datatype).itemsize
+        races.access(block, current._key, False, "NCCL reads")
+        races.access(Block._live[recvbuf], current._key, True, "NCCL writes")
+        if block.area is not None and not block.grains(0, size).all():
+            races.note(f"NCCL reads what nobody has written: {block}")
+        shared.barrier.wait()
+        shared.sent[self._rank] = block.raw[:size].view(datatype)
+        shared.barrier.wait()
+        if len({part.shape for part in shared.sent}) > 1:
+            raise NcclError("NCCL_ERROR_INVALID_USAGE")
+        return [part.copy() for part in shared.sent]
+
+    def _write(self, recvbuf, values):
+        raw, block = values.view(np.uint8), Block._live[recvbuf]
+        block.raw[: raw.size] = raw
+        if block.area is not None:
+            block.grains(0, raw.size)[...] = True
+        self._shared.barrier.wait()  # before anybody's memory is used for something else
+
+
+nccl = SimpleNamespace(
+    available=True,
+    NcclCommunicator=NcclCommunicator,
+    NcclError=NcclError,
+    get_unique_id=lambda: os.urandom(128),
+    NCCL_SUM=0,
+    NCCL_FLOAT32="float32",
+    NCCL_FLOAT64="float64",
+    NCCL_INT64="int64",
+)
+
+
+def install(emulated: Emulated | None = None) -> ModuleType:
+    """The module; the same classes every time. New blocks are memory of `emulated`."""
+    global _emulated
+    _emulated = emulated
+    if emulated is not None:
+        emulated.after_launch = _after_launch
+    module = ModuleType("cupy")
+    module.__version__ = "14"
+    for function in (
+        *(ndarray, empty, zeros, ones, full, asarray, ascontiguousarray),
+        *(concatenate, stack, exp, maximum, where, may_share_memory),
+    ):
+        setattr(module, function.__name__, function)
+    for name in ("float16", "float32", "float64", "int32", "int64"):
+        setattr(module, name, getattr(np, name))
+    module.cuda = ModuleType("cupy.cuda")
+    module.cuda.Device, module.cuda.Event, module.cuda.Stream = Device, Event, Stream
+    module.cuda.MemoryPointer = MemoryPointer
+    module.cuda.get_current_stream = get_current_stream
+    module.cuda.alloc_pinned_memory = bytearray
+    module.cuda.nccl = nccl
+    module.cuda.runtime = SimpleNamespace(
+        getDevice=_get_device,
+        getDeviceCount=lambda: DEVICES,
+        streamIsCapturing=_stream_is_capturing,
+    )
+    return module

@@ -1,0 +1,294 @@
+"""What the compiler makes of the CUDA kernels, executed: every basic block, compared with float64.
+
+Memory accesses are checked on the way (`emulator.memory`). A block that no case executes is a
+failure; the end of the run lists how many each kernel has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from zlib import crc32
+
+import large
+import numpy as np
+import pytest
+from emulator.device import Launch
+from emulator.machine import Schedule
+from harness import (
+    DTYPES,
+    FORMS,
+    SETTINGS,
+    Bench,
+    Case,
+    Step,
+    moments_of,
+    steps,
+)
+
+from syncbn_core.backends import cuda
+from syncbn_core.errors import BackendError
+from syncbn_core.kernels import cuda_constants
+
+EPS = 1e-5
+
+
+@pytest.fixture
+def bench(device):
+    with Bench(device) as bench:
+        yield bench
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(crc32(request.node.name.encode()))
+
+
+class Executed:
+    """How many threads have come by each basic block of each kernel."""
+
+    def __init__(self) -> None:
+        self.launches: dict[str, list[Launch]] = {}
+
+    def add(self, keys: list[str], launches: list[Launch]) -> None:
+        for key, launch in zip(keys, launches, strict=True):
+            self.launches.setdefault(key, []).append(launch)
+
+    def check(self, key: str, record_property: Callable[[str, object], None]) -> None:
+        """Every block of that kernel has been executed."""
+        blocks = len(self.launches[key][0].program.steps)
+        missing = self.missing(key)
+        record_property("ptx", (key, blocks - len(missing), blocks))
+        assert not missing, f"{key}: no case executes " + "; ".join(missing)
+
+    def missing(self, key: str) -> list[str]:
+        program = self.launches[key][0].program
+        threads = np.sum([launch.counts.threads for launch in self.launches[key]], axis=0)
+        blocks, _ = program.kernel.blocks()
+        return [  # of blocks that do more than jump
+            f"lines {program.steps[number].lines}: {blocks[number][0].text} ..."
+            for number in np.flatnonzero(threads == 0)
+            if blocks[number][0].opcode != "bra.uni"
+        ]
+
+
+def names(form: str, dtype: str) -> set[str]:
+    """The kernels of a form."""
+    lanes = 1 if form.startswith("single") else cuda_constants.lanes_of(dtype)
+    kind = "rows" if form.endswith("rows") else "planes"
+    ragged = form == "ragged planes"
+    every = ("moments", "normalize", "backward_reduce", "backward_input")
+    sources = (cuda.source(f"{kind}_{step}", dtype, lanes, ragged, cuda.THREADS) for step in every)
+    return {source.key for source in sources}
+
+
+def needs(dtype: str, arch: tuple[int, int]) -> None:
+    if dtype == "bfloat16" and arch < (8, 0):
+        pytest.skip("no bfloat16 before compute capability 8.0")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_basic_block_computes_what_is_right(form, dtype, device, arch, record_property):
+    needs(dtype, arch)
+    executed = Executed()
+    for keys in steps(device, form, dtype):
+        executed.add(keys, device.launches)
+        device.launches.clear()
+    with Bench(device) as bench:
+        large.run(bench, form, dtype)
+        executed.add(bench.keys, device.launches)
+    for key in names(form, dtype):
+        executed.check(key, record_property)
+
+
+SPLIT = {
+    "planes": Case("planes", 2, 2, 20000),
+    "ragged planes": Case("ragged planes", 60, 2, 49 * 9),
+    "rows": Case("rows", 4000, 16),
+    "single rows": Case("single rows", 4000, 3),
+}
+split = pytest.mark.parametrize("name", SPLIT)
+
+
+@split
+@pytest.mark.parametrize("mean", [1e3, 1e6])
+def test_moments_keep_their_digits_far_from_zero(name, mean, bench, rng):
+    x = bench.view(rng.normal(mean, 1, SPLIT[name].shape), "float32")
+    into = bench.empty(2 * SPLIT[name].channels + 1, "float64")
+    cuda.moments(bench, x, into.pointer)
+    np.testing.assert_allclose(into.array, moments_of(x.values()), rtol=2e-6)
+
+
+@pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.parametrize("shape", [(4, 1, 3000), (12000, 1, 1)], ids=str)
+def test_an_outlier_leaves_its_digits_to_the_rest(shape, at, bench):
+    values = np.full(shape, 3.0)
+    values.reshape(-1)[at] = 1e6
+    x = bench.view(values, "float32")
+    into = bench.empty(3, "float64")
+    cuda.moments(bench, x, into.pointer)
+    np.testing.assert_allclose(into.array, moments_of(x.values()), rtol=1e-6)
+
+
+@split
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_stay_in_their_channel(name, bad, dtype, arch, bench, rng):
+    needs(dtype, arch)
+    case = SPLIT[name]
+    values = rng.normal(size=case.shape)
+    values[-1, 1, -1] = bad
+    x, dy = bench.view(values, dtype), bench.view(rng.normal(size=case.shape), dtype)
+    y, dx = bench.like(x), bench.like(x)
+    channels = case.channels
+    moments, kept = (
+        bench.empty(2 * channels + 1, "float64"),
+        bench.empty(3 * channels + 1, "float64"),
+    )
+    sums, settings = bench.empty(2 * channels, "float64"), {"eps": EPS, "clamp": True}
+    none = cuda.Parameters()
+    cuda.moments(bench, x, moments.pointer)
+    cuda.normalize(bench, x, y, none, moments.pointer, 1, kept.pointer, **settings)
+    cuda.backward_reduce(bench, x, dy, kept.pointer, none, sums.pointer)
+    cuda.backward_input(bench, x, dy, dx, kept.pointer, none, sums.pointer, **settings)
+    mean, m2 = moments.array[1:].reshape(2, -1)
+    assert np.isnan(m2[1])
+    assert not np.isfinite(mean[1])
+    others = np.arange(channels) != 1
+    for numbers in (mean, m2):
+        assert np.isfinite(numbers[others]).all()
+    for view in (y, dx):
+        assert np.isfinite(view.values()[:, others]).all()
+        assert np.isnan(view.values()[:, 1]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 1), (0, 5, 49), (3, 5, 0)], ids=str)
+@pytest.mark.parametrize("others", [7, 0])
+def test_an_empty_part_updates_running_statistics_too(shape, others, bench, rng):
+    x = bench.view(np.zeros(shape), "float32")
+    mean, var = bench.of(np.zeros(5), "float64"), bench.of(np.ones(5), "float64")
+    tracked, values = bench.of(np.array([3]), "int64"), rng.normal(2, 3, (others, 5, 5))
+    parts, kept = bench.of(moments_of(values), "float64"), bench.empty(16, "float64")
+    running = cuda.Running(mean.pointer, var.pointer, cuda.CODES["float64"], tracked.pointer, 1.0)
+    settings = {"eps": EPS, "clamp": False, "running": running}
+    into = kept.pointer
+    cuda.normalize(bench, x, bench.like(x), cuda.Parameters(), parts.pointer, 1, into, **settings)
+    if others:
+        np.testing.assert_allclose(mean.array, values.mean((0, 2)))
+        np.testing.assert_allclose(var.array, values.var((0, 2), ddof=1))
+    else:
+        assert (mean.array == 0).all()
+        assert (var.array == 1).all()
+    assert tracked.array[0] == 4
+
+
+def test_activations_that_miss_the_grid_differently_are_read_one_by_one(bench, rng):
+    shape = (2, 3, 490)
+    x = bench.view(rng.normal(size=shape), "float32", 1)
+    dy = bench.view(rng.normal(size=shape), "float32", 2)
+    kept = bench.of(np.concatenate([moments_of(x.values()), np.ones(3)]), "float64")
+    sums = bench.empty(6, "float64")
+    cuda.backward_reduce(bench, x, dy, kept.pointer, cuda.Parameters(), sums.pointer)
+    np.testing.assert_allclose(sums.array[:3], dy.values().sum((0, 2)), rtol=1e-5, atol=1e-5)
+    assert "-1-" in bench.keys[0]
+
+
+ORDERS = [
+    Schedule("first", 64),
+    Schedule("last", 1),
+    Schedule("last", 7),
+    *(Schedule("random", width, seed=seed) for seed, width in enumerate((1, 5, 1000))),
+]
+
+
+@split
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_sums_are_bitwise_the_same_in_every_order_of_blocks(name, dtype, device, bench, rng):
+    case = SPLIT[name]
+    x, dy = (bench.view(rng.normal(size=case.shape), dtype) for _ in range(2))
+    channels, results = case.channels, set()
+    kept = bench.of(np.concatenate([moments_of(x.values()), np.ones(channels)]), "float64")
+    for schedule in ORDERS:
+        device.schedule = schedule
+        moments, sums = (bench.empty(2 * channels + n, "float64") for n in (1, 0))
+        cuda.moments(bench, x, moments.pointer)
+        cuda.backward_reduce(bench, x, dy, kept.pointer, cuda.Parameters(), sums.pointer)
+        results.add(moments.array.tobytes() + sums.array.tobytes())
+    assert device.launches[0].grid[1] > 1
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("schedule", ORDERS[1:], ids=lambda s: f"{s.order}-{s.width}")
+@pytest.mark.parametrize("name", [*SPLIT, "single planes"])
+def test_all_steps_in_every_order_of_blocks(name, schedule, device, bench, rng):
+    case = SPLIT.get(name, Case(name, 2000, 2, 3))
+    device.schedule = schedule
+    step = Step(bench, case, "float32", SETTINGS[0], rng)
+    step.moments()
+    step.normalize()
+    step.backward_reduce()
+    step.backward_input()
+
+
+def test_merge_parts_is_the_merge_of_moments(device, bench, rng, record_property):
+    for sizes in ([1], [0, 3], [1, 5, 2], [4, 0, 0, 2, 1, 0, 3], [2, 3, 0, 1, 0, 6, 1, 1, 0]):
+        parts = [rng.normal(size=(n, 300, 3)) for n in sizes]
+        into = bench.empty(601, "float64")
+        every = bench.of(np.concatenate([moments_of(part) for part in parts]), "float64")
+        cuda.merge_parts(bench, every.pointer, len(sizes), 300, into.pointer)
+        whole = moments_of(np.concatenate(parts))
+        np.testing.assert_allclose(into.array, whole, rtol=1e-13, atol=1e-13)
+    executed = Executed()
+    executed.add(bench.keys, device.launches)
+    executed.check(bench.keys[0], record_property)
+
+
+@pytest.mark.parametrize("members", [cuda.MAX_PARTS, cuda.MAX_PARTS + 1, 40])
+def test_many_members_are_merged_before(members, bench, rng):
+    x = bench.view(rng.normal(size=(6, 4, 1)), "float64")
+    every = rng.normal(3, 2, (members, 5, 4, 3))
+    parts = bench.of(np.concatenate([moments_of(part) for part in every]), "float64")
+    into, y, settings = bench.empty(13, "float64"), bench.like(x), {"eps": EPS, "clamp": False}
+    none, kept = cuda.Parameters(), into.pointer
+    cuda.normalize(bench, x, y, none, parts.pointer, members, kept, **settings)
+    whole = moments_of(every.reshape(-1, 4, 3))
+    np.testing.assert_allclose(into.array[:9], whole, rtol=1e-12)
+    assert len(bench.keys) == (1 if members <= cuda.MAX_PARTS else 2)
+
+
+@pytest.mark.parametrize("short", ["moments", "statistics", "y", "partial sums"])
+def test_memory_that_is_too_small_is_noticed(short, bench, rng, monkeypatch):
+    """The other tests rely on it."""
+    x = bench.view(rng.normal(size=(4, 2, 20000)), "float32")
+    empty = bench.empty
+
+    def too_small(size, dtype, offset=0, name=""):
+        return empty(size - (name == short), dtype, offset, name)
+
+    monkeypatch.setattr(bench, "empty", too_small)
+    moments, y = bench.empty(5, "float64", name="moments"), bench.like(x)
+    kept = bench.empty(7, "float64", name="statistics")
+    settings, none, into = {"eps": EPS, "clamp": False}, cuda.Parameters(), kept.pointer
+
+    def both():
+        cuda.moments(bench, x, moments.pointer)
+        cuda.normalize(bench, x, y, none, moments.pointer, 1, into, **settings)
+
+    with pytest.raises(BackendError, match=rf"out of bounds.* {short} of"):
+        both()
+
+
+def test_argument_codes_are_those_of_the_kernels():
+    for name, codes in cuda._ARGUMENTS.items():
+        kernel = cuda.source(name, "float32", 4, False, cuda.THREADS).build()
+        names = list(inspect.signature(kernel).parameters)
+        assert codes == "".join("d" if n in ("eps", "factor") else "q" for n in names), name
+
+
+def test_the_table_holds_what_a_block_can_touch():
+    for dtype in DTYPES:
+        lanes = cuda.lanes_of(dtype)
+        for vector, inner in [(lanes, cuda_constants.MIN_INNER), (1, 2)]:
+            numbers = cuda_constants.THREADS * cuda_constants.UNROLL * vector
+            assert numbers // inner + 2 <= cuda_constants.TABLE

@@ -1,0 +1,86 @@
+"""A process of a world whose CPU tensors stand for those of an emulated device.
+
+python torch_member.py RANK STORE MAJOR MINOR
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from emulator.device import emulated
+from test_torch_on_cuda import on_kernels
+from torch import nn
+
+from syncbn_core.errors import CommError, ProtocolError
+from syncbn_core.packed import PackedMoments
+from syncbn_torch import SynchronizedBatchNorm2d, communicator, forward_together, labels
+
+rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:]))
+dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2)
+
+packed = []
+original = communicator.DistributedCommunicator.merge_several
+
+
+def recorded(self, parts):
+    packed.extend(isinstance(part, PackedMoments) for part in parts)
+    totals = original(self, parts)
+    assert all(total.known_count is None for total in totals), "the host has waited for a count"
+    return totals
+
+
+communicator.DistributedCommunicator.merge_several = recorded
+generator = torch.Generator().manual_seed(0)
+x, dy = torch.randn(2, 5, 4, 3, 3, dtype=torch.float64, generator=generator)
+mine = slice(0, 1) if rank == 0 else slice(1, 5)
+with (
+    emulated(capability) as device,
+    on_kernels(device) as gpu,
+    pytest.MonkeyPatch.context() as patch,
+):
+    for joint in (False, True):
+        layers = [SynchronizedBatchNorm2d(c).double() for c in (1, 3)]
+        twins = [nn.BatchNorm2d(c).double() for c in (1, 3)]
+        leaf, whole = x[mine].clone().requires_grad_(), x.clone().requires_grad_()
+        inputs = leaf.split([1, 3], 1)
+        if joint:
+            ys = forward_together(layers, inputs)
+        else:
+            ys = [layer(part) for layer, part in zip(layers, inputs, strict=True)]
+        torch.cat(list(ys), 1).backward(dy[mine])
+        expected = [twin(part) for twin, part in zip(twins, whole.split([1, 3], 1), strict=True)]
+        torch.cat(expected, 1).backward(dy)
+        torch.testing.assert_close(torch.cat(list(ys), 1), torch.cat(expected, 1)[mine])
+        torch.testing.assert_close(leaf.grad, whole.grad[mine])
+        for layer, twin in zip(layers, twins, strict=True):
+            torch.testing.assert_close(layer.running_var, twin.running_var)
+    assert packed == [True] * 4, packed
+    assert len(gpu.keys) == 16, gpu.keys
+
+    # a backward of another layer on each rank, whose total is known later
+    sent = []
+    events = SimpleNamespace(query=lambda: bool(come))
+    come = []
+    patch.setattr(labels, "_on_cuda", lambda tensor: True)
+    patch.setattr(labels, "_captures", lambda tensor: bool(capturing))
+    patch.setattr(labels, "_sent_to_host", lambda found: (sent.append(1) or found, events))
+    for capturing in (True, False):
+        layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
+        leaf = x[mine, :3].clone().requires_grad_()
+        ys = [layer(leaf) for layer in layers]
+        ys[rank].backward(dy[mine, :3])
+        assert leaf.grad.isnan().all()
+        assert len(sent) == (not capturing)
+        layers[0](leaf)  # nobody waits for the news
+    come.append(True)
+    with pytest.raises(ProtocolError, match=rf"layer {6 + rank}, forward in call"):
+        layers[0](leaf)
+    with pytest.raises(CommError, match="failed before"):
+        layers[0](leaf)
+dist.barrier()
+dist.destroy_process_group()
