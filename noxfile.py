@@ -147,33 +147,38 @@ def tests_mpi(session: nox.Session) -> None:
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")
 
 
-def install_cuda(session: nox.Session, cuda: str) -> None:
-    extras = f".[torch,cuda{cuda},examples]"
+def install_cuda(session: nox.Session, cuda: str, *extras: str) -> None:
     tools = ["ptx"] if cuda == "13" else []
-    session.install(*CONSTRAINTS, "-e", extras, *groups("test", *tools))
+    wanted = ",".join([f"cuda{cuda}", *extras])
+    session.install(*CONSTRAINTS, "-e", f".[{wanted}]", *groups("test", *tools))
     fresh_numba_cache(session)
     # compiled kernels go by the text of their sources, so they may stay
     session.env["SYNCBN_CACHE_DIR"] = str(Path(session.virtualenv.location).resolve() / "kernels")
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+@nox.session(python=TORCH_PYTHON, tags=["cuda"])
 def tests_cuda13(session: nox.Session) -> None:
     """The CUDA kernels without a device: compiled, executed on the CPU; clear errors."""
-    install_cuda(session, "13")
+    install_cuda(session, "13", "torch", "examples")
     usual = ["-k", "not sm_80", *WITHOUT_DEVICE, "tests/ptx"]
     session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+@nox.session(python=TORCH_PYTHON, tags=["cuda"])
 def tests_cuda12(session: nox.Session) -> None:
-    """What differs with the packages of CUDA 12: compiled kernels, CuPy, errors."""
+    """What differs with the packages of CUDA 12: the compiler of the kernels, CuPy, errors."""
     install_cuda(session, "12")
-    usual = ["-k", "not order", *WITHOUT_DEVICE, "tests/ptx/test_kernels.py"]
-    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    session.run("pytest", *SIDE_BY_SIDE, *WITHOUT_DEVICE)
+    test = "tests/ptx/test_kernels.py::test_every_basic_block_computes_what_is_right"
+    # the other dtypes are built of the same text; `architectures12` has them
+    session.run("pytest", *SIDE_BY_SIDE, "-k", "not float64 and not bfloat16", test)
 
 
 def run_architectures(session: nox.Session, cuda: str, *names: str) -> None:
-    install_cuda(session, cuda)
+    install_cuda(session, cuda, "torch", "examples")
     files = ("kernels", "costs", "traffic", "torch_on_cuda", "cupy_backend")
     tests = [f"tests/ptx/test_{name}.py" for name in files]
     for arch in session.posargs or names:
@@ -181,14 +186,14 @@ def run_architectures(session: nox.Session, cuda: str, *names: str) -> None:
         session.run("python", "tests/ptx/mutants.py", "--arch", arch)
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+@nox.session(python=TORCH_PYTHON, tags=["cuda"])
 def architectures13(session: nox.Session) -> None:
-    """The compiled CUDA kernels of each architecture, or those named, and all mutants; an hour."""
+    """The compiled CUDA kernels of each architecture, or of those named, and all mutants."""
     run_architectures(session, "13", "sm_75", "sm_80", "sm_90", "sm_100", "sm_121")
     session.run("pytest", *SIDE_BY_SIDE, "tests/ptx/test_ptx.py")
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["cuda"])
+@nox.session(python=TORCH_PYTHON, tags=["cuda"])
 def architectures12(session: nox.Session) -> None:
     """The same with the packages of CUDA 12."""
     run_architectures(session, "12", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100", "sm_121")
@@ -210,7 +215,10 @@ def tests_oldest(session: nox.Session) -> None:
     fresh_numba_cache(session)
     # what depends on them: the kernels, and how tensors become arrays
     names = ("autograd", "batchnorm", "cpu", "interop")
-    usual = [*SIDE_BY_SIDE, "tests/core", *(f"tests/torch/test_{name}.py" for name in names)]
+    torch = [f"tests/torch/test_{name}.py" for name in names]
+    waiting = ("comm", "comm_failures", "comm_misuse", "interrupts", "labels", "mpi", "imports")
+    others = [f"--ignore=tests/core/test_{name}.py" for name in (*waiting, "driver", "no_device")]
+    usual = [*SIDE_BY_SIDE, "tests/core", *others, *torch]
     session.run("pytest", *(session.posargs or usual))
 
 

@@ -80,7 +80,7 @@ def _take(partials, number, size, span, tid, threads, firsts, seconds):
     f0 = f1 = f2 = f3 = 0.0
     s0 = s1 = s2 = s3 = 0.0
     if row < height:
-        k, end = int32(row), int32(size)  # 32 bits, as the compiler divides by the step
+        k, end = int32(row), int32(size)  # in 32 bits: the compiler divides by the step
         at = (number + row) * 2 * span + channel
         while k < end:  # four on their way: one block alone has few loads to hide latency with
             a0, b0 = _pair(partials, at, span, True)
@@ -357,7 +357,7 @@ def rows_normalize(dtype, lanes, threads):
         column = (tid - row * width) * lanes
         span = width * lanes
         base = tile * span + column
-        # rows of the piece; 32 bits, as the compiler divides by the step
+        # rows of the piece, in 32 bits: the compiler divides by the step
         r, high = int32(row), int32(height)
         stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
         at = (k * piece + row) * channels + base
@@ -446,7 +446,7 @@ def rows_backward_input(dtype, lanes, threads):
         column = (tid - row * width) * lanes
         span = width * lanes
         base = tile * span + column
-        # rows of the piece; 32 bits, as the compiler divides by the step
+        # rows of the piece, in 32 bits: the compiler divides by the step
         r, high = int32(row), int32(height)
         stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
         at = (k * piece + row) * channels + base

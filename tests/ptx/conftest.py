@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `emulator`
+sys.path.insert(0, str(Path(__file__).parent))  # for `emulator`, `harness` and others
 
 ON_THIS_MACHINE = find_spec("numba_cuda") is not None and not os.environ.get("NUMBA_ENABLE_CUDASIM")
 collect_ignore_glob = [] if ON_THIS_MACHINE else ["*"]

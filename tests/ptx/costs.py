@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from emulator.device import Device, Launch, emulated
-from harness import DTYPES, FORMS, Bench, Case, Setting, Step
+from harness import DTYPES, FORMS, Bench, Case, Setting, Steps, capability
 
 from syncbn_core.kernels.cuda_constants import SIZES, lanes_of
 
@@ -49,11 +49,8 @@ def case_of(form: str, dtype: str) -> Case:
 def figures(device: Device, form: str, dtype: str) -> dict[str, dict[str, float]]:
     """The figures of each kernel of a form, by its key."""
     with Bench(device) as bench:
-        step = Step(bench, case_of(form, dtype), dtype, USUAL, np.random.default_rng(1))
-        step.moments()
-        step.normalize()
-        step.backward_reduce()
-        step.backward_input()
+        step = Steps(bench, case_of(form, dtype), dtype, USUAL, np.random.default_rng(1))
+        step.all()
         nbytes = step.x.values().size * SIZES[dtype]
         launches = device.launches[-len(bench.keys) :]
         return {
@@ -96,7 +93,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=TABLE)
     given = parser.parse_args()
     rows: dict[str, Any] = {}
-    with emulated(divmod(int(given.arch.removeprefix("sm_")), 10)) as device:
+    with emulated(capability(given.arch)) as device:
         for form in FORMS:
             for dtype in DTYPES:
                 for key, found in figures(device, form, dtype).items():

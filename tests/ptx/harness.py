@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulator.device import Device, Launch
+from emulator.machine import Schedule
 from emulator.memory import Range
 
 from syncbn_core.backends import cuda, driver
@@ -157,6 +158,19 @@ class Bench:
     @property
     def last(self) -> Launch:
         return self.device.launches[-1]
+
+
+def source_of(form: str, dtype: str, step: str) -> Source:
+    """The kernel of a step for activations of a form."""
+    lanes = 1 if form.startswith("single") else lanes_of(dtype)
+    kind = "rows" if form.endswith("rows") else "planes"
+    ragged = form == "ragged planes"
+    return cuda.source(f"{kind}_{step}", dtype, lanes, ragged, cuda.THREADS)
+
+
+def capability(arch: str) -> tuple[int, int]:
+    """`(9, 0)` for "sm_90"."""
+    return divmod(int(arch.removeprefix("sm_")), 10)
 
 
 # ---------------------------------------------------------------------------------- cases
@@ -328,7 +342,7 @@ def within(actual: Array, expected: Array, bound: Any, what: str) -> None:
 
 
 @dataclass
-class Step:
+class Steps:
     """A batch on a bench, taken through the four steps, each compared with float64."""
 
     bench: Bench
@@ -361,6 +375,12 @@ class Step:
             numbers += [buffer.pointer, cuda.CODES[buffer.dtype]] if buffer else [0, 0]
         return cuda.Parameters(*numbers)
 
+    def all(self) -> None:
+        self.moments()
+        self.normalize()
+        self.backward_reduce()
+        self.backward_input()
+
     def moments(self) -> None:
         into = self.bench.empty(2 * self.case.channels + 1, "float64", name="moments")
         cuda.moments(self.bench, self.x, into.pointer)
@@ -377,7 +397,7 @@ class Step:
         parts = [moments_of(self.rng.normal(2, 3, (n, channels, 5))) for n in sizes]
         parts[0] = moments_of(values)
         packed = bench.of(np.concatenate(parts[: setting.members]), "float64", name="parts")
-        running, old = cuda.NO_RUNNING, {}
+        running = cuda.NO_RUNNING
         tracked = bench.of(np.array([4]), "int64", name="num_batches_tracked")
         mean, var = (
             bench.of(numbers, setting.running or "float32", name="running")
@@ -514,6 +534,9 @@ class Step:
         within(dx.values(), expected, bound, "dx")
 
 
+ORDERS = [Schedule("first"), Schedule("last"), Schedule("random", 1000)]
+
+
 def steps(device: Device, form: str, dtype: str) -> Iterator[list[str]]:
     """All cases of a form, compared with what is right; gives the kernels that each has run.
 
@@ -526,11 +549,9 @@ def steps(device: Device, form: str, dtype: str) -> Iterator[list[str]]:
             some = some[:1]
             if device.capability >= (10, 0):
                 case = replace(case, splits=MORE)
+        device.schedule = ORDERS[number % len(ORDERS)]
         for setting in SETTINGS if number == 0 else some:
             with Bench(device) as bench, case.planned():
-                step = Step(bench, case, dtype, setting, rng)
-                step.moments()
-                step.normalize()
-                step.backward_reduce()
-                step.backward_input()
+                step = Steps(bench, case, dtype, setting, rng)
+                step.all()
                 yield bench.keys

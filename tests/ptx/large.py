@@ -160,7 +160,8 @@ class Large:
                 shape = walk(THREADS, x)
                 slots, lanes, span = self.outer * shape.slots, shape.lanes, 1
             per = self.channels if rows else lanes
-            chosen = {edge // per * SPLITS // slots for edge in EDGES} | {SPLITS - 1}
+            near = {edge // per * SPLITS // slots for edge in EDGES}
+            chosen = near | {k + 1 for k in near} | {SPLITS - 1}
             grid = self.channels if not rows else 1
             parts = {}
             for k in chosen:
@@ -169,6 +170,7 @@ class Large:
                 for view in (x, dy):
                     self._mapped(view).fill(begin, self.rng.normal(size=end - begin))
                 parts[k] = begin, end
+            assert all(any(b <= e < end for b, end in parts.values()) for e in EDGES)
             blocks = {k * grid for k in chosen}  # of channel 0 or tile 0
             into = self.bench.of(np.zeros(4 * self.channels + 2), "float64").pointer
             with self.only(blocks):

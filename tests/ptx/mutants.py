@@ -10,6 +10,7 @@ miss, as a mistake there shows in one run of many.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,13 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulator.device import Device, emulated, program_of, ptx_of
 from emulator.machine import Schedule
 from emulator.parse import Kernel, Number
-from harness import DTYPES, FORMS, SETTINGS, STEPS, Bench, Case, Step
+from harness import DTYPES, FORMS, SETTINGS, STEPS, Bench, Case, Steps, capability, source_of
 
-from syncbn_core.backends import cuda
 from syncbn_core.errors import BackendError
 from syncbn_core.kernels.cuda_constants import lanes_of
 
-__all__ = ["Mutant", "builds", "mutants", "noticed"]
+__all__ = ["Mutant", "builds", "mutants", "noticed", "survivors"]
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,21 @@ class Mutant:
         return f"{self.form} {self.dtype} {self.step}: line {self.line}, {self.text}"
 
 
-def builds() -> Iterator[tuple[str, str, str]]:
-    """All kernels that have anything to take away, as (form, dtype, step)."""
+def builds(arch: tuple[int, int]) -> Iterator[tuple[str, str, str]]:
+    """All kernels of an architecture that walk over activations, as (form, dtype, step)."""
     for form in FORMS:
         for dtype in DTYPES:
             for step in STEPS:
-                yield form, dtype, step
-
-
-def source_of(form: str, dtype: str, step: str) -> cuda.Source:
-    """The kernel of a step for activations of a form."""
-    lanes = 1 if form.startswith("single") else lanes_of(dtype)
-    kind = "rows" if form.endswith("rows") else "planes"
-    ragged = form == "ragged planes"
-    return cuda.source(f"{kind}_{step}", dtype, lanes, ragged, cuda.THREADS)
+                if source_of(form, dtype, step).oldest <= arch:
+                    yield form, dtype, step
 
 
 def mutants(form: str, dtype: str, step: str, arch: tuple[int, int]) -> list[Mutant]:
     kernel = program_of(ptx_of(source_of(form, dtype, step), arch)).kernel
     found = []
     for number, item in enumerate(kernel.instructions):
-        reset = item.opcode == "st.global.u32" and item.operands[1:] == (_zero_of(kernel, number),)
+        word = re.fullmatch(r"st\.global\.[ub]32", item.opcode)
+        reset = word and item.operands[1:] == (_zero_of(kernel, number),)
         if item.opcode in ("bar.sync", "membar.gl") or reset:
             found.append(Mutant(form, dtype, step, number, item.text, item.line))
     return found
@@ -99,33 +93,51 @@ def cases(form: str, dtype: str) -> list[Case]:
 SCHEDULES = [Schedule("first"), Schedule("random", 5), Schedule("last", 1)]
 
 
-def noticed(mutant: Mutant, arch: tuple[int, int]) -> str:
-    """What noticed it, "" if nothing did."""
-    name = program_of(ptx_of(source_of(mutant.form, mutant.dtype, mutant.step), arch)).kernel.name
+def noticed(form: str, dtype: str, step: str, arch: tuple[int, int], number: int | None) -> str:
+    """What notices that the instruction of that number is gone, "" if nothing does.
+
+    None leaves the kernel as it is: then nothing may be noticed.
+    """
+    name = program_of(ptx_of(source_of(form, dtype, step), arch)).kernel.name
 
     def change(kernel: Kernel) -> Kernel:
-        return kernel.without(kernel.instructions[mutant.number]) if kernel.name == name else kernel
+        if number is None or kernel.name != name:
+            return kernel
+        return kernel.without(kernel.instructions[number])
 
     with emulated(arch) as device:
         device.before = change
         for schedule in SCHEDULES:
             device.schedule = schedule
-            for case in cases(mutant.form, mutant.dtype):
+            for case in cases(form, dtype):
                 try:
-                    _run(device, mutant, case)
-                except BackendError as error:
-                    return f"{device.fault or error}"
+                    _run(device, step, dtype, case)
+                except BackendError:
+                    if device.fault is None:
+                        raise
+                    return str(device.fault)
                 except AssertionError as error:
                     return f"a wrong result: {error}"
     return ""
 
 
-def _run(device: Device, mutant: Mutant, case: Case) -> None:
+def survivors(form: str, dtype: str, step: str, arch: tuple[int, int]) -> tuple[int, list[Mutant]]:
+    """How many mutants a kernel has, and those that nothing notices."""
+    unchanged = noticed(form, dtype, step, arch, None)
+    assert not unchanged, f"{form} {dtype} {step}, nothing taken away: {unchanged}"
+    every = mutants(form, dtype, step, arch)
+    kinds = {mutant.text.split()[0].partition(".")[0] for mutant in every}
+    reduces = step in ("moments", "backward_reduce")
+    assert kinds == ({"bar", "membar", "st"} if reduces else {"bar"}), kinds
+    return len(every), [m for m in every if not noticed(form, dtype, step, arch, m.number)]
+
+
+def _run(device: Device, step: str, dtype: str, case: Case) -> None:
     with Bench(device) as bench, case.planned():
-        step = Step(bench, case, mutant.dtype, SETTINGS[0], np.random.default_rng(3))
-        if mutant.step.startswith("backward"):
-            step.keep_statistics()
-        getattr(step, mutant.step)()
+        steps = Steps(bench, case, dtype, SETTINGS[0], np.random.default_rng(3))
+        if step.startswith("backward"):
+            steps.keep_statistics()
+        getattr(steps, step)()
 
 
 def main() -> int:
@@ -134,18 +146,17 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--kernel", help="a part of its name", default="")
     given = parser.parse_args()
-    arch = divmod(int(given.arch.removeprefix("sm_")), 10)
-    total, survivors = 0, []
-    for form, dtype, step in builds():
+    arch = capability(given.arch)
+    total, left = 0, 0
+    for form, dtype, step in builds(arch):
         if given.dtype not in (None, dtype) or given.kernel not in source_of(form, dtype, step).key:
             continue
-        for mutant in mutants(form, dtype, step, arch):
-            total += 1
-            if not noticed(mutant, arch):
-                survivors.append(mutant)
-                print("not noticed:", mutant, flush=True)
-    print(f"{total - len(survivors)} of {total} noticed")
-    return bool(survivors)
+        count, unnoticed = survivors(form, dtype, step, arch)
+        total, left = total + count, left + len(unnoticed)
+        for mutant in unnoticed:
+            print("not noticed:", mutant, flush=True)
+    print(f"{given.arch}: {total - left} of {total} noticed")
+    return bool(left)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ TABLE = read_table()
 def test_a_kernel_costs_no_more_than_before(form, dtype, device, arch):
     """`python tests/ptx/costs.py` makes the table anew, where a kernel has its reason to cost more.
 
-    Other compilers and architectures differ by some instructions, in bytes hardly.
+    Other compilers and architectures differ by some instructions (12 % at most), not in bytes.
     """
     if dtype == "bfloat16" and arch < (8, 0):
         pytest.skip("no bfloat16 before compute capability 8.0")
     made = {name: value for name, value in TABLE["made"].items() if name != "date"}
     same = made == made_by("sm_{}{}".format(*arch))
-    slack = {"bytes": 1.01} | ({} if same else {"bytes": 1.1})
     for key, found in figures(device, form, dtype).items():
         for name, number in found.items():
-            bound = TABLE["kernels"][key][name] * slack.get(name, 1.01 if same else 1.4) + 0.01
+            slack = 1.01 if same or name == "bytes" else 1.15
+            bound = TABLE["kernels"][key][name] * slack + 0.01
             assert number <= bound, f"{key}: {number} {name} per byte, {bound:.4g} at most"

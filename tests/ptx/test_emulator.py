@@ -865,6 +865,33 @@ def test_blocks_go_their_own_ways(schedule):
         np.testing.assert_array_equal(out[block * THREADS : (block + 1) * THREADS], expected)
 
 
+def test_in_random_order_blocks_leave_barriers_at_their_own_pace():
+    body = f"""
+        mov.u32 %r1, 0;
+        setp.ne.s32 %p1, %t, 0;
+    ROUND:
+        @%p1 bra MEET;
+        atom.global.add.u32 %r2, [%a0], 1;
+        mad.lo.s32 %r3, %b, 3, %r1;
+        {element("%rd1", "%a1", "%r3")}
+        st.global.u32 [%rd1], %r2;
+    MEET:
+        bar.sync 0;
+        add.s32 %r1, %r1, 1;
+        setp.lt.s32 %p2, %r1, 3;
+        @%p2 bra ROUND;
+    """
+
+    def one_is_ahead(schedule):
+        turns = words(6 * 3)
+        Memory(words(1), turns).run(body, (6, 1, 1), schedule)
+        return turns.reshape(6, 3)[:, 2].min() < turns.reshape(6, 3)[:, 1].max()
+
+    assert not one_is_ahead(Schedule("first"))
+    assert any(one_is_ahead(Schedule("random", seed=seed)) for seed in range(4))
+    assert one_is_ahead(Schedule("first", 1))
+
+
 def test_only_some_blocks_run():
     out = np.zeros(5 * THREADS, "i4")
     body = f"{element('%rd1', '%a0', '%i')}\nst.global.u32 [%rd1], %n;"
@@ -1089,21 +1116,21 @@ def test_one_of_many_readers_has_met_nobody():
     body = """
         ld.global.u32 %r1, [%a0];
         bar.sync 0;                 // first
-        setp.eq.s32 %p1, %t, 7;
+        setp.eq.s32 %p1, %t, 63;
         @%p1 bra WRITE;             // again
         ld.global.u32 %r1, [%a0];   // again
     WRITE:
-        setp.ne.s32 %p1, %t, 7;
+        setp.ne.s32 %p1, %t, 63;
         @%p1 bra END;
         st.global.u32 [%a0], 3;
     END:
     """
     with pytest.raises(
-        Fault, match=r"thread 7 of block 0 overwrites what thread [0-9]+ of block 0 read"
+        Fault, match=r"thread 63 of block 0 overwrites what thread [0-9]+ of block 0 read"
     ):
         Memory(words(1)).run(body)
     Memory(words(1)).run(without(body, "again"))
-    with pytest.raises(Fault, match="thread 7 of block 0 overwrites what"):
+    with pytest.raises(Fault, match="thread 63 of block 0 overwrites what"):
         Memory(words(1)).run(without(without(body, "again"), "first"))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from emulator.device import ptx_of
+from emulator.device import program_of, ptx_of
 
 from syncbn_core.backends import compiler, cuda
 from syncbn_core.kernels.cuda_constants import SIZES, THREADS, lanes_of
@@ -67,7 +67,7 @@ def built(kernel, capability, tools, folder):
     sass = subprocess.run(
         [cuobjdump, "-sass", linked], capture_output=True, text=True, check=True
     ).stdout
-    assert "Function : " in sass
+    assert f"Function : {program_of(text).kernel.name}" in sass
     shared = re.search(r"(\d+) bytes smem", said)
     return Built(
         registers=int(re.search(r"Used (\d+) registers", said)[1]),

@@ -76,11 +76,9 @@ class Range:
         self.when.reshape(-1, per)[grains] = now
         if self.written is not None:
             self.written.reshape(-1, per)[grains] = True
-        if self.reader is not None:
-            self.reader.reshape(-1, per)[grains] = NOBODY
 
     def note_reads(self) -> None:
-        """Reads matter once somebody writes: tables of who read last, since the last write."""
+        """Reads matter once somebody writes: tables of who read last."""
         if self.reader is None:
             self.reader, self.read_when = self._grains(np.int64), self._grains(np.int64)
             self.reader[:] = NOBODY
@@ -353,7 +351,7 @@ class GlobalMemory:
             self._check_others(area, index, per, others, thread, (does, "wrote"))
 
     def _check_readers(self, area: Range, index: Array, per: int, thread: Array, does: str) -> None:
-        """Whether all others have read what `thread` writes now before, since it was written."""
+        """Whether what others have read there in this launch was read before `thread` writes."""
         if not area.reads:
             return
         area.note_reads()
@@ -385,16 +383,11 @@ class GlobalMemory:
         writer = np.full(area._grains(bool).size, NOBODY)
         writer[grains] = thread
         for index, per, readers, now in area.reads:
-            place = index[:, None] * per + np.arange(per)
-            new = writer[place]
-            waits = new != NOBODY
-            if area.when is not None:
-                waits &= area.when[place] < now
-            lane, grain = np.nonzero(waits)
-            times = np.full(lane.size, now)
-            others = readers[lane], times
-            words = does, "read"
-            self._check_order(area, place[lane, grain], *others, new[lane, grain], words)
+            new = writer.reshape(-1, per)[index]
+            lane, grain = np.nonzero(new != NOBODY)
+            others = readers[lane], np.full(lane.size, now)
+            place = index[lane] * per + grain
+            self._check_order(area, place, *others, new[lane, grain], (does, "read"))
 
     def _check_order(
         self,
