@@ -1669,17 +1669,19 @@ def test_every_statement_is_an_instruction_on_its_line():
     $L__BB0_1: again: add.s32 %r3, %r1, -0x10;
         @!%p1 bra $L__BB0_1;
         st.global.v2.u32 [ %a0 + -8 ], {%r1, %r2}; // behind
+        st.global.u32 [%a0-4], %r3;
     """
     text = module(f"setp.eq.s32 %p1, %t, 0;{body}", "q")
     kernel = parse(text)
     lines = text.splitlines()
     assert kernel.arch == "sm_90"
     assert kernel.threads == THREADS
-    last = ["setp.eq.s32", "mov.u32", "mov.u32", "add.s32", "bra", "st.global.v2.u32", "ret"]
+    last = ["setp.eq.s32", "mov.u32", "mov.u32", "add.s32", "bra"]
+    last += ["st.global.v2.u32", "st.global.u32", "ret"]
     assert [item.opcode for item in kernel.instructions][-len(last) :] == last
     for item in kernel.instructions:
         assert item.text.split()[-1] in lines[item.line - 1], item
-    assert kernel.instructions[-2].operands[0].offset == -8
+    assert [item.operands[0].offset for item in kernel.instructions[-3:-1]] == [-8, -4]
     assert [item for item in kernel.body if isinstance(item, str)] == ["$L__BB0_1", "again"]
 
 
@@ -1808,6 +1810,8 @@ def test_a_fault_says_what_and_where(machine):
         kernel.launch((1, 1), 0, x, y)
     assert isinstance(machine.device.fault, Fault)
     assert not machine.device.launches
+    with pytest.raises(BackendError, match=r"\(101\): no fault"):  # not that of the launch
+        driver.compute_capability(7)
     x = machine.array(words(THREADS + 3))
     kernel.launch((1, 1), 0, x, y)
     assert machine.device.launches[-1].read_bytes == {x: 4 * THREADS}
