@@ -25,7 +25,8 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def arch(request):
     """The compute capability that kernels are compiled for."""
-    number = int(request.config.getoption("--arch").removeprefix("sm_"))
+    name = request.config.getoption("--arch", "sm_90")  # unknown where `tests` is collected whole
+    number = int(name.removeprefix("sm_"))
     return divmod(number, 10)
 
 
@@ -94,7 +95,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{label:48}{line}")
         rows.append({"kernel": name, "dtype": dtype, "lanes": lanes, "ragged": ragged})
         rows[-1] |= {"arch": arch, **numbers, "instructions": result.instructions}
-    where = config.getoption("--ptx-table")
+    where = config.getoption("--ptx-table", None)
     if where:
         packages = ("numba-cuda", "nvidia-nvjitlink", "nvidia-cuda-nvcc")
         head = {"date": str(date.today()), **{name: _version(name) for name in packages}}
