@@ -60,19 +60,21 @@ def mutants(form: str, dtype: str, step: str, arch: tuple[int, int]) -> list[Mut
     found = []
     for number, item in enumerate(kernel.instructions):
         word = re.fullmatch(r"st\.global\.[ub]32", item.opcode)
-        reset = word and item.operands[1:] == (_zero_of(kernel, number),)
+        reset = word and _stores_zero(kernel, number)
         if item.opcode in ("bar.sync", "membar.gl") or reset:
             found.append(Mutant(form, dtype, step, number, item.text, item.line))
     return found
 
 
-def _zero_of(kernel: Kernel, number: int) -> object:
-    """The register that a store stores, if a move has just made it zero."""
+def _stores_zero(kernel: Kernel, number: int) -> bool:
+    """Whether a store stores zero, or a register that a move before it has made zero."""
     stored = kernel.instructions[number].operands[1]
+    if isinstance(stored, Number):
+        return stored == Number(0)
     for item in reversed(kernel.instructions[:number]):
         if item.operands and item.operands[0] == stored:
-            return stored if item.operands[1:] == (Number(0),) else None
-    return Number(0)
+            return item.operands[1:] == (Number(0),)
+    return False
 
 
 def cases(form: str, dtype: str) -> list[Case]:
