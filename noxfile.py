@@ -152,7 +152,7 @@ def install_cuda(session: nox.Session, cuda: str, *extras: str) -> None:
     wanted = ",".join([f"cuda{cuda}", *extras])
     session.install(*CONSTRAINTS, "-e", f".[{wanted}]", *groups("test", *tools))
     fresh_numba_cache(session)
-    # compiled kernels go by the text of their sources, so they may stay
+    # kept for the next run: a kernel is found by the text of its sources and its compiler
     session.env["SYNCBN_CACHE_DIR"] = str(Path(session.virtualenv.location).resolve() / "kernels")
 
 
@@ -173,7 +173,7 @@ def tests_cuda12(session: nox.Session) -> None:
         return
     session.run("pytest", *SIDE_BY_SIDE, *WITHOUT_DEVICE)
     test = "tests/ptx/test_kernels.py::test_every_basic_block_computes_what_is_right"
-    # the other dtypes are built of the same text; `architectures12` has them
+    # float64 and bfloat16 are compiled from the same sources; `architectures12` runs them
     session.run("pytest", *SIDE_BY_SIDE, "-k", "not float64 and not bfloat16", test)
 
 

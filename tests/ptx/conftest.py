@@ -25,9 +25,10 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def arch(request):
     """The compute capability that kernels are compiled for."""
-    name = request.config.getoption("--arch", "sm_90")  # unknown where `tests` is collected whole
-    number = int(name.removeprefix("sm_"))
-    return divmod(number, 10)
+    from harness import capability
+
+    # where all of `tests` is collected, the option is not known
+    return capability(request.config.getoption("--arch", "sm_90"))
 
 
 @pytest.fixture

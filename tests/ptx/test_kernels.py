@@ -80,7 +80,7 @@ def needs(dtype: str, arch: tuple[int, int]) -> None:
         pytest.skip("no bfloat16 before compute capability 8.0")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is there once touched")
+@pytest.mark.skipif(sys.platform != "linux", reason="maps memory that Linux provides on first use")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_basic_block_computes_what_is_right(form, dtype, device, arch, record_property):

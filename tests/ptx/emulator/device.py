@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncbn_core.backends import driver
+from syncbn_core.backends import compiler, driver
 from syncbn_core.backends.compiler import Code, Source, cache_file, store, stored
 
 from .machine import Counts, Schedule, run
@@ -40,7 +40,7 @@ class _Refused(ValueError):
 
 @dataclass(frozen=True)
 class Launch:
-    """What ran: `entry` with its arguments, on a stream of a device."""
+    """What ran: a kernel with its arguments, on a stream of a device."""
 
     program: Program
     device: int
@@ -63,8 +63,6 @@ def program_of(text: str) -> Program:
 
 def ptx_of(source: Source, capability: tuple[int, int]) -> str:
     """PTX of a kernel, from the disk if it is kept there."""
-    from syncbn_core.backends import compiler
-
     path = cache_file(source, capability)
     path = None if path is None else path.with_suffix(".ptx-kernel")
     code = stored(path)
@@ -90,7 +88,6 @@ class Device:
         self.after_launch: Callable[[Launch], None] = lambda launch: None
         self._programs: list[Program] = []
         self._current = threading.local()
-        self._text = b""
         self._functions: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -191,9 +188,7 @@ class Device:
             return NO_CONTEXT
         pointers = (c_void_p * len(program.kernel.parameters)).from_address(parameters)
         kinds = [kind for _, kind in program.kernel.parameters]
-        values = [
-            np.uint64(c_uint64.from_address(place).value) for place in pointers if place is not None
-        ]
+        values = [np.uint64(c_uint64.from_address(place).value) for place in pointers]
         with self.memory.lock:
             counts = run(program, self.memory, values, (gx, gy, gz), bx, self.schedule)
             touched = [

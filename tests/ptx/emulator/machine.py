@@ -1,7 +1,8 @@
 """Runs a grid: some thread blocks side by side, the lowest basic block first.
 
-Threads that have gone different ways meet again where the text goes on, as no kernel of ours jumps
-back but in loops. A barrier lets the threads of a block go on when all have come to it.
+At a branch threads may part. The lowest basic block that any thread has reached runs next, so
+threads that are ahead wait in the text, and all meet again behind the branch. A barrier lets the
+threads of a block go on when all of them have reached it.
 """
 
 from __future__ import annotations

@@ -485,10 +485,8 @@ _FAULTS = {
 }
 
 
-@njit(cache=True)  # type: ignore[misc]
-def _place(  # type: ignore[no-untyped-def]
-    inside, threads, size, at, lane, per
-):
+@njit(cache=True)
+def _place(inside, threads, size, at, lane, per):
     """The first word of an access, or a fault below zero."""
     if at < 0 or at + 4 * per > size:
         return -1
@@ -500,10 +498,8 @@ def _place(  # type: ignore[no-untyped-def]
     return (lane // threads * size + at) // 4
 
 
-@njit(cache=True)  # type: ignore[misc]
-def _load_words(  # type: ignore[no-untyped-def]
-    words, written, writer, reader, inside, threads, size, at, lane, found
-):
+@njit(cache=True)
+def _load_words(words, written, writer, reader, inside, threads, size, at, lane, found):
     per = found.shape[1]
     for i in range(at.size):
         place = _place(inside, threads, size, at[i], lane[i], per)
@@ -519,10 +515,8 @@ def _load_words(  # type: ignore[no-untyped-def]
     return 0, 0
 
 
-@njit(cache=True)  # type: ignore[misc]
-def _store_words(  # type: ignore[no-untyped-def]
-    words, written, writer, reader, inside, threads, size, at, lane, given
-):
+@njit(cache=True)
+def _store_words(words, written, writer, reader, inside, threads, size, at, lane, given):
     per = given.shape[1]
     for i in range(at.size):
         place = _place(inside, threads, size, at[i], lane[i], per)

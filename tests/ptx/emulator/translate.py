@@ -105,7 +105,6 @@ class Step:
     ends: str  # "branch", "jump", "barrier", "exit" or "" (the next block)
     target: int
     lines: tuple[int, int]
-    instructions: int
     kinds: dict[str, int]  # how many instructions of a kind
 
 
@@ -273,7 +272,7 @@ class _Writer:
                 self.write(item)
         sources = tuple(self.source(some, result) for some in (False, True))
         lines = (self.block[0].line, self.block[-1].line) if self.block else (0, 0)
-        return Step(sources, ends, target, lines, len(self.block), kinds)
+        return Step(sources, ends, target, lines, kinds)
 
     def source(self, some: bool, result: str | None) -> str:
         out = ["def block(R, I, n, s):"]
