@@ -155,8 +155,8 @@ def note_reached(layer: nn.Module, y: Tensor) -> None:
 def _forget(mark: int) -> None:
     with _lock:
         del _marks[mark]
-        # Collected while torch.compile traces: it may trace a forward twice and needs `watching`
-        # to stay as it was. The next forward corrects it.
+        # torch.compile may trace a forward twice and needs the same `watching` both times. A mark
+        # that is collected meanwhile leaves it as it is; the next forward corrects it.
         if CompileContext.try_get() is None:
             _watch()
 

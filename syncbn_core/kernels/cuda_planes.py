@@ -160,8 +160,8 @@ def planes_moments(dtype, lanes, ragged, threads):
         f, s = float64(f0) + float64(f1), float64(s0) + float64(s1)
         return refer(mean, n, f, s, pivot, first, second)
 
-    # Without a loop over lanes: where masks make it long, the compiler does not unroll it, and
-    # looks each lane up in a chain of branches.
+    # No loop over lanes: the compiler does not unroll one that masks make long, and then looks
+    # each lane up in a chain of branches.
 
     @device
     def lane_total(v, v0, v1, v2, v3):

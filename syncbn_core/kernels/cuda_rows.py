@@ -80,7 +80,8 @@ def _take(partials, number, size, span, tid, threads, firsts, seconds):
     f0 = f1 = f2 = f3 = 0.0
     s0 = s1 = s2 = s3 = 0.0
     if row < height:
-        k, end = int32(row), int32(size)  # in 32 bits: the compiler divides by the step
+        # 32 bits, because the compiler divides by the step to unroll the loop
+        k, end = int32(row), int32(size)
         at = (number + row) * 2 * span + channel
         while k < end:  # four on their way: one block alone has few loads to hide latency with
             a0, b0 = _pair(partials, at, span, True)
@@ -200,7 +201,7 @@ def rows_moments(dtype, lanes, threads):
                 seconds[tid * lanes + v] = own_seconds[v]
         add_up(firsts, seconds, tid, row, lanes, width, height)
         if lanes > 1:
-            barrier()  # a thread has summed several channels, and goes on with one
+            barrier()  # from here on a thread reads a channel that another has summed
         if splits > 1:
             everything = (tile, k, splits, group, span, tid, int64(threads), firsts, seconds, flag)
             if not _has_all(partials, tickets, *everything):
@@ -280,7 +281,7 @@ def rows_backward_reduce(dtype, lanes, threads):
                 seconds[tid * lanes + v] = own_seconds[v]
         add_up(firsts, seconds, tid, row, lanes, width, height)
         if lanes > 1:
-            barrier()  # a thread has summed several channels, and goes on with one
+            barrier()  # from here on a thread reads a channel that another has summed
         if splits > 1:
             everything = (tile, k, splits, group, span, tid, int64(threads), firsts, seconds, flag)
             if not _has_all(partials, tickets, *everything):
@@ -357,7 +358,7 @@ def rows_normalize(dtype, lanes, threads):
         column = (tid - row * width) * lanes
         span = width * lanes
         base = tile * span + column
-        # rows of the piece, in 32 bits: the compiler divides by the step
+        # rows of the piece; 32 bits, because the compiler divides by the step to unroll the loop
         r, high = int32(row), int32(height)
         stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
         at = (k * piece + row) * channels + base
@@ -446,7 +447,7 @@ def rows_backward_input(dtype, lanes, threads):
         column = (tid - row * width) * lanes
         span = width * lanes
         base = tile * span + column
-        # rows of the piece, in 32 bits: the compiler divides by the step
+        # rows of the piece; 32 bits, because the compiler divides by the step to unroll the loop
         r, high = int32(row), int32(height)
         stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
         at = (k * piece + row) * channels + base
