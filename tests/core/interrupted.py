@@ -2,7 +2,8 @@
 
 A timer signals at a random moment of each forward and backward, in a third of them again and again
 while things are being put in order. After each: the call has ended, running statistics are of whole
-batches, the next call is right, and at most one thread in a hundred interrupts is left.
+batches, and the next call is right. In the end no thread is left. (An interrupt in `Thread.start`
+can leave an entry in Python's list of threads for one that never began: those are not counted.)
 """
 
 import random
@@ -79,7 +80,6 @@ def main(count: int) -> None:
     mean, var = x.mean((0, 2)), x.var((0, 2), ddof=1)
     expected = (x - x.mean((0, 2), keepdims=True)) / np.sqrt(x.var((0, 2), keepdims=True) + 1e-5)
     storm = Storm(count)
-    threads = threading.active_count()
 
     def make() -> list[list[BatchNorm]]:
         group = thread_group(SIZE)
@@ -114,9 +114,9 @@ def main(count: int) -> None:
         np.testing.assert_allclose(np.concatenate(train(layers)), expected, rtol=1e-9)
         if int(layers[0][0].num_batches_tracked) > 50:
             layers = make()
-    left = threading.active_count() - threads
-    print(f"{storm.interrupts} interrupts, slowest {storm.slowest:.3f} s, {left} threads left")
-    assert left <= count // 100
+    begun = [thread.name for thread in threading.enumerate() if thread.ident is not None]
+    print(f"{storm.interrupts} interrupts, slowest {storm.slowest:.3f} s, threads: {begun}")
+    assert begun == ["MainThread"]
 
 
 if __name__ == "__main__":
