@@ -20,7 +20,8 @@ nox.options.download_python = "never"
 
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml("pyproject.toml")
-CONSTRAINTS = ("-c", "constraints.txt")
+# Python compiles what is imported: compiling every installed file takes longer than installing it.
+PIP_OPTIONS = ("--no-compile", "-c", "constraints.txt")
 OLDEST_PYTHON, *NEWER_PYTHONS = nox.project.python_versions(PROJECT)
 # `tests` comes last: its closing line is what one wants to see at the end.
 nox.options.sessions = [
@@ -96,7 +97,7 @@ def fresh_numba_cache(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def tests(session: nox.Session) -> None:
     """All tests, with torch."""
-    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test", "bench"))
+    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("test", "bench"))
     fresh_numba_cache(session)
     if session.posargs:
         session.run("pytest", *session.posargs)
@@ -111,7 +112,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def soak(session: nox.Session) -> None:
     """10,000 random faults: interrupts, replicas, worlds of processes; docs/reliability.md."""
-    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test", "notebook"))
+    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("test", "notebook"))
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
@@ -127,7 +128,7 @@ def soak(session: nox.Session) -> None:
 @nox.session(python=NEWER_PYTHONS)
 def tests_core(session: nox.Session) -> None:
     """The tests of the core, without torch, on the newer Pythons."""
-    session.install(*CONSTRAINTS, "-e", ".", *groups("test"))
+    session.install(*PIP_OPTIONS, "-e", ".", *groups("test"))
     fresh_numba_cache(session)
     # what the kernels compute does not depend on Python: of them, the public functions' tests
     names = ("comm", "comm_failures", "functional", "functional_errors", "imports", "layers")
@@ -139,7 +140,7 @@ def tests_core(session: nox.Session) -> None:
 @nox.session(python=OLDEST_PYTHON)
 def tests_mpi(session: nox.Session) -> None:
     """Ranks of MPI; Open MPI comes as a wheel, so that nobody has to be root."""
-    session.install(*CONSTRAINTS, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
+    session.install(*PIP_OPTIONS, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
     fresh_numba_cache(session)
     session.run("python", "-c", COMPILE_KERNELS)
     session.run("pytest", *(session.posargs or ["tests/core/test_mpi.py"]))
@@ -150,7 +151,7 @@ def tests_mpi(session: nox.Session) -> None:
 def install_cuda(session: nox.Session, cuda: str, *extras: str) -> None:
     tools = ["ptx"] if cuda == "13" else []
     wanted = ",".join([f"cuda{cuda}", *extras])
-    session.install(*CONSTRAINTS, "-e", f".[{wanted}]", *groups("test", *tools))
+    session.install(*PIP_OPTIONS, "-e", f".[{wanted}]", *groups("test", *tools))
     fresh_numba_cache(session)
     # kept for the next run: a kernel is found by the text of its sources and its compiler
     session.env["SYNCBN_CACHE_DIR"] = str(Path(session.virtualenv.location).resolve() / "kernels")
@@ -211,7 +212,7 @@ def tests_oldest(session: nox.Session) -> None:
     ]
     others = fresh_directory(session, "constraints") / "others.txt"
     others.write_text("\n".join(pins), encoding="utf-8")
-    session.install("-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
+    session.install("--no-compile", "-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
     fresh_numba_cache(session)
     # what depends on them: the kernels, and how tensors become arrays
     names = ("autograd", "batchnorm", "cpu", "interop")
@@ -225,7 +226,7 @@ def tests_oldest(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Ruff, and who may import whom."""
-    session.install(*CONSTRAINTS, *groups("lint"))
+    session.install(*PIP_OPTIONS, *groups("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join([".", "adapters"])})
@@ -234,14 +235,14 @@ def lint(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def types(session: nox.Session) -> None:
     """Mypy, strict, over both packages."""
-    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("types"))
+    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("types"))
     session.run("mypy", *session.posargs)
 
 
 @nox.session(python=TORCH_PYTHON)
 def coverage(session: nox.Session) -> None:
     """All tests under coverage; the kernels are left out, because Numba compiles them."""
-    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("test", "coverage"))
+    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("test", "coverage"))
     fresh_numba_cache(session)
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *session.posargs)
@@ -252,7 +253,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def wheel(session: nox.Session) -> None:
     """Build sdist and wheel, install the wheel into a fresh environment, import both packages."""
-    session.install(*CONSTRAINTS, *groups("build"))
+    session.install(*PIP_OPTIONS, *groups("build"))
     dist = fresh_directory(session, "dist")
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist))
     (built,) = dist.glob("*.whl")
@@ -260,7 +261,7 @@ def wheel(session: nox.Session) -> None:
     fresh = fresh_directory(session, "fresh")
     session.run("python", "-m", "venv", str(fresh))
     python = str(fresh / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-    install = [python, "-m", "pip", "install", "--quiet", *CONSTRAINTS, f"{built}[torch]"]
+    install = [python, "-m", "pip", "install", "--quiet", *PIP_OPTIONS, f"{built}[torch]"]
     session.run(*install, external=True)
     with session.chdir(dist):
         session.run(python, "-c", CHECK_WHEEL, external=True, log=False)
@@ -270,7 +271,7 @@ def wheel(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def benchmark(session: nox.Session) -> None:
     """Measure the CPU: tables, JSON, and the picture of the README; twenty minutes."""
-    session.install(*CONSTRAINTS, "-e", ".[torch]", *groups("bench"))
+    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("bench"))
     fresh_numba_cache(session)
     session.run("python", "benchmarks/cpu.py", *(session.posargs or ["--plot", "docs/speed.png"]))
 
@@ -280,7 +281,7 @@ def compare(session: nox.Session) -> None:
     """Speed of the working tree over another revision: `dev.py compare -- REVISION [options]`."""
     given = list(session.posargs)
     revision = given.pop(0) if given and not given[0].startswith("-") else "HEAD"
-    session.install(*CONSTRAINTS, "torch", "numba", "numpy", *groups("bench"))
+    session.install(*PIP_OPTIONS, "torch", "numba", "numpy", *groups("bench"))
     fresh_numba_cache(session)
     other = fresh_directory(session, "other")
     git = {"external": True, "silent": True}
@@ -294,14 +295,14 @@ def compare(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def demo(session: nox.Session) -> None:
     """Run examples/digits.py and say where its picture is."""
-    session.install(*CONSTRAINTS, "-e", ".[torch,examples]")
+    session.install(*PIP_OPTIONS, "-e", ".[torch,examples]")
     session.run("python", "examples/digits.py", *session.posargs)
 
 
 @nox.session(python=TORCH_PYTHON)
 def examples(session: nox.Session) -> None:
     """Run every example, digits.py for one epoch; each ends with an error if it is wrong."""
-    session.install(*CONSTRAINTS, "-e", ".[torch,examples]")
+    session.install(*PIP_OPTIONS, "-e", ".[torch,examples]")
     picture = Path(session.create_tmp()) / "digits.png"
     session.run("python", "examples/digits.py", "--epochs", "1", "--output", str(picture))
     session.run("python", "examples/numpy_training.py")
