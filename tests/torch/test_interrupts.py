@@ -42,7 +42,7 @@ def test_a_replica_that_is_left_to_itself_writes_nothing_and_ends_at_its_next_la
     training: bool,
 ) -> None:
     outcome: list[Any] = []
-    go_on, ended = threading.Event(), threading.Event()
+    passed, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -52,7 +52,10 @@ def test_a_replica_that_is_left_to_itself_writes_nothing_and_ends_at_its_next_la
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.first(x)
             if threading.current_thread() is threading.main_thread():
+                # In eval mode nobody waits in the first layer: the replica might not be past it.
+                assert passed.wait(LONG)
                 raise KeyboardInterrupt
+            passed.set()
             go_on.wait(LONG)
             try:
                 outcome.append(self.second(y))
