@@ -254,7 +254,7 @@ def main() -> int:
 
 def report_kernels() -> None:
     """Which of the kernels have run; this looks behind the public layer."""
-    from syncbn_core.backends import driver
+    from syncbn_core.backends.cuda import driver
 
     keys = sorted({key for key, _ in driver._kernels})
     print(f"{len(keys)} kernels: {' '.join(keys)}")

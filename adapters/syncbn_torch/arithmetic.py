@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 from torch import Tensor
 
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.moments import Moments
-from syncbn_core.packed import PackedMoments
 from syncbn_torch import plain
 from syncbn_torch.cuda import CudaStatistics, has_cuda_kernels
 from syncbn_torch.cuda import moments as cuda_moments
@@ -163,7 +163,7 @@ Statistics = Union["CpuStatistics", CudaStatistics, PlainStatistics]
 
 def home_of(part: Moments) -> torch.device | None:
     """The device of moments that are tensors."""
-    values = part.parts if isinstance(part, PackedMoments) else part.mean
+    values = part.parts if isinstance(part, DeviceMoments) else part.mean
     return values.device if isinstance(values, Tensor) else None
 
 
@@ -171,6 +171,6 @@ def moved(part: Moments, device: torch.device | None) -> Moments:
     """`part` on a device; arrays stay where they are."""
     if device is None:
         return part
-    if isinstance(part, PackedMoments):
-        return PackedMoments(part.parts.to(device), part.known_count, part.join)
+    if isinstance(part, DeviceMoments):
+        return DeviceMoments(part.parts.to(device), part.known_count, part.join)
     return Moments(part.count, part.mean.to(device), part.m2.to(device))

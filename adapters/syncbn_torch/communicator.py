@@ -18,7 +18,8 @@ from torch import Tensor
 
 from syncbn_core.comm import Call, ProcessCommunicator
 from syncbn_core.comm.labels import Labelled
-from syncbn_core.comm.processes import grace_after
+from syncbn_core.comm.process_group import grace_after
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import (
     ArgumentError,
     CommAborted,
@@ -26,7 +27,6 @@ from syncbn_core.errors import (
     CommTimeout,
 )
 from syncbn_core.moments import Moments
-from syncbn_core.packed import PackedMoments
 from syncbn_torch.cuda import collapse
 from syncbn_torch.interop import as_array
 from syncbn_torch.labels import TensorSums
@@ -56,9 +56,9 @@ class DistributedCommunicator(ProcessCommunicator):
     def merge_several(self, parts: Sequence[Moments]) -> list[Moments]:
         """As `ProcessCommunicator.merge_several`; tensors stay on their device."""
         first = parts[0]
-        packed = [isinstance(part, PackedMoments) for part in parts]
+        packed = [isinstance(part, DeviceMoments) for part in parts]
         if all(packed):
-            return super().merge_several([collapse(cast(PackedMoments, p)) for p in parts])
+            return super().merge_several([collapse(cast(DeviceMoments, p)) for p in parts])
         if any(packed) or not isinstance(first.mean, Tensor):
             return super().merge_several(parts)
         hosts = [Moments(p.count, *(as_array(t.cpu()) for t in (p.mean, p.m2))) for p in parts]

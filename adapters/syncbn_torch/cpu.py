@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from syncbn_core.backends import cpu as kernels
-from syncbn_core.backends.cpu import Plan, plan_of
+from syncbn_core.backends.cpu import launch as kernels
+from syncbn_core.backends.cpu.launch import Plan, plan_of
 from syncbn_core.moments import EpsMode, Moments, mean_gradients
 from syncbn_torch.interop import PLAIN, TYPES, as_array, empty_like, in_memory, shared
 from syncbn_torch.statistics import RunningStatistics, Sums, parameter_gradients, silent

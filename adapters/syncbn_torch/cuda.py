@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from syncbn_core.backends import cuda as kernels
-from syncbn_core.backends import driver
-from syncbn_core.backends.compiler import Source
+from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda import grid as kernels
+from syncbn_core.backends.cuda.compiler import Source
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_core.moments import Moments
-from syncbn_core.packed import PackedMoments
 from syncbn_torch.statistics import RunningStatistics, Sums
 
 __all__ = ["CudaStatistics", "collapse", "has_cuda_kernels", "moments"]
@@ -159,15 +159,15 @@ def _wide(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float64, device=x.device)
 
 
-def moments(x: Tensor) -> PackedMoments:
+def moments(x: Tensor) -> DeviceMoments:
     """Moments of this part; an empty x gives the empty part."""
     channels = x.shape[1]
     parts = _wide(x, 1, 2 * channels + 1)
     if x.numel() == 0:
-        return PackedMoments(parts.zero_(), 0, torch.cat)
+        return DeviceMoments(parts.zero_(), 0, torch.cat)
     dense, layout = _dense(x)
     kernels.moments(_Runner(x.device), _View(dense, layout), _pointer(parts))
-    return PackedMoments(parts, x.numel() // channels, torch.cat)
+    return DeviceMoments(parts, x.numel() // channels, torch.cat)
 
 
 class CudaStatistics:
@@ -310,7 +310,7 @@ def _running(running: RunningStatistics) -> kernels.Running:
     return kernels.Running(_pointer(mean), _pointer(var), _CODES[mean.dtype], tracked, factor)
 
 
-def collapse(part: PackedMoments) -> PackedMoments:
+def collapse(part: DeviceMoments) -> DeviceMoments:
     """The same moments in one part."""
     if len(part.parts) == 1:
         return part
@@ -318,4 +318,4 @@ def collapse(part: PackedMoments) -> PackedMoments:
     into = parts.new_empty(1, parts.shape[1])
     run = _Runner(parts.device)
     kernels.merge_parts(run, _pointer(parts), len(parts), part.num_features, _pointer(into))
-    return PackedMoments(into, part.known_count, torch.cat)
+    return DeviceMoments(into, part.known_count, torch.cat)

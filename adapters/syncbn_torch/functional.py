@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core.comm import Communicator
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import Moments, merge_all, require_more_than_one_value
-from syncbn_core.packed import PackedMoments
 from syncbn_torch import arithmetic, plain
 from syncbn_torch.arithmetic import Statistics
 from syncbn_torch.cuda import CudaStatistics
@@ -151,7 +151,7 @@ class Call:
         if total.known_count is not None:
             require_more_than_one_value(total.known_count, shape)
         self.total = total
-        if isinstance(total, PackedMoments):
+        if isinstance(total, DeviceMoments):
             # Here, in the thread whose streams all that has been computed so far is on.
             devices = {total.parts.device, *(arithmetic.home_of(part) for part in parts)}
             parts_of_all = total.parts.contiguous()
@@ -162,7 +162,7 @@ class Call:
     def statistics(self, x: Tensor) -> Statistics:
         """Statistics where x is."""
         total = self.total
-        if isinstance(total, PackedMoments):
+        if isinstance(total, DeviceMoments):
             return CudaStatistics(self.places[x.device], self.eps, self.eps_mode)
         return arithmetic.statistics_of(x, total, self.invstd, self.eps, self.eps_mode)
 

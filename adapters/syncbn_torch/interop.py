@@ -61,7 +61,7 @@ def has_kernels(tensor: Tensor) -> bool:
 
 @cache
 def _has_half() -> bool:
-    return import_module("syncbn_core.kernels.cpu_numbers").has_half()  # type: ignore[no-any-return]
+    return import_module("syncbn_core.kernels.cpu.numerics").has_half()  # type: ignore[no-any-return]
 
 
 def in_memory(tensor: Tensor) -> Tensor:

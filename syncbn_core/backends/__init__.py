@@ -29,7 +29,7 @@ __all__ = ["Backend", "backend_of", "fused_backend_of"]
 Array = Any
 
 # Root package of the array type -> module.
-_MODULES = {"cupy": "syncbn_core.backends.cupy", "numpy": "syncbn_core.backends.numpy"}
+_MODULES = {"cupy": "syncbn_core.backends.cuda.cupy", "numpy": "syncbn_core.backends.cpu.numpy"}
 # NumPy's own that are no arrays to us: masks would be ignored, matrices stay 2-D, scalars are
 # not written in place.
 _UNLIKE_ARRAYS = {"MaskedArray", "matrix", "generic"}

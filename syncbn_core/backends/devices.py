@@ -40,8 +40,8 @@ def array_library(device: str) -> Iterator[Any]:
 
 def _cupy() -> Any:
     """CuPy, on a machine where everything that the kernels need is there."""
-    from syncbn_core.backends.compiler import INSTALL
-    from syncbn_core.backends.driver import missing
+    from syncbn_core.backends.cuda.compiler import INSTALL
+    from syncbn_core.backends.cuda.driver import missing
 
     lacks = missing()
     try:

@@ -12,12 +12,12 @@ from syncbn_core.comm.communicator import (
     ThreadCommunicator,
     thread_group,
 )
-from syncbn_core.comm.deadline import get_default_timeout, set_default_timeout
 from syncbn_core.comm.master_slave import FutureResult, SlavePipe, SyncMaster
-from syncbn_core.comm.processes import Call, ProcessCommunicator, Transport
+from syncbn_core.comm.process_group import Call, ProcessCommunicator, Transport
 from syncbn_core.comm.rounds import Siblings
 from syncbn_core.comm.site import Site, forward_call, located
 from syncbn_core.comm.threads import run_in_threads
+from syncbn_core.comm.timeouts import get_default_timeout, set_default_timeout
 
 if TYPE_CHECKING:
     from syncbn_core.comm.mpi import MPICommunicator

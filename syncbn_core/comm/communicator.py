@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from syncbn_core.comm.device_message import Parcel, combine_parcels, copy_of, is_on_device
 from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
-from syncbn_core.comm.parcel import Parcel, combine_parcels, copy_of, is_on_device
 from syncbn_core.comm.site import Located, Site
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError, ProtocolError, ShapeError
 from syncbn_core.moments import Moments, merge_all
-from syncbn_core.packed import PackedMoments
 
 __all__ = ["Communicator", "SingleCommunicator", "ThreadCommunicator", "thread_group"]
 
@@ -171,6 +171,6 @@ def _combine(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if isinstance(value, PackedMoments):
+    if isinstance(value, DeviceMoments):
         return tuple(value.parts.shape)
     return tuple(np.shape(value.mean if isinstance(value, Moments) else value))

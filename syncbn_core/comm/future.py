@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any, Generic, TypeVar
 
-from syncbn_core.comm.deadline import check_timeout, seconds_of
+from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import CommTimeout, ProtocolError
 
 __all__ = ["NOTHING", "FutureResult", "Gate"]

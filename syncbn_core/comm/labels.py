@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from syncbn_core.comm.parcel import is_captured, is_on_device
+from syncbn_core.comm.device_message import is_captured, is_on_device
 
 __all__ = ["CupySums", "Labelled", "NumpySums", "Verdict", "label_of", "sums_of"]
 

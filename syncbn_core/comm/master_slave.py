@@ -29,9 +29,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
-from syncbn_core.comm.deadline import check_timeout, seconds_of
 from syncbn_core.comm.future import NOTHING, FutureResult, Gate
 from syncbn_core.comm.rounds import MASTER, Cause, Round, Siblings, Slave, named, shown
+from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout, ProtocolError
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]

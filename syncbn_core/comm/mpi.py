@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.deadline import check_timeout, seconds_of
-from syncbn_core.comm.processes import Call, ProcessCommunicator, grace_after
+from syncbn_core.comm.process_group import Call, ProcessCommunicator, grace_after
+from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import BackendError, CommError, CommTimeout, DeviceError, DTypeError
 
 __all__ = ["MPICommunicator"]

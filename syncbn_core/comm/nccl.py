@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.deadline import check_timeout, seconds_of
-from syncbn_core.comm.parcel import is_captured, is_on_device
-from syncbn_core.comm.processes import Call, ProcessCommunicator
+from syncbn_core.comm.device_message import is_captured, is_on_device
+from syncbn_core.comm.process_group import Call, ProcessCommunicator
+from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import (
     ArgumentError,
     BackendError,

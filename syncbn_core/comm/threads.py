@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from syncbn_core.comm.deadline import get_default_timeout
 from syncbn_core.comm.future import Gate
+from syncbn_core.comm.timeouts import get_default_timeout
 from syncbn_core.errors import CommAborted
 
 __all__ = ["run_in_threads"]

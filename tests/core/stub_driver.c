@@ -1,4 +1,4 @@
-/* As much of the CUDA driver as syncbn_core.backends.driver calls, for machines without one.
+/* As much of the CUDA driver as syncbn_core.backends.cuda.driver calls, for machines without one.
  *
  * It runs nothing: it notes what was launched. The variables `stub_*` are set and read by
  * test_driver.py. Handles need more than 32 bits, a parameter is 8 bytes, and what a context or a

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import syncbn_core
-from syncbn_core.backends import cpu
-from syncbn_core.backends import numpy as backend
-from syncbn_core.kernels import cpu_planes, cpu_rows
+from syncbn_core.backends.cpu import launch as cpu
+from syncbn_core.backends.cpu import numpy as backend
+from syncbn_core.kernels.cpu import planes as cpu_planes
+from syncbn_core.kernels.cpu import rows as cpu_rows
 
 Array = np.ndarray
 Layouts = dict[str, Callable[[Array], Array]]
@@ -179,7 +180,7 @@ def test_no_kernel_is_told_that_nan_and_infinity_do_not_occur() -> None:
 
 
 class FakeKernel:
-    """Twins that only say which of them was called."""
+    """SerialParallelKernel that only say which of them was called."""
 
     def __init__(self, during: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[str] = []
@@ -295,7 +296,7 @@ def test_no_kind_of_array_costs_another_compilation(
 CACHE = """
 import json
 import numba, numpy as np
-from syncbn_core.kernels import cpu_planes
+from syncbn_core.kernels.cpu import planes as cpu_planes
 
 def started():
     try:
@@ -341,7 +342,7 @@ def test_cached_builds_give_the_bits_of_the_run_that_compiled(two_runs: list[Any
 
 NO_CACHE = """
 import numba, numpy as np
-from syncbn_core.kernels import cpu_planes
+from syncbn_core.kernels.cpu import planes as cpu_planes
 
 try:
     numba.njit(cache=True)(cpu_planes._sum.py_func)
@@ -372,7 +373,7 @@ def test_kernels_work_where_no_cache_can_be_written(fresh_python: Function, tmp_
 USE = """
 import numpy as np
 import syncbn_core
-from syncbn_core.kernels.cpu_planes import planes_forward
+from syncbn_core.kernels.cpu.planes import planes_forward
 
 syncbn_core.batch_norm_forward(np.ones((4, 3, 70), np.float32))
 print(syncbn_core.__file__, sum(planes_forward.serial.stats.cache_hits.values()))
@@ -509,7 +510,7 @@ def test_kernels_allocate_before_their_parallel_loops_only(module: Any) -> None:
     """What a worker of such a loop raises, Numba loses, and the results are wrong."""
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    kernels = [f for f in functions if "Twins" in map(ast.unparse, f.decorator_list)]
+    kernels = [f for f in functions if "SerialParallelKernel" in map(ast.unparse, f.decorator_list)]
     assert len(kernels) == 6
     for function in functions:
         if function in kernels:
@@ -527,7 +528,8 @@ def test_kernels_allocate_before_their_parallel_loops_only(module: Any) -> None:
 MEMORY = """
 import resource
 import numpy as np
-from syncbn_core.kernels import cpu_planes, cpu_rows
+from syncbn_core.kernels.cpu import planes as cpu_planes
+from syncbn_core.kernels.cpu import rows as cpu_rows
 
 CHANNELS = 4_000_000  # with partial results of 32 MB each
 WORKERS = 1_000_000  # with lines of 20 bytes each, and of 40

@@ -12,10 +12,11 @@ import pytest
 from numba import types
 
 from syncbn_core import batch_norm_backward, batch_norm_forward
-from syncbn_core.backends import cpu
+from syncbn_core.backends.cpu import launch as cpu
 from syncbn_core.comm import SingleCommunicator
-from syncbn_core.kernels import cpu_planes, cpu_rows
-from syncbn_core.kernels.cpu_numbers import Twins, has_half
+from syncbn_core.kernels.cpu import planes as cpu_planes
+from syncbn_core.kernels.cpu import rows as cpu_rows
+from syncbn_core.kernels.cpu.numerics import SerialParallelKernel, has_half
 
 Array = np.ndarray[Any, Any]
 
@@ -26,7 +27,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     original = cpu._run
 
-    def run(kernel: Twins, parallel: bool, x: Array, *arguments: Any) -> None:
+    def run(kernel: SerialParallelKernel, parallel: bool, x: Array, *arguments: Any) -> None:
         arrays = [x, *(a for a in arguments if isinstance(a, np.ndarray) and a.size == x.size)]
         found.append(sum(a.nbytes for a in arrays))
         original(kernel, parallel, x, *arguments)

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from syncbn_core.backends import compiler, driver
-from syncbn_core.backends.compiler import Code, Source
+from syncbn_core.backends.cuda import compiler, driver
+from syncbn_core.backends.cuda.compiler import Code, Source
 from syncbn_core.errors import BackendError
 
 C_FILE = Path(__file__).with_name("stub_driver.c")
@@ -437,7 +437,7 @@ def test_next_process_imports_no_numba(machine: Machine, fresh_python: Callable[
     code = f"""
 import ctypes, sys
 before = set(sys.modules)  # cuda-python 12 puts its package there by a .pth file
-from syncbn_core.backends import driver
+from syncbn_core.backends.cuda import driver
 driver._open = lambda: ctypes.CDLL({str(machine.stub.path)!r})
 driver.kernel_for(driver.Source("kernel", None, "q", 256), 0).launch((1, 1), 0, 1)
 print(sorted({{"numba", "cuda", "cupy", "torch"}} & (set(sys.modules) - before)))
@@ -575,7 +575,7 @@ def test_processes_that_write_at_once_never_see_half_a_file(
 ) -> None:
     code = """
 import pathlib, sys
-from syncbn_core.backends.compiler import Code, store, stored
+from syncbn_core.backends.cuda.compiler import Code, store, stored
 path = pathlib.Path(%r, "cache", "kernel")
 codes = [Code("entry", "", b"\\x7fELF" + bytes([n]) * 1_000_000) for n in range(4)]
 for turn in range(100):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from syncbn_core import batch_norm_backward, batch_norm_eval, batch_norm_forward
-from syncbn_core.backends import numpy as backend
+from syncbn_core.backends.cpu import numpy as backend
 from syncbn_core.comm import SingleCommunicator
 
 Array = np.ndarray[Any, Any]
@@ -165,7 +165,7 @@ def test_bits_of_bfloat16_are_taken_as_uint16() -> None:
 GENERIC = """
 import numpy as np
 from syncbn_core import batch_norm_backward, batch_norm_forward
-from syncbn_core.kernels.cpu_numbers import has_half
+from syncbn_core.kernels.cpu.numerics import has_half
 
 x, dy = np.random.default_rng(0).normal(size=(2, 4, 3, 50)).astype(np.float16)
 y, saved = batch_norm_forward(x)

@@ -22,7 +22,7 @@ PUBLIC = [
     "syncbn_core.layers",
     "syncbn_core.layout",
     "syncbn_core.moments",
-    "syncbn_core.packed",
+    "syncbn_core.device_moments",
 ]
 HEAVY = ["numba", "llvmlite", "cupy", "torch", "scipy", "mpi4py", "syncbn_torch"]
 
@@ -64,10 +64,10 @@ def may_import(part: str) -> list[str]:
         "errors": [],
         "layout": ["errors"],
         "moments": ["errors"],
-        "packed": ["moments"],
+        "device_moments": ["moments"],
         "kernels": ["kernels"],
-        "comm": ["comm", "errors", "moments", "packed"],
-        "backends": ["backends", "kernels", "errors", "layout", "moments", "packed"],
+        "comm": ["comm", "errors", "moments", "device_moments"],
+        "backends": ["backends", "kernels", "errors", "layout", "moments", "device_moments"],
         "functional": ["backends", "comm", "errors", "layout", "moments"],
         "layers": ["functional", "backends", "comm", "errors", "moments"],
         "__init__": ["functional", "layers", "comm", "errors", "moments"],
@@ -118,7 +118,7 @@ def test_every_backend_has_the_four_functions() -> None:
     reference = importlib.import_module("syncbn_core.backends.reference")
     for step in ("moments", "normalize", "backward_reduce", "backward_input"):
         expected = [p.name for p in inspect.signature(getattr(reference, step)).parameters.values()]
-        module = importlib.import_module("syncbn_core.backends.numpy")
+        module = importlib.import_module("syncbn_core.backends.cpu.numpy")
         assert list(inspect.signature(getattr(module, step)).parameters) == expected
         assert getattr(module, step).__doc__
 

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncbn_core.backends import cpu, reference
-from syncbn_core.backends import numpy as backend
-from syncbn_core.kernels import cpu_planes, cpu_rows
+from syncbn_core.backends import reference
+from syncbn_core.backends.cpu import launch as cpu
+from syncbn_core.backends.cpu import numpy as backend
+from syncbn_core.kernels.cpu import planes as cpu_planes
+from syncbn_core.kernels.cpu import rows as cpu_rows
 from syncbn_core.layout import layout_of
 
 Array = np.ndarray

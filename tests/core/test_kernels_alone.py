@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from syncbn_core import functional
-from syncbn_core.backends import cpu
-from syncbn_core.backends import numpy as backend
-from syncbn_core.kernels.cpu_numbers import Twins
+from syncbn_core.backends.cpu import launch as cpu
+from syncbn_core.backends.cpu import numpy as backend
+from syncbn_core.kernels.cpu.numerics import SerialParallelKernel
 
 SHAPES = [
     (6, 5, 7, 7),  # several short planes to a tile
@@ -80,7 +80,7 @@ def test_layers_alone_take_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch)
     ran = []
     original = cpu._run
 
-    def run(kernel: Twins, *arguments: Any) -> None:
+    def run(kernel: SerialParallelKernel, *arguments: Any) -> None:
         ran.append(kernel.serial.__name__)
         original(kernel, *arguments)
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from syncbn_core import batch_norm_backward, batch_norm_forward
-from syncbn_core.backends import numpy as backend
+from syncbn_core.backends.cpu import numpy as backend
 from syncbn_core.comm import SingleCommunicator
 
 Array = np.ndarray[Any, Any]

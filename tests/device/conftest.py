@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from syncbn_core.backends import driver
+from syncbn_core.backends.cuda import driver
 
 WANTED = os.environ.get("SYNCBN_TEST_DEVICE", "cuda")
 

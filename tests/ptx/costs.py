@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulator.device import Device, Launch, emulated
 from harness import DTYPES, FORMS, Bench, Case, Setting, Steps, capability
 
-from syncbn_core.kernels.cuda_constants import SIZES, lanes_of
+from syncbn_core.kernels.cuda.constants import SIZES, lanes_of
 
 __all__ = ["TABLE", "figures", "made_by", "read_table"]
 

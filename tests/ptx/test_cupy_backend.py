@@ -22,8 +22,14 @@ from fake_cupy import DEVICES, Device, Stream, races
 
 import syncbn_core.backends
 from syncbn_core import BatchNorm, functional
-from syncbn_core.backends import cuda
-from syncbn_core.comm import NCCLCommunicator, communicator, parcel, run_in_threads, thread_group
+from syncbn_core.backends.cuda import grid as cuda
+from syncbn_core.comm import (
+    NCCLCommunicator,
+    communicator,
+    device_message,
+    run_in_threads,
+    thread_group,
+)
 from syncbn_core.errors import (
     ArgumentError,
     BackendError,
@@ -39,7 +45,7 @@ from syncbn_core.errors import (
 from syncbn_core.moments import Moments, merge_all
 
 TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-NAME = "syncbn_core.backends.cupy"
+NAME = "syncbn_core.backends.cuda.cupy"
 
 
 # ------------------------------------------------------------------ CuPy on the emulated device
@@ -65,7 +71,7 @@ def cupy(gpu):
         finally:
             fake_cupy.install()
             backend._tickets.clear()
-            del sys.modules[NAME], syncbn_core.backends.cupy
+            del sys.modules[NAME], syncbn_core.backends.cuda.cupy
             syncbn_core.backends._backend_of_type.cache_clear()
 
 
@@ -991,10 +997,10 @@ MISTAKES = {
 
 
 def with_mistake(pattern, replacement):
-    text = Path(parcel.__file__).read_text(encoding="utf-8")
+    text = Path(device_message.__file__).read_text(encoding="utf-8")
     text, count = re.subn(pattern, replacement, text)
     assert count == 1, f"{pattern} is not there any more: change this test"
-    module = ModuleType("syncbn_core.comm.parcel_with_mistake")
+    module = ModuleType("syncbn_core.comm.device_message_with_mistake")
     exec(compile(text, "parcel_with_mistake.py", "exec"), module.__dict__)
     return module
 

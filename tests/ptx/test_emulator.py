@@ -25,8 +25,8 @@ from emulator.translate import Program, translate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncbn_core.backends import driver
-from syncbn_core.backends.compiler import Source
+from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.errors import BackendError
 
 THREADS = 64

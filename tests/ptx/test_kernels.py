@@ -29,9 +29,9 @@ from harness import (
     steps,
 )
 
-from syncbn_core.backends import cuda
+from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.errors import BackendError
-from syncbn_core.kernels import cuda_constants
+from syncbn_core.kernels.cuda import constants as cuda_constants
 
 EPS = 1e-5
 

@@ -14,8 +14,9 @@ from functools import cache
 import pytest
 from emulator.device import program_of, ptx_of
 
-from syncbn_core.backends import compiler, cuda
-from syncbn_core.kernels.cuda_constants import SIZES, THREADS, lanes_of
+from syncbn_core.backends.cuda import compiler
+from syncbn_core.backends.cuda import grid as cuda
+from syncbn_core.kernels.cuda.constants import SIZES, THREADS, lanes_of
 
 CAPABILITIES = [(8, 0), (9, 0)]
 STEPS = ["moments", "normalize", "backward_reduce", "backward_input"]

@@ -28,8 +28,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
-from syncbn_core.backends import driver  # noqa: E402
-from syncbn_core.backends.cuda import MAX_PARTS  # noqa: E402
+from syncbn_core.backends.cuda import driver  # noqa: E402
+from syncbn_core.backends.cuda.grid import MAX_PARTS  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
 from syncbn_torch import arithmetic, batchnorm, cuda, interop  # noqa: E402
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import byte_model
 import numpy as np
 import pytest
+from byte_model import Traffic
 from harness import DTYPES, Bench
 
-from syncbn_core.backends import cuda, traffic
-from syncbn_core.backends.traffic import Traffic
-from syncbn_core.kernels.cuda_constants import UNROLL
+from syncbn_core.backends.cuda import grid as cuda
+from syncbn_core.kernels.cuda.constants import UNROLL
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def test_the_model_is_what_compiled_kernels_read_and_write(sizes, dtype, device)
         y, dx = bench.like(x), bench.like(x)
         packed = bench.empty(2 * channels + 1, "float64")
         cuda.moments(bench, x, packed.pointer)
-        expected, found = traffic.moments(x), counted(bench, x)
+        expected, found = byte_model.moments(x), counted(bench, x)
         pivots = found.read - expected.read  # numbers of x
         shared = found.shared_read + pivots
         found = Traffic(expected.read, found.written, shared, found.shared_written)
@@ -130,16 +131,16 @@ def test_the_model_is_what_compiled_kernels_read_and_write(sizes, dtype, device)
         statistics = bench.empty(3 * channels + 1, "float64")
         ends = (parts.pointer, 2, statistics.pointer)
         cuda.normalize(bench, x, y, parameters, *ends, running=running, **settings)
-        holds(counted(bench, x, y), traffic.normalize(x, y, parts=2))
+        holds(counted(bench, x, y), byte_model.normalize(x, y, parts=2))
 
         sums = bench.empty(2 * channels, "float64")
         gradients = [bench.empty(channels, "float32").pointer for _ in range(2)]
         given = (statistics.pointer, parameters, sums.pointer)
         cuda.backward_reduce(bench, x, dy, *given, *gradients)
-        holds(counted(bench, x, dy), traffic.backward_reduce(x, dy))
+        holds(counted(bench, x, dy), byte_model.backward_reduce(x, dy))
 
         cuda.backward_input(bench, x, dy, dx, *given, **settings)
-        expected = traffic.backward_input(x, dy, dx)
+        expected = byte_model.backward_input(x, dy, dx)
         holds(counted(bench, x, dy, dx), expected, counts_of_second_planes(x))
 
 
@@ -173,10 +174,10 @@ def test_three_passes_forward_and_five_backward_and_little_else(layout, dtype, b
         x = Shape(*sizes, dtype)
         nbytes = prod(sizes) * cuda.SIZES[dtype]
         steps = [
-            traffic.moments(x),
-            traffic.normalize(x, x),
-            traffic.backward_reduce(x, x),
-            traffic.backward_input(x, x, x),
+            byte_model.moments(x),
+            byte_model.normalize(x, x),
+            byte_model.backward_reduce(x, x),
+            byte_model.backward_input(x, x, x),
         ]
         forward, backward = steps[0] + steps[1], steps[2] + steps[3]
         assert forward.read + forward.written == 3 * nbytes

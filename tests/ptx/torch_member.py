@@ -16,8 +16,8 @@ from emulator.device import emulated
 from test_torch_on_cuda import on_kernels
 from torch import nn
 
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CommError, ProtocolError
-from syncbn_core.packed import PackedMoments
 from syncbn_torch import SynchronizedBatchNorm2d, communicator, forward_together, labels
 
 rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:]))
@@ -28,7 +28,7 @@ original = communicator.DistributedCommunicator.merge_several
 
 
 def recorded(self, parts):
-    packed.extend(isinstance(part, PackedMoments) for part in parts)
+    packed.extend(isinstance(part, DeviceMoments) for part in parts)
     totals = original(self, parts)
     assert all(total.known_count is None for total in totals), "the host has waited for a count"
     return totals

@@ -17,7 +17,7 @@ settings.register_profile("stable", deadline=None, derandomize=True, print_blob=
 settings.load_profile("stable")
 
 # What the processes of a test need not import each.
-PRELOADED = ["torch.distributed.fsdp", "syncbn_torch", "syncbn_core.backends.numpy"]
+PRELOADED = ["torch.distributed.fsdp", "syncbn_torch", "syncbn_core.backends.cpu.numpy"]
 
 # Largest absolute difference, at values around 1, to float64 over the undivided batch.
 TOLERANCE = {

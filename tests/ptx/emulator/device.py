@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncbn_core.backends import compiler, driver
-from syncbn_core.backends.compiler import Code, Source, cache_file, store, stored
+from syncbn_core.backends.cuda import compiler, driver
+from syncbn_core.backends.cuda.compiler import Code, Source, cache_file, store, stored
 
 from .machine import Counts, Schedule, run
 from .memory import GlobalMemory

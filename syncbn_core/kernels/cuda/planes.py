@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from numba import cuda, types
 
-from syncbn_core.kernels.cuda_constants import TABLE, UNROLL
-from syncbn_core.kernels.cuda_memory import (
+from syncbn_core.kernels.cuda.constants import TABLE, UNROLL
+from syncbn_core.kernels.cuda.memory import (
     KINDS,
     barrier,
     device,
@@ -37,7 +37,7 @@ from syncbn_core.kernels.cuda_memory import (
     vector_access,
     write_count,
 )
-from syncbn_core.kernels.cuda_statistics import (
+from syncbn_core.kernels.cuda.statistics import (
     add_up,
     channel_statistics,
     gradient_slopes,

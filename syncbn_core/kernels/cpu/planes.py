@@ -17,8 +17,8 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from syncbn_core.kernels.cpu_numbers import (
-    Twins,
+from syncbn_core.kernels.cpu.numerics import (
+    SerialParallelKernel,
     doubtful,
     exact,
     invstd_of,
@@ -194,7 +194,7 @@ def _gradient_constants(x, mean, invstd, factor, mean_dy, mean_dy_xhat):
     return rounded(power, x), centre, of_dy, rounded(slope, x), rounded(shift, x)
 
 
-@Twins
+@SerialParallelKernel
 def planes_moments(x, mean, m2):
     """`x` [A, C, B] -> `mean`, `m2` (C,)."""
     outer, channels, inner = x.shape
@@ -217,7 +217,7 @@ def planes_moments(x, mean, m2):
             count += counts[c, k]
 
 
-@Twins
+@SerialParallelKernel
 def planes_normalize(x, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [A, C, B]."""
     outer, channels, inner = x.shape
@@ -259,7 +259,7 @@ def _chunk_products(x, dy, c, mean, invstd, begin, end, runs, pieces):
     return first, second / scale
 
 
-@Twins
+@SerialParallelKernel
 def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [A, C, B]."""
     outer, channels, inner = x.shape
@@ -285,7 +285,7 @@ def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
         sum_dy_xhat[c] = (second + rest * first) * invstd[c]
 
 
-@Twins
+@SerialParallelKernel
 def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
     """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, all [A, C, B].
 
@@ -312,7 +312,7 @@ def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx
 # is bitwise what the two kernels of the direction do.
 
 
-@Twins
+@SerialParallelKernel
 def planes_forward(x, weight, bias, eps, clamp, mean, m2, invstd, y):
     """`planes_moments`, then `planes_normalize` by those; `x`, `y` [A, C, B].
 
@@ -337,7 +337,7 @@ def planes_forward(x, weight, bias, eps, clamp, mean, m2, invstd, y):
         _channel_affine(x, c, power, centre, scale, shift, y)
 
 
-@Twins
+@SerialParallelKernel
 def planes_backward(x, dy, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx):
     """`planes_backward_reduce`, then `planes_backward_input` by those; all [A, C, B].
 

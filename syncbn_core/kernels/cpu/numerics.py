@@ -33,7 +33,7 @@ from numba.extending import intrinsic, overload
 __all__ = [
     "MAP_FLAGS",
     "SUM_FLAGS",
-    "Twins",
+    "SerialParallelKernel",
     "at",
     "blend",
     "doubtful",
@@ -131,7 +131,7 @@ class _Failed:
         self.error = error
 
 
-class Twins:
+class SerialParallelKernel:
     """The serial and the parallel build of one kernel; each compiles when first called."""
 
     def __init__(self, function: Callable[..., None]) -> None:

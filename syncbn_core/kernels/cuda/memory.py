@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from numba import types
 
-from syncbn_core.kernels.cuda_intrinsics import (
+from syncbn_core.kernels.cuda.intrinsics import (
     barrier,
     device,
     fence,
@@ -22,7 +22,7 @@ from syncbn_core.kernels.cuda_intrinsics import (
     vector_access,
     write_count,
 )
-from syncbn_core.kernels.cuda_kinds import KINDS
+from syncbn_core.kernels.cuda.kinds import KINDS
 
 __all__ = [
     "KINDS",

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import lcm
 
-from syncbn_core.backends import cuda
-from syncbn_core.backends.cuda import SIZES, THREADS, View
-from syncbn_core.kernels.cuda_constants import UNROLL
+from syncbn_core.backends.cuda import grid as cuda
+from syncbn_core.backends.cuda.grid import SIZES, THREADS, View
+from syncbn_core.kernels.cuda.constants import UNROLL
 
 __all__ = ["Traffic", "backward_input", "backward_reduce", "moments", "normalize"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from numba import cuda, types
 
-from syncbn_core.kernels.cuda_constants import UNROLL
-from syncbn_core.kernels.cuda_memory import (
+from syncbn_core.kernels.cuda.constants import UNROLL
+from syncbn_core.kernels.cuda.memory import (
     KINDS,
     barrier,
     device,
@@ -29,7 +29,7 @@ from syncbn_core.kernels.cuda_memory import (
     vector_access,
     write_count,
 )
-from syncbn_core.kernels.cuda_statistics import (
+from syncbn_core.kernels.cuda.statistics import (
     add_up,
     channel_statistics,
     gradient_slopes,

@@ -21,8 +21,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from syncbn_core.kernels import cpu_planes, cpu_rows
-from syncbn_core.kernels.cpu_numbers import Twins, blend, has_half
+from syncbn_core.kernels.cpu import planes as cpu_planes
+from syncbn_core.kernels.cpu import rows as cpu_rows
+from syncbn_core.kernels.cpu.numerics import SerialParallelKernel, blend, has_half
 from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_core.moments import EpsMode, Moments, mean_gradients
 
@@ -49,8 +50,12 @@ NOTHING = np.empty(0)
 _NOWHERE = np.empty(0, np.bool_)
 _UNCOUNTED = np.empty(0, np.int64)
 _STEPS = ("moments", "normalize", "backward_reduce", "backward_input", "forward", "backward")
-_PLANES: dict[str, Twins] = {step: getattr(cpu_planes, f"planes_{step}") for step in _STEPS}
-_ROWS: dict[str, Twins] = {step: getattr(cpu_rows, f"rows_{step}") for step in _STEPS}
+_PLANES: dict[str, SerialParallelKernel] = {
+    step: getattr(cpu_planes, f"planes_{step}") for step in _STEPS
+}
+_ROWS: dict[str, SerialParallelKernel] = {
+    step: getattr(cpu_rows, f"rows_{step}") for step in _STEPS
+}
 
 _one_caller = threading.Lock()
 _forked = False
@@ -74,7 +79,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _run(kernel: Twins, parallel: bool, x: Array, *arguments: Any) -> None:
+def _run(kernel: SerialParallelKernel, parallel: bool, x: Array, *arguments: Any) -> None:
     if (
         parallel
         and x.size >= PARALLEL_SIZE
@@ -95,7 +100,7 @@ def _run(kernel: Twins, parallel: bool, x: Array, *arguments: Any) -> None:
 def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which the kernels take numbers of `dtype`: of the same size, or float32.
 
-    Their own for 16 bits are integers (`kernels.cpu_numbers`).
+    Their own for 16 bits are integers (`kernels.cpu.numerics`).
     """
     if dtype.itemsize > 2:
         return dtype.newbyteorder("=")

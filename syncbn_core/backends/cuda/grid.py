@@ -20,8 +20,8 @@ from math import isqrt
 from pathlib import Path
 from typing import Any, Protocol
 
-from syncbn_core.backends.compiler import Source
-from syncbn_core.kernels.cuda_constants import (
+from syncbn_core.backends.cuda.compiler import Source
+from syncbn_core.kernels.cuda.constants import (
     CODES,
     MIN_INNER,
     SIZES,
@@ -76,7 +76,7 @@ _ARGUMENTS = {
     "merge_parts": "q" * 4,
 }
 _FILES = tuple(
-    str(Path(__file__).parents[1] / "kernels" / f"cuda_{name}.py")
+    str(Path(__file__).parents[2] / "kernels" / "cuda" / f"{name}.py")
     for name in ("constants", "intrinsics", "kinds", "memory", "planes", "rows", "statistics")
 )
 
@@ -141,7 +141,7 @@ def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Sou
     planes = name.startswith("planes")
 
     def build() -> Callable[..., None]:
-        module = import_module(f"syncbn_core.kernels.cuda_{'planes' if planes else 'rows'}")
+        module = import_module(f"syncbn_core.kernels.cuda.{'planes' if planes else 'rows'}")
         make = getattr(module, name)
         kernel: Callable[..., None]
         kernel = make(dtype, lanes, ragged, threads) if planes else make(dtype, lanes, threads)

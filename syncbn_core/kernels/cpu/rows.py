@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from syncbn_core.kernels.cpu_numbers import (
-    Twins,
+from syncbn_core.kernels.cpu.numerics import (
+    SerialParallelKernel,
     at,
     doubtful,
     exact,
@@ -394,7 +394,7 @@ def _input(
             _gradient(source, grad, power, centre, of_dy, of_x, shift, target)
 
 
-@Twins
+@SerialParallelKernel
 def rows_moments(x, inner, workers, mean, m2):
     """`x` [R, C * B] -> `mean`, `m2` (C,)."""
     channels = mean.shape[0]
@@ -418,7 +418,7 @@ def rows_moments(x, inner, workers, mean, m2):
     _merge_chunks(counts, means, m2s, 0, channels, mean, m2)
 
 
-@Twins
+@SerialParallelKernel
 def rows_normalize(x, inner, workers, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [R, C * B]."""
     channels = mean.shape[0]
@@ -439,7 +439,7 @@ def rows_normalize(x, inner, workers, mean, invstd, weight, bias, y):
             )  # fmt: skip
 
 
-@Twins
+@SerialParallelKernel
 def rows_backward_reduce(x, dy, inner, workers, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [R, C * B]."""
     channels = mean.shape[0]
@@ -462,7 +462,7 @@ def rows_backward_reduce(x, dy, inner, workers, mean, invstd, sum_dy, sum_dy_xha
     _add_chunks(x, firsts, seconds, 0, channels, mean, invstd, sum_dy, sum_dy_xhat)
 
 
-@Twins
+@SerialParallelKernel
 def rows_backward_input(x, dy, inner, workers, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
     """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, [R, C * B].
 
@@ -490,7 +490,7 @@ def rows_backward_input(x, dy, inner, workers, mean, invstd, weight, mean_dy, me
 # Both steps of a direction, one block after the other, as in `cpu_planes`.
 
 
-@Twins
+@SerialParallelKernel
 def rows_forward(x, inner, workers, weight, bias, eps, clamp, mean, m2, invstd, y):
     """`rows_moments`, then `rows_normalize` by those; `x`, `y` [R, C * B].
 
@@ -523,7 +523,7 @@ def rows_forward(x, inner, workers, weight, bias, eps, clamp, mean, m2, invstd, 
             )  # fmt: skip
 
 
-@Twins
+@SerialParallelKernel
 def rows_backward(x, dy, inner, workers, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx):
     """`rows_backward_reduce`, then `rows_backward_input` by those; all [R, C * B].
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from syncbn_core.moments import Moments
 
-__all__ = ["PackedMoments", "merge_rows"]
+__all__ = ["DeviceMoments", "merge_rows"]
 
 Array = Any  # cupy.ndarray or torch.Tensor
 
 
-class PackedMoments(Moments):
+class DeviceMoments(Moments):
     """`Moments` of one or many parts, merged when somebody asks for `mean` or `m2`.
 
     `parts`: `[P, 2 C + 1]` float64; `count`: values per channel over all of them, None where only
@@ -67,14 +67,14 @@ class PackedMoments(Moments):
     def merge(self, other: Moments) -> Moments:
         return self.merge_with([other])
 
-    def merge_with(self, others: Sequence[Moments]) -> PackedMoments:
+    def merge_with(self, others: Sequence[Moments]) -> DeviceMoments:
         if not others:
             return self
-        every = [self, *cast(Sequence[PackedMoments], others)]
+        every = [self, *cast(Sequence[DeviceMoments], others)]
         counts = [part.known_count for part in every]
         known = [count for count in counts if count is not None]
         count = sum(known) if len(known) == len(counts) else None
-        return PackedMoments(self.join([part.parts for part in every]), count, self.join)
+        return DeviceMoments(self.join([part.parts for part in every]), count, self.join)
 
     def one_row(self) -> Array:
         """All parts in one, `(2 C + 1,)`."""

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from struct import Struct
 from typing import Any
 
-from syncbn_core.backends.compiler import (
+from syncbn_core.backends.cuda.compiler import (
     INSTALL,
     Source,
     cache_file,

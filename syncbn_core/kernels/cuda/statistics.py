@@ -11,7 +11,7 @@ import math
 
 from numba import types
 
-from syncbn_core.kernels.cuda_memory import (
+from syncbn_core.kernels.cuda.memory import (
     barrier,
     device,
     given,

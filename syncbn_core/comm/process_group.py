@@ -21,6 +21,7 @@ import numpy as np
 
 from syncbn_core.comm.labels import Labelled, label_of, sums_of
 from syncbn_core.comm.site import Located, Site
+from syncbn_core.device_moments import DeviceMoments, merge_rows
 from syncbn_core.errors import (
     ArgumentError,
     CommError,
@@ -30,7 +31,6 @@ from syncbn_core.errors import (
     StateError,
 )
 from syncbn_core.moments import Moments
-from syncbn_core.packed import PackedMoments, merge_rows
 
 __all__ = ["Call", "ProcessCommunicator", "Transport"]
 
@@ -194,19 +194,19 @@ class ProcessCommunicator(Located):
 
         All on one device. Ranks have to give parts of the same channels.
         """
-        if len({isinstance(part, PackedMoments) for part in parts}) > 1:
+        if len({isinstance(part, DeviceMoments) for part in parts}) > 1:
             return [self.merge_moments(part) for part in parts]
         sizes = [2 * part.num_features + 1 for part in parts]
         ends = np.cumsum(sizes)
         call = self._begin("forward", int(ends[-1]))
         gather = self._group.transport.all_gather
         first = parts[0]
-        if isinstance(first, PackedMoments):
-            own = [cast(PackedMoments, part).one_row() for part in parts]
+        if isinstance(first, DeviceMoments):
+            own = [cast(DeviceMoments, part).one_row() for part in parts]
             rows = self._run(gather, own[0] if len(own) == 1 else first.join(own), call)
             columns = [rows[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
             self._remember(call)
-            return [PackedMoments(some, None, first.join) for some in columns]
+            return [DeviceMoments(some, None, first.join) for some in columns]
         codes = np.array([_code(call, index) for index in range(len(parts))], float)
         packed = [
             ([part.count * _KINDS * _LAYERS + code], part.mean, part.m2)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends import cpu
-from syncbn_core.backends.cpu import Plan, carrier, plan_of
+from syncbn_core.backends.cpu import launch as cpu
+from syncbn_core.backends.cpu.launch import Plan, carrier, plan_of
 from syncbn_core.layout import writable_view
 from syncbn_core.moments import EpsMode, Moments
 

@@ -19,8 +19,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.moments import Moments, merge_all
-from syncbn_core.packed import PackedMoments
 
 __all__ = ["Parcel", "combine_parcels", "copy_of", "is_captured", "is_on_device"]
 
@@ -66,7 +66,7 @@ class Parcel:
             self.value = _with_array(value, array)
             self.stream = cupy.cuda.get_current_stream()
             shape = array.shape
-            if isinstance(value, PackedMoments):  # the result has the parts of all
+            if isinstance(value, DeviceMoments):  # the result has the parts of all
                 shape = (size * shape[0], *shape[1:])
             self.inbox = cupy.empty(shape, array.dtype)
             self.ready = self.stream.record()
@@ -120,13 +120,13 @@ def combine_parcels(parcels: Sequence[Parcel]) -> list[Reply]:
 
 
 def _array_of(value: Any) -> Array:
-    return value.parts if isinstance(value, PackedMoments) else value
+    return value.parts if isinstance(value, DeviceMoments) else value
 
 
 def _with_array(value: Any, array: Array) -> Any:
     """`value` with another array of the same contents."""
-    if isinstance(value, PackedMoments):
-        return PackedMoments(array, value.known_count, value.join)
+    if isinstance(value, DeviceMoments):
+        return DeviceMoments(array, value.known_count, value.join)
     return array
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import cupy
 
-from syncbn_core.backends import cuda
-from syncbn_core.backends.compiler import Source
-from syncbn_core.backends.driver import kernel_for, require
+from syncbn_core.backends.cuda import grid as cuda
+from syncbn_core.backends.cuda.compiler import Source
+from syncbn_core.backends.cuda.driver import kernel_for, require
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.layout import Layout, layout_of
 from syncbn_core.moments import EpsMode, Moments
-from syncbn_core.packed import PackedMoments
 
 __all__ = [
     "DeviceStatistics",
@@ -171,11 +171,11 @@ def moments(x: Array, *, parallel: bool = True) -> Moments:
     with x.device:
         channels = x.shape[1]
         if x.size == 0:
-            return PackedMoments(cupy.zeros((1, 2 * channels + 1)), 0, cupy.concatenate)
+            return DeviceMoments(cupy.zeros((1, 2 * channels + 1)), 0, cupy.concatenate)
         dense, layout = _dense(x)
         parts = cupy.empty((1, 2 * channels + 1))
         cuda.moments(_Runner(), _View(dense, layout), _pointer(parts))
-        return PackedMoments(parts, x.size // channels, cupy.concatenate)
+        return DeviceMoments(parts, x.size // channels, cupy.concatenate)
 
 
 def finish_forward(
@@ -278,7 +278,7 @@ def _normalize(
 
 def _packed(total: Moments) -> Array:
     """`[P, 2 C + 1]` on the current device."""
-    if isinstance(total, PackedMoments):
+    if isinstance(total, DeviceMoments):
         return cupy.ascontiguousarray(total.parts)
     count = cupy.full(1, total.count, cupy.float64)
     return cupy.concatenate([count, cupy.asarray(total.mean), cupy.asarray(total.m2)])[None]

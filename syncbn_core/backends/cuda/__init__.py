@@ -1,0 +1,1 @@
+"""CUDA devices: compiler, driver, grids, and CuPy arrays on them."""

@@ -1,0 +1,1 @@
+"""Numba kernels for CPUs, over arrays as `syncbn_core.layout` views them."""

@@ -1,0 +1,1 @@
+"""Numba kernels for CUDA devices: pointers in, nothing returned."""
