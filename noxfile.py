@@ -111,7 +111,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def soak(session: nox.Session) -> None:
-    """10,000 random faults: interrupts, replicas, worlds of processes; docs/reliability.md."""
+    """10,000 random faults: interrupts, replicas, processes; docs/internals/reliability.md."""
     session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("test", "notebook"))
     if session.posargs:
         session.run("pytest", *session.posargs)
@@ -132,7 +132,7 @@ def tests_core(session: nox.Session) -> None:
     fresh_numba_cache(session)
     # what the kernels compute does not depend on Python: of them, the public functions' tests
     names = ("comm", "comm_failures", "functional", "functional_errors", "imports", "layers")
-    names += ("layout", "moments")
+    names += ("layout", "moment_exchange", "moments")
     usual = [*SIDE_BY_SIDE, *(f"tests/core/test_{name}.py" for name in names)]
     session.run("pytest", *(session.posargs or usual))
 

@@ -35,7 +35,7 @@ WORKER = """
 import json, sys, time
 import numba, torch
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.batchnorm import always_ours
+from syncbn_torch.dispatch import always_ours
 
 cases = {}
 

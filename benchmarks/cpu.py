@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from syncbn_core import functional as core
 from syncbn_core.comm import run_in_threads, thread_group
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.batchnorm import always_ours
-from syncbn_torch.interop import as_array, huge_pages_on_request
+from syncbn_torch.backends.memory import as_array, huge_pages_on_request
+from syncbn_torch.dispatch import always_ours
 
 RESNET50 = [
     (32, 64, 112, 112), (32, 64, 56, 56), (32, 256, 56, 56), (32, 128, 56, 56),
@@ -443,7 +443,7 @@ def starts() -> dict[str, float]:
     """Seconds of imports and of the first use, in new processes."""
     first = (
         "import torch, time; b = time.perf_counter(); import syncbn_torch;"
-        "from syncbn_torch.batchnorm import always_ours;"
+        "from syncbn_torch.dispatch import always_ours;"
         "c = always_ours(); c.__enter__(); l = syncbn_torch.SyncBatchNorm(8);"
         "l(torch.randn(4, 8, 8, 8)).sum().backward(); print(time.perf_counter() - b)"
     )

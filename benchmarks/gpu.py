@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from syncbn_torch import SyncBatchNorm, plain
-from syncbn_torch.batchnorm import always_ours
+from syncbn_torch.dispatch import always_ours
 
 EPS, MOMENTUM = 1e-5, 0.1
 RESULTS = ("y", "dx", "dweight", "dbias")

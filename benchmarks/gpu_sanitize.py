@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.batchnorm import always_ours
+from syncbn_torch.dispatch import always_ours
 from syncbn_torch.functional import batch_norm
 
 # Largest error of a result of that dtype, relative to the largest value or 1.

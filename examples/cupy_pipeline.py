@@ -3,8 +3,8 @@
 A small convolutional network on scikit-learn's handwritten digits. Each of three members has a
 part of every batch, uneven on purpose, and two CUDA streams: on one it loads the next batch while
 the network computes on the other. Between the streams of one member the events are here, between
-members they are the library's (`syncbn_core/comm/parcel.py`): the host waits for the device only
-to read results. Members share the GPUs that there are, and follow the one-member run to
+members they are the library's (`syncbn_core/comm/device_message.py`): the host waits for the device
+only to read results. Members share the GPUs that there are, and follow the one-member run to
 rounding. Without a GPU the same code runs on NumPy, and says why:
 
     python examples/cupy_pipeline.py
@@ -109,7 +109,7 @@ class Network:
         gradients = [d_conv, self.hidden.T @ d_logits, *self.bn.gradients()]
         # one message for all of them; like the statistics it goes from stream to stream
         flat = xp.concatenate([gradient.reshape(-1) for gradient in gradients])
-        flat, start = self.communicator.all_reduce_sums(flat), 0
+        flat, start = self.communicator.all_reduce(flat), 0
         for parameter, velocity in zip(self.parameters, self.velocities, strict=True):
             velocity *= MOMENTUM
             velocity += flat[start : start + parameter.size].reshape(parameter.shape)

@@ -52,7 +52,7 @@ def main() -> int:
         print(f"accuracy {accuracy:.1%}")
         fault = float(not (off < 1e-10 and accuracy > 0.98))
     # all ranks end with one status
-    return int(communicator.all_reduce_sums(np.array([fault]))[0])
+    return int(communicator.all_reduce(np.array([fault]))[0])
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ import numpy as np
 
 from syncbn_core import functional
 from syncbn_core.backends.devices import array_library, device_of, place_like, to_numpy
-from syncbn_core.comm import Communicator, located
+from syncbn_core.checks import check_eps, check_eps_mode, check_momentum, check_num_features
+from syncbn_core.comm import Communicator
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
-from syncbn_core.moments import EpsMode, check_eps, check_eps_mode, check_momentum
+from syncbn_core.moment_exchange import CallSite
+from syncbn_core.moments import EpsMode
 
 __all__ = ["BatchNorm"]
 
@@ -116,7 +118,7 @@ class BatchNorm:
 
         Raises what `syncbn_core.functional.batch_norm_forward` does, with nothing changed.
         """
-        functional.check_input(x, self.num_features)
+        check_num_features(x, self.num_features)
         settings: dict[str, Any] = {"eps": self.eps, "eps_mode": self.eps_mode}
         if self.training or self.running_mean is None:
             y, saved = functional.batch_norm_forward(
@@ -127,7 +129,8 @@ class BatchNorm:
                 running_var=self.running_var,
                 num_batches_tracked=self.num_batches_tracked,
                 momentum=self.momentum,
-                communicator=self._located(x),
+                communicator=self.communicator,
+                site=self._site(x),
                 **settings,
             )
         else:
@@ -157,8 +160,10 @@ class BatchNorm:
                 "after a forward that no backward follows, and take syncbn_core.functional for a "
                 "layer used several times"
             )
-        communicator = self._located(self._saved.x)
-        gradients = functional.batch_norm_backward(dy, self._saved, communicator=communicator)
+        site = self._site(self._saved.x)
+        gradients = functional.batch_norm_backward(
+            dy, self._saved, communicator=self.communicator, site=site
+        )
         self.discard()
         if self.weight_grad is not None and self.bias_grad is not None:
             with device_of(self.weight_grad):
@@ -171,8 +176,11 @@ class BatchNorm:
         self._saved = None
         self._forwards = 0
 
-    def _located(self, x: Array) -> Communicator | None:
-        return located(self.communicator, lambda: self.name, x.dtype, self)
+    def _site(self, x: Array) -> CallSite | None:
+        """What errors of the communicator call this layer."""
+        if self.communicator is None:
+            return None
+        return CallSite(lambda: self.name, (x.dtype.name,), self)
 
     def parameters(self) -> list[Array]:
         """`[weight, bias]`, or nothing without `affine`; update them in place."""

@@ -8,16 +8,16 @@ from syncbn_torch.batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from syncbn_torch.communicator import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.convert import convert_model, patch_sync_batchnorm, revert_model
-from syncbn_torch.reference import BatchNorm2dReimpl
-from syncbn_torch.replicate import (
+from syncbn_torch.data_parallel.replicate import (
     CallbackContext,
     DataParallelWithCallback,
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from syncbn_torch.together import forward_together
+from syncbn_torch.forward_together import forward_together
+from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
+from syncbn_torch.reference import BatchNorm2dReimpl
 
 __all__ = [
     "BatchNorm2dReimpl",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_torch.batchnorm import (
     SyncBatchNorm,
@@ -17,8 +15,8 @@ from syncbn_torch.batchnorm import (
     SynchronizedBatchNorm3d,
     _SynchronizedBatchNorm,
 )
-from syncbn_torch.reference import BatchNorm2dReimpl
-from syncbn_torch.replicate import DataParallelWithCallback
+from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
+from syncbn_torch.replacement import replace_modules, unknown_kind, with_class
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
@@ -55,7 +53,7 @@ def convert_model(module: nn.Module, *, process_group: Any = None) -> nn.Module:
             made.process_group = process_group
         return new
 
-    return _convert(module, choose, "convert_model")
+    return replace_modules(module, choose, "convert_model")
 
 
 def revert_model(module: nn.Module) -> nn.Module:
@@ -66,47 +64,12 @@ def revert_model(module: nn.Module) -> nn.Module:
     `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with eps_mode="clamp" stay too,
     and a `UserWarning` lists them: torch has no such mode.
     """
-    return _convert(module, _to_torch, "revert_model")
-
-
-def convert_to(target: type[SyncBatchNorm], module: nn.Module, process_group: Any) -> nn.Module:
-    """Every `nn.BatchNorm*d` in `module` as `target`, synchronized over `process_group`."""
-
-    def choose(layer: nn.Module) -> nn.Module | str | None:
-        if type(layer) is nn.DataParallel:
-            return None
-        if isinstance(layer, _SynchronizedBatchNorm):
-            layer.process_group = process_group
-        elif type(layer) in _TO_OURS:
-            new = _as(target, layer)
-            new.__dict__.update(process_group=process_group, _converted_from=type(layer))
-            return new
-        return _unknown(layer)
-
-    return _convert(module, choose, f"{target.__name__}.convert_sync_batchnorm")
-
-
-def _as(target: type[nn.Module], module: nn.Module) -> nn.Module:
-    """A `target` with the state of `module`: same parameters, buffers, hooks, attributes."""
-    new = target.__new__(target)
-    new.__dict__ = module.__dict__.copy()
-    for registry in ("_parameters", "_buffers", "_modules"):
-        new.__dict__[registry] = module.__dict__[registry].copy()
-    return new
+    return replace_modules(module, _to_torch, "revert_model")
 
 
 def _to_ours(module: nn.Module) -> nn.Module | str | None:
     target = _TO_OURS.get(type(module))
-    return _unknown(module) if target is None else _as(target, module)
-
-
-def _unknown(module: nn.Module) -> str | None:
-    ours = isinstance(module, (_SynchronizedBatchNorm, BatchNorm2dReimpl))
-    if isinstance(module, _BatchNorm) and not ours:
-        return "a subclass of BatchNorm that is not known; convert it by hand"
-    if isinstance(module, nn.DataParallel) and not isinstance(module, DataParallelWithCallback):
-        return "a subclass of DataParallel; call patch_replication_callback on it"
-    return None
+    return unknown_kind(module) if target is None else with_class(target, module)
 
 
 def _to_torch(module: nn.Module) -> nn.Module | str | None:
@@ -118,44 +81,14 @@ def _to_torch(module: nn.Module) -> nn.Module | str | None:
     if cast(_SynchronizedBatchNorm, module).effective_eps_mode == "clamp":
         return 'eps_mode="clamp", which torch does not have'
     origin = module.__dict__.get("_converted_from", target)
-    new = _as(origin, module)
-    for name in ("_link", "_copied_from", "eps_mode", "_converted_from"):
+    new = with_class(origin, module)
+    for name in ("_replica_sync", "_copied_from", "eps_mode", "_converted_from"):
         new.__dict__.pop(name, None)
     if origin is not nn.SyncBatchNorm:
         new.__dict__.pop("process_group", None)
     else:
         new.__dict__.setdefault("process_group", None)
     return new
-
-
-def _convert(
-    module: nn.Module, choose: Callable[[nn.Module], nn.Module | str | None], caller: str
-) -> nn.Module:
-    """Replace what `choose` gives a module for; a string from it says why a layer stays."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
-    done: dict[nn.Module, nn.Module] = {}
-    kept: list[str] = []
-
-    def visit(old: nn.Module, name: str) -> nn.Module:
-        if old in done:
-            return done[old]
-        chosen = choose(old)
-        if isinstance(chosen, str):
-            kept.append(f"{name or 'the module'} ({type(old).__qualname__}: {chosen})")
-        new = chosen if isinstance(chosen, nn.Module) else old
-        done[old] = done[new] = new
-        for key, child in list(new._modules.items()):
-            if child is not None:
-                replacement = visit(child, f"{name}.{key}" if name else key)
-                if replacement is not child:
-                    new._modules[key] = replacement
-        return new
-
-    result = visit(module, "")
-    if kept:
-        warnings.warn(f"{caller} left as they are: {'; '.join(kept)}", UserWarning, stacklevel=3)
-    return result
 
 
 @contextmanager

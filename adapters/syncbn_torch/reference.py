@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from syncbn_core.backends.plain import column
 from syncbn_core.moments import averaging_factor, blend, require_more_than_one_value
-from syncbn_torch import plain
 
 __all__ = ["BatchNorm2dReimpl"]
 
@@ -38,14 +38,15 @@ class BatchNorm2dReimpl(nn.BatchNorm2d):
             require_more_than_one_value(count, input.shape)
             axes = [0, 2, 3]
             mean = input.sum(axes) / count
-            m2 = (input - plain.column(mean, input)).square().sum(axes)
+            m2 = (input - column(mean, input)).square().sum(axes)
             var = m2 / count
             with torch.no_grad():
+                factor = averaging_factor(self.momentum, counter)
                 counter.add_(1)
                 if count == 0:
                     return input * 1
-                factor = averaging_factor(self.momentum, int(counter))
                 running_mean.copy_(blend(running_mean, mean, factor))
                 running_var.copy_(blend(running_var, m2 / (count - 1), factor))
         invstd = (var + self.eps).rsqrt()
-        return plain.normalize(input, mean, invstd, self.weight, self.bias)
+        xhat: Tensor = (input - column(mean, input)) * column(invstd, input)
+        return xhat.mul(column(self.weight, input)).add(column(self.bias, input))

@@ -1,21 +1,21 @@
-"""Communication between the members of a group; knows nothing of layers or kernels.
+"""Communication between the members of a group: for anything that they exchange.
 
-`master_slave` is generic: use it for anything. `communicator` is what the layers use.
-`MPICommunicator` and `NCCLCommunicator` are imported when they are asked for.
+`SyncMaster` passes any objects between threads. A `Communicator` gathers and adds up arrays of
+threads or processes. `MPICommunicator` and `NCCLCommunicator` are imported when they are asked for.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from syncbn_core.comm.communicator import (
-    Communicator,
-    SingleCommunicator,
-    ThreadCommunicator,
-    thread_group,
-)
 from syncbn_core.comm.master_slave import FutureResult, SlavePipe, SyncMaster
-from syncbn_core.comm.process_group import Call, ProcessCommunicator, Transport
+from syncbn_core.comm.process_group import ProcessCommunicator, Transport
+from syncbn_core.comm.protocol import (
+    CollectiveCall,
+    Communicator,
+    CommunicatorBase,
+    SingleCommunicator,
+)
 from syncbn_core.comm.rounds import Siblings
-from syncbn_core.comm.site import Site, forward_call, located
+from syncbn_core.comm.thread_group import ThreadCommunicator, thread_group
 from syncbn_core.comm.threads import run_in_threads
 from syncbn_core.comm.timeouts import get_default_timeout, set_default_timeout
 
@@ -24,22 +24,20 @@ if TYPE_CHECKING:
     from syncbn_core.comm.nccl import NCCLCommunicator
 
 __all__ = [
-    "Call",
+    "CollectiveCall",
     "Communicator",
+    "CommunicatorBase",
     "FutureResult",
     "MPICommunicator",
     "NCCLCommunicator",
     "ProcessCommunicator",
     "Siblings",
     "SingleCommunicator",
-    "Site",
     "SlavePipe",
     "SyncMaster",
     "ThreadCommunicator",
     "Transport",
-    "forward_call",
     "get_default_timeout",
-    "located",
     "run_in_threads",
     "set_default_timeout",
     "thread_group",

@@ -5,24 +5,30 @@ array of another has to wait, on its stream, for the stream that writes it; and 
 outlive its readers, which CuPy's pool only sees to within one stream. So a member brings an
 *inbox*, allocated on its own stream, and the combining member copies the result into it:
 
-    member      part written, inbox allocated, event `ready`
+    member      array written, inbox allocated, event `ready`
     combiner    waits for every `ready`; combines; copies into the inboxes; event `done`
     member      waits for `done`; goes on with its inbox
 
-Members on one stream of one device need none of that. The default stream "per thread" has one
-handle, and is another stream in every thread.
+Members on one stream of one device need none of that: they share the result. The default stream
+"per thread" has one handle, and is another stream in every thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
-from syncbn_core.device_moments import DeviceMoments
-from syncbn_core.moments import Moments, merge_all
-
-__all__ = ["Parcel", "combine_parcels", "copy_of", "is_captured", "is_on_device"]
+__all__ = [
+    "DeviceMessage",
+    "Reply",
+    "add_messages",
+    "copy_of",
+    "gather_messages",
+    "is_captured",
+    "is_on_device",
+]
 
 Array = Any
 
@@ -30,9 +36,15 @@ _LEGACY_STREAMS = (0, 1)  # never captured
 _PER_THREAD_STREAM = 2
 
 
-def is_on_device(value: Any) -> bool:
-    """Whether `value` is a CuPy array, or moments packed in one."""
-    return type(_array_of(value)).__module__.partition(".")[0] == "cupy"
+def is_on_device(array: Array) -> bool:
+    """Whether `array` is CuPy's."""
+    kind: type = type(array)
+    return _is_of_cupy(kind)
+
+
+@lru_cache(maxsize=64)
+def _is_of_cupy(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "cupy" for base in kind.__mro__)
 
 
 def is_captured(stream: Any) -> bool:
@@ -52,91 +64,103 @@ def copy_of(array: Array) -> Array:
         return array.copy()
 
 
-class Parcel:
-    """What a member hands over: its part, and an inbox for the result of `size` members."""
+class DeviceMessage:
+    """An array that a member hands over, and an inbox of shape `(*prefix, *array.shape)`."""
 
-    def __init__(self, value: Any, size: int) -> None:
+    def __init__(self, array: Array, prefix: tuple[int, ...] = ()) -> None:
         import cupy
 
-        array = _array_of(value)
         self.device = array.device
         with self.device:
-            if not array.flags.c_contiguous:
-                array = array.copy()
-            self.value = _with_array(value, array)
+            self.array = array if array.flags.c_contiguous else array.copy()
             self.stream = cupy.cuda.get_current_stream()
-            shape = array.shape
-            if isinstance(value, DeviceMoments):  # the result has the parts of all
-                shape = (size * shape[0], *shape[1:])
-            self.inbox = cupy.empty(shape, array.dtype)
+            self.inbox = cupy.empty((*prefix, *array.shape), array.dtype)
             self.ready = self.stream.record()
         thread = threading.get_ident() if self.stream.ptr == _PER_THREAD_STREAM else 0
         self.place = (self.device.id, self.stream.ptr, thread)
 
 
 class Reply:
-    """A result in an inbox, there once `done` has come."""
+    """A result for one member; in its inbox, there once `done` has come, or shared: `done` None."""
 
-    def __init__(self, value: Any, done: Any) -> None:
-        self.value = value
+    def __init__(self, array: Array, done: Any) -> None:
+        self.array = array
         self.done = done
 
-    def open(self) -> Any:
-        """The result, for use on the current stream of its device."""
+    def open(self) -> None:
+        """Let the current stream of the device wait for the result.
+
+        The member keeps its message until then: the result may still be computed from it.
+        """
         if self.done is not None:
             import cupy
 
-            with _array_of(self.value).device:
+            with self.array.device:
                 cupy.cuda.get_current_stream().wait_event(self.done)
-        return self.value
+
+    def own(self) -> Array:
+        """The result, once opened, in memory that the member shares with nobody."""
+        return copy_of(self.array) if self.done is None else self.array
 
 
-def combine_parcels(parcels: Sequence[Parcel]) -> list[Reply]:
-    """A reply to each parcel, in their order; called by the first member, on its stream."""
-    home = parcels[0]
+def gather_messages(messages: Sequence[DeviceMessage]) -> list[Reply]:
+    """To each sender the arrays of all, `(len(messages), *shape)`.
+
+    They have one shape and one dtype. Called by the first member, on its stream.
+    """
+    return _combined(messages, _stacked)
+
+
+def add_messages(messages: Sequence[DeviceMessage]) -> list[Reply]:
+    """To each sender the sum of all arrays, in their order; otherwise as `gather_messages`."""
+    return _combined(messages, _added)
+
+
+def _combined(
+    messages: Sequence[DeviceMessage], combine: Callable[[Sequence[DeviceMessage]], Array]
+) -> list[Reply]:
+    home = messages[0]
     with home.device:
         stream = home.stream
-        for parcel in parcels:
-            if parcel.place != home.place:
-                stream.wait_event(parcel.ready)
-        values = [_brought(parcel.value, home) for parcel in parcels]
-        if isinstance(home.value, Moments):
-            total: Any = merge_all(values)
-        else:
-            total = values[0].copy()
-            for value in values[1:]:
-                total += value
-        result = _array_of(total)
-        for parcel in parcels:
-            if parcel.place != home.place:
-                parcel.inbox.data.copy_from_device_async(result.data, result.nbytes, stream)
+        for message in messages:
+            if message.place != home.place:
+                stream.wait_event(message.ready)
+        result = combine(messages)
+        for message in messages:
+            if message.place != home.place:
+                message.inbox.data.copy_from_device_async(result.data, result.nbytes, stream)
         done = stream.record()
         return [
-            Reply(total, None)
-            if parcel.place == home.place
-            else Reply(_with_array(total, parcel.inbox), done)
-            for parcel in parcels
+            Reply(result, None) if message.place == home.place else Reply(message.inbox, done)
+            for message in messages
         ]
 
 
-def _array_of(value: Any) -> Array:
-    return value.parts if isinstance(value, DeviceMoments) else value
-
-
-def _with_array(value: Any, array: Array) -> Any:
-    """`value` with another array of the same contents."""
-    if isinstance(value, DeviceMoments):
-        return DeviceMoments(array, value.known_count, value.join)
-    return array
-
-
-def _brought(value: Any, home: Parcel) -> Any:
-    """`value` on the device of `home`, by a peer copy on its stream where it is elsewhere."""
+def _stacked(messages: Sequence[DeviceMessage]) -> Array:
     import cupy
 
-    array = _array_of(value)
+    first = messages[0]
+    rows = cupy.empty((len(messages), *first.array.shape), first.array.dtype)
+    for index, message in enumerate(messages):
+        array, row = message.array, rows[index : index + 1]
+        row.data.copy_from_device_async(array.data, array.nbytes, first.stream)
+    return rows
+
+
+def _added(messages: Sequence[DeviceMessage]) -> Array:
+    first = messages[0]
+    total = first.array.copy()
+    for message in messages[1:]:
+        total += _brought(message.array, first)
+    return total
+
+
+def _brought(array: Array, home: DeviceMessage) -> Array:
+    """`array` on the device of `home`, by a peer copy on its stream where it is elsewhere."""
+    import cupy
+
     if array.device == home.device:
-        return value
+        return array
     copy = cupy.empty(array.shape, array.dtype)
     copy.data.copy_from_device_async(array.data, array.nbytes, home.stream)
-    return _with_array(value, copy)
+    return copy

@@ -1,4 +1,4 @@
-"""One master and its slaves exchange messages, call after call. Knows nothing of batch norm.
+"""One master and its slaves exchange messages, call after call.
 
     # callback([(0, message), (identifier, message), ...]) -> [(0, reply), (identifier, reply), ...]
     master = SyncMaster(callback)
@@ -140,7 +140,7 @@ class SyncMaster:
         master_callback: gets `[(0, master_msg), (identifier, msg), ...]`, master first, then
             slaves in the order of registration; returns `[(0, reply), (identifier, reply),
             ...]`, master first, one reply per member.
-        name: what error messages call this exchange, for example the name of a layer.
+        name: what error messages call this exchange.
         timeout: deadline of every wait in seconds; None takes the process's default
             (`set_default_timeout`, or the environment variable `SYNCBN_TIMEOUT`, or 300).
 

@@ -1,7 +1,7 @@
 """The `Communicator` protocol over MPI, for NumPy arrays: one member per process (mpi4py).
 
     communicator = MPICommunicator()  # in a program started by `mpirun -n 4 python ...`
-    layer = BatchNorm(64, communicator=communicator)
+    total = communicator.all_reduce(numpy.array([1.0]))
 
 Messages go by the buffer interface, without pickles. Collectives are the non-blocking ones,
 polled: a blocking one could not be left when another rank has died.
@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.process_group import Call, ProcessCommunicator, grace_after
+from syncbn_core.comm.process_group import ProcessCommunicator, grace_after
+from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import BackendError, CommError, CommTimeout, DeviceError, DTypeError
 
@@ -33,17 +34,18 @@ class MPICommunicator(ProcessCommunicator):
     """A rank of an MPI communicator; every rank of it makes one, at the same time.
 
     Args:
-        comm: an `mpi4py.MPI.Intracomm`, None for `MPI.COMM_WORLD`. It is duplicated, so traffic
-            of your own can't be taken for the layers'.
+        comm: an `mpi4py.MPI.Intracomm`, None for `MPI.COMM_WORLD`. It is duplicated, so messages
+            of your own can't be taken for those sent here.
         timeout: seconds that a call waits for the other ranks; None: as
             `syncbn_core.comm.get_default_timeout` says (300 unless set).
         check_order: as in `ProcessCommunicator`.
 
-    Takes NumPy arrays (`DeviceError` for others). A call that passes its deadline raises
-    `CommTimeout`, which names the layer, the call and the ranks that gave no sign; MPI can't be
-    shut down in order after that, so the whole job is then aborted when this process exits.
-    `BackendError` without mpi4py or without an MPI library, `CommTimeout` when a rank does not
-    come here.
+    Takes NumPy arrays of integers or floating numbers; `DeviceError` or `DTypeError` for others.
+
+    A call that passes its deadline raises `CommTimeout`, which names the call and the ranks that
+    gave no sign. MPI can't be shut down in order after that, so the whole job is aborted when this
+    process exits. Making a communicator raises `BackendError` without mpi4py or an MPI library,
+    and `CommTimeout` when a rank does not make its own.
     """
 
     def __init__(
@@ -70,13 +72,14 @@ class _MPITransport:
         self._comm = comm  # to abort the job by, until the copy is there
         self._comm = self._duplicated(comm)
 
-    def all_gather(self, row: Array, call: Call) -> Array:
-        row = _on_host(row, call)
-        rows = np.empty((self.size, *row.shape), row.dtype)
-        self._finish(self._comm.Iallgather, call, row, rows)
+    def all_gather(self, values: Array, call: CollectiveCall) -> Array:
+        values = _on_host(values, call)
+        rows = np.empty((self.size, *values.shape), values.dtype)
+        sent, received = (array.reshape(-1).view(np.uint8) for array in (values, rows))
+        self._finish(self._comm.Iallgather, call, sent, received)  # bytes: MPI has no float16
         return rows
 
-    def all_reduce(self, values: Array, call: Call) -> Array:
+    def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
         values = _on_host(values, call)
         wide = values.astype(np.float32) if values.dtype == np.float16 else values  # MPI has none
         total = np.empty_like(wide)
@@ -94,7 +97,7 @@ class _MPITransport:
                 )
         return copy
 
-    def _finish(self, collective: Any, call: Call, values: Array, result: Array) -> None:
+    def _finish(self, collective: Any, call: CollectiveCall, values: Array, result: Array) -> None:
         seconds = seconds_of(self._timeout)
         try:
             request = collective(values, result)
@@ -107,7 +110,7 @@ class _MPITransport:
                     )
         except self._mpi.Exception as error:
             raise CommError(
-                f"MPI failed in {call}: {error}; if ranks may be in different layers, "
+                f"MPI failed in {call}: {error}; if ranks may be in different calls, "
                 "SYNCBN_CHECK_ORDER=1 says in which"
             ) from error
 
@@ -121,7 +124,7 @@ class _MPITransport:
             atexit.register(self._abort)
             raise
 
-    def _silent_ranks(self, call: Call, grace: float) -> str:
+    def _silent_ranks(self, call: CollectiveCall, grace: float) -> str:
         """The ranks that don't say within `grace` seconds that they wait in this call too."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         mine, theirs = np.array([call.number]), np.zeros((self.size, 1), np.int64)
@@ -165,7 +168,7 @@ def _import_mpi() -> Any:
     return MPI
 
 
-def _on_host(values: Array, call: Call) -> Array:
+def _on_host(values: Array, call: CollectiveCall) -> Array:
     if not isinstance(values, np.ndarray):
         raise DeviceError(
             f"expected NumPy arrays in {call}, got {type(values).__module__}."
@@ -173,4 +176,4 @@ def _on_host(values: Array, call: Call) -> Array:
         )
     if values.dtype.kind not in "fiu":
         raise DTypeError(f"expected numbers in {call}, got dtype {values.dtype}")
-    return np.ascontiguousarray(values)
+    return np.asarray(values, order="C")

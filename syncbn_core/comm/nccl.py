@@ -2,7 +2,7 @@
 
     identifier = NCCLCommunicator.new_id()  # by rank 0, who sends it to the others
     communicator = NCCLCommunicator(rank, size, identifier)  # on the current device
-    layer = BatchNorm(64, device="cuda", communicator=communicator)
+    total = communicator.all_reduce(cupy.ones(3))
 
 Everything runs on the current stream, and the host waits for nothing.
 """
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.comm.device_message import is_captured, is_on_device
-from syncbn_core.comm.process_group import Call, ProcessCommunicator
+from syncbn_core.comm.process_group import ProcessCommunicator
+from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import (
     ArgumentError,
@@ -37,7 +38,7 @@ NAP = 1e-3  # seconds between looks at what the device has done
 
 
 class NCCLCommunicator(ProcessCommunicator):
-    """A rank of a group of GPUs, the current device's; every rank makes one, at the same time.
+    """A rank of a group of GPUs, on the current device; every rank makes one, at the same time.
 
     Args:
         rank: this process's number, 0 to `size - 1`.
@@ -48,12 +49,13 @@ class NCCLCommunicator(ProcessCommunicator):
             `syncbn_core.comm.get_default_timeout` says (300 unless set).
         check_order: as in `ProcessCommunicator`; waits for the device in every call.
 
-    Takes CuPy arrays of the device, on the current stream. NumPy arrays are carried to the device
-    and back, which waits for it. `BackendError` without CuPy or NCCL, `CommTimeout` when a rank
-    does not come.
+    Takes CuPy arrays of the device, on the current stream; of the dtypes that NCCL knows, else
+    `DTypeError`. NumPy arrays are copied to the device and back, which waits for it. Making a
+    communicator raises `BackendError` without CuPy or NCCL, `CommTimeout` when a rank does not make
+    its own.
 
-    As calls don't wait, a rank that has died shows where you first wait for the device: do that
-    by `synchronize`, which has a deadline.
+    Calls don't wait, so a rank that has died is noticed only where you first wait for the device:
+    do that by `synchronize`, which has a deadline.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class NCCLCommunicator(ProcessCommunicator):
 
     @staticmethod
     def new_id() -> Any:
-        """What the ranks of a new group find each other by: picklable, some 128 bytes."""
+        """The id by which the ranks of a new group find each other: picklable, some 128 bytes."""
         return _import_nccl().get_unique_id()
 
     @classmethod
@@ -93,8 +95,7 @@ class NCCLCommunicator(ProcessCommunicator):
                 message[0] = 1
             except Exception as error:  # the others wait for what comes of it
                 fault = error
-        call = Call(0, "exchange of NCCL's id", message.size, None)
-        message = mpi._group.transport.all_gather(message, call)[0]
+        message = mpi.all_gather(message, CollectiveCall(lambda: "exchange of NCCL's id"))[0]
         if fault is not None:
             raise fault
         if message[0] != 1:
@@ -106,13 +107,13 @@ class NCCLCommunicator(ProcessCommunicator):
         """Wait for the device, until the last call so far is done.
 
         `timeout`: seconds, None for those of the group. `CommTimeout` names that call when they
-        have passed, `CommAborted` when NCCL reports an error, `ProtocolError` when ranks were in
-        the backward of different layers; the group is then of no more use.
+        have passed, `CommAborted` when NCCL reports an error, `ProtocolError` when ranks have
+        added up arrays of different calls; the group is then of no more use.
         """
         try:
             self._nccl.wait(timeout, self._look_back)
         except CommError as error:
-            self._group.failure = str(error)
+            self._failure = str(error)
             raise
 
 
@@ -121,7 +122,7 @@ class _NCCLTransport:
         self._library = _import_nccl()
         self.rank, self.size = rank, size
         self._timeout = timeout
-        self._last: tuple[Any, Call] | None = None
+        self._last: tuple[Any, CollectiveCall] | None = None
         self._comm = self._connected(identifier)
 
     def _connected(self, identifier: Any) -> Any:
@@ -152,16 +153,16 @@ class _NCCLTransport:
             raise CommError(f"NCCL could not make a group: {results[0]}") from results[0]
         return results[0]
 
-    def all_gather(self, row: Array, call: Call) -> Array:
+    def all_gather(self, values: Array, call: CollectiveCall) -> Array:
         import cupy
 
-        own = cupy.ascontiguousarray(cupy.asarray(row))
+        own = cupy.ascontiguousarray(cupy.asarray(values))
         rows = cupy.empty((self.size, *own.shape), own.dtype)
         arguments = (own.data.ptr, rows.data.ptr, own.size, self._code(own, call))
         self._call(self._comm.allGather, call, *arguments)
-        return self._like(rows, row)
+        return self._like(rows, values)
 
-    def all_reduce(self, values: Array, call: Call) -> Array:
+    def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
         import cupy
 
         own = cupy.ascontiguousarray(cupy.asarray(values))
@@ -171,13 +172,13 @@ class _NCCLTransport:
         self._call(self._comm.allReduce, call, *arguments)
         return self._like(total, values)
 
-    def _code(self, values: Array, call: Call) -> int:
+    def _code(self, values: Array, call: CollectiveCall) -> int:
         code: int | None = getattr(self._library, f"NCCL_{values.dtype.name.upper()}", None)
         if code is None:
             raise DTypeError(f"expected numbers that NCCL adds in {call}, got {values.dtype}")
         return code
 
-    def _call(self, collective: Any, call: Call, *arguments: Any) -> None:
+    def _call(self, collective: Any, call: CollectiveCall, *arguments: Any) -> None:
         import cupy
 
         stream = cupy.cuda.get_current_stream()

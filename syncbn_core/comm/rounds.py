@@ -1,7 +1,7 @@
 """What a master and its slaves share from one registration to the next.
 
-A call is known by its number, so a message that comes after its call has failed is told so at
-once, and is never taken for the next one.
+A call is known by its number. So who sends a message after its call has failed is told so at once,
+and the message is never taken for one of the next call.
 
 The lock is held for a few statements at a time, in which nothing of the user's runs but the names
 of members; texts of errors are made before. Ctrl-C may cut a step off after any call. So steps that

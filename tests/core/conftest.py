@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,10 @@ from hypothesis import settings
 
 from syncbn_core.backends import reference
 from syncbn_core.comm import ThreadCommunicator, run_in_threads, thread_group
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `steps`
+
+from steps import Steps
 
 settings.register_profile("stable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("stable")
@@ -146,7 +151,7 @@ def make_case() -> Callable[..., Case]:
     return _make_case
 
 
-def _run_steps(module: ModuleType, case: Case, parallel: bool = True) -> dict[str, Array]:
+def _run_steps(module: Steps, case: Case, parallel: bool = True) -> dict[str, Array]:
     x, dy, mean, invstd, weight, bias, mean_dy, mean_dy_xhat = case
     moments = module.moments(x, parallel=parallel)
     sums = module.backward_reduce(x, dy, mean, invstd, parallel=parallel)
@@ -164,7 +169,7 @@ def _run_steps(module: ModuleType, case: Case, parallel: bool = True) -> dict[st
 
 @pytest.fixture(scope="session")
 def run_steps() -> Callable[..., dict[str, Array]]:
-    """`run_steps(backend, case)`: results of the four steps by name."""
+    """`run_steps(steps, case)`: results of the four steps by name."""
     return _run_steps
 
 
@@ -174,7 +179,7 @@ def equal_reference(close: Callable[..., None]) -> Callable[[dict[str, Array], C
 
     def check(results: dict[str, Array], case: Case) -> None:
         wide = case._replace(x=case.x.astype("f8"), dy=case.dy.astype("f8"))
-        expected = _run_steps(reference, wide)
+        expected = _run_steps(Steps(reference.OPERATIONS), wide)
         count = int(expected["count"])
         arithmetic = "f8" if case.x.dtype.itemsize == 8 else "f4"
         assert results["count"] == count

@@ -48,11 +48,11 @@ def parts(own: MPICommunicator) -> None:
                 for name, value in layer.state_dict().items():
                     np.testing.assert_allclose(value, twin.state_dict()[name], atol=1e-12)
                 if layer.weight_grad is not None:
-                    total = own.all_reduce_sums(layer.weight_grad)
+                    total = own.all_reduce(layer.weight_grad)
                     np.testing.assert_allclose(total, twin.weight_grad, atol=1e-11)
                 running = np.zeros((own.size, 5))
                 running[own.rank] = layer.running_var
-                running = own.all_reduce_sums(running)
+                running = own.all_reduce(running)
                 assert (running == running[0]).all(), "ranks differ"
     layer = BatchNorm(5, communicator=own)
     layer.backward(layer(np.ones((0, 5), np.float32)))
@@ -68,16 +68,22 @@ def errors(own: MPICommunicator) -> None:
     with pytest.raises(BatchSizeError):
         layer(np.ones((int(own.rank == 1), 3), np.float32))
     assert layer.num_batches_tracked == 0
-    halves = own.all_reduce_sums(np.array([0.5, own.rank], np.float16))
+    halves = own.all_reduce(np.array([0.5, own.rank], np.float16))
     assert halves.dtype == np.float16
     assert halves.tolist() == [2, 6]
+    for shape in ((), (2, 3), (0,)):
+        for dtype in ("f2", "f8", "i4"):
+            rows = own.all_gather(np.full(shape, own.rank, dtype))
+            assert rows.dtype == np.dtype(dtype)
+            np.testing.assert_array_equal(rows, [np.full(shape, rank) for rank in range(4)])
+        assert own.all_reduce(np.full(shape, 0.5)).tolist() == np.full(shape, 2.0).tolist()
     assert copy.deepcopy(layer).communicator is own
     with pytest.raises(StateError, match="state_dict"):
         pickle.dumps(layer)
     with pytest.raises(DTypeError, match="complex128"):
-        own.all_reduce_sums(np.array([1j]))
+        own.all_reduce(np.array([1j]))
     with pytest.raises(DeviceError, match="NumPy"):
-        own.all_reduce_sums([1.0])  # type: ignore[arg-type]
+        own.all_reduce([1.0])
     checked = MPICommunicator(check_order=True, timeout=20)
     layers = [BatchNorm(c, communicator=checked, name=f"bn{c}") for c in (3, 4)]
     layers[0](np.ones((2, 3), np.float32))
@@ -94,8 +100,8 @@ def errors(own: MPICommunicator) -> None:
         ):
             branches[one].backward(ys[one])
         with pytest.raises(ProtocolError, match=r"call"):  # and sums of something else
-            branches[0].backward(ys[0]) if one else group.all_reduce_sums(np.zeros(6))
-        total = group.all_reduce_sums(np.array([[0.5], [own.rank]]))
+            branches[0].backward(ys[0]) if one else group.all_reduce(np.zeros(6))
+        total = group.all_reduce_sums(np.array([[0.5], [own.rank]]))  # the earlier name
         assert total.tolist() == [[2], [6]]
         again = BatchNorm(3, communicator=group)
         again.backward(again(np.ones((2, 3), np.float32)))
@@ -124,7 +130,7 @@ def own_pair() -> MPICommunicator | None:
 def faulty(own: MPICommunicator) -> None:
     """Rank 2 goes wrong in its second call; the others say so."""
     BatchNorm(3)(np.ones((2, 3), np.float32))  # loads the kernels
-    own.all_reduce_sums(np.zeros(1))
+    own.all_reduce(np.zeros(1))
     if CASE == "absent":  # it fails before it makes its communicator
         if own.rank == 2:
             raise ZeroDivisionError("a fault of this rank's own")

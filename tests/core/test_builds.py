@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from steps import Steps
 
 import syncbn_core
 from syncbn_core.backends.cpu import launch as cpu
-from syncbn_core.backends.cpu import numpy as backend
+from syncbn_core.backends.cpu import numpy, plan
+from syncbn_core.kernels.cpu import numerics, row_blocks, row_parts
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
 
+backend = Steps(numpy.OPERATIONS)
 Array = np.ndarray
 Layouts = dict[str, Callable[[Array], Array]]
 Function = Callable[..., Any]
@@ -163,8 +166,11 @@ def test_no_kernel_is_told_that_nan_and_infinity_do_not_occur() -> None:
     options = [
         function.targetoptions
         for function in [
-            *vars(cpu_planes).values(),
-            *vars(cpu_rows).values(),
+            *(
+                value
+                for module in (numerics, cpu_planes, row_blocks, row_parts)
+                for value in vars(module).values()
+            ),
             *(k.serial for k in KERNELS.values()),
         ]
         if hasattr(function, "targetoptions")
@@ -194,6 +200,15 @@ class FakeKernel:
         self.during()
 
 
+class FakePlan(plan.Plan):
+    """For memory of so many elements, which one kernel takes."""
+
+    def __init__(self, kernel: FakeKernel, size: int) -> None:
+        self.kernels = {"moments": kernel}  # type: ignore[dict-item]
+        self.size = size
+        self.channels_innermost = False
+
+
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """`chosen(parallel=, size=, during=)`: the builds that were run, on a machine of two cores."""
@@ -201,11 +216,11 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
     def run(
         parallel: bool = True,
-        size: int = cpu.PARALLEL_SIZE,
+        size: int = plan.PARALLEL_SIZE,
         during: Callable[[FakeKernel], Any] = lambda kernel: None,
     ) -> list[str]:
         kernel = FakeKernel(lambda: during(kernel))
-        cpu._run(kernel, parallel, np.empty(size))  # type: ignore[arg-type]
+        cpu.launch(FakePlan(kernel, size), "moments", parallel, (), ())  # type: ignore[arg-type]
         return kernel.calls
 
     return run
@@ -218,7 +233,7 @@ def test_parallel_build_is_for_one_caller_with_enough_work(
     assert chosen() == ["parallel"]
     assert chosen() == ["parallel"]
     assert chosen(parallel=False) == ["serial"]
-    assert chosen(size=cpu.PARALLEL_SIZE - 1) == ["serial"]
+    assert chosen(size=plan.PARALLEL_SIZE - 1) == ["serial"]
     monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 1)
     assert chosen() == ["serial"]
     monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 2)
@@ -232,8 +247,8 @@ def test_thread_that_comes_during_a_parallel_kernel_takes_the_serial_build(
     monkeypatch.setattr(cpu, "_layer", lambda: "omp")
 
     def from_another_thread(kernel: FakeKernel) -> None:
-        arguments = (kernel, True, np.empty(cpu.PARALLEL_SIZE))
-        thread = threading.Thread(target=cpu._run, args=arguments)
+        arguments = (FakePlan(kernel, plan.PARALLEL_SIZE), "moments", True, (), ())
+        thread = threading.Thread(target=cpu.launch, args=arguments)
         thread.start()
         thread.join()
 
@@ -521,8 +536,18 @@ def test_kernels_allocate_before_their_parallel_loops_only(module: Any) -> None:
             ]
             assert len(loops) == 1
             assert allocations(loops[0]) == []
-        elif function.name != "_workspace":  # called before the loops
+        else:
             assert allocations(function) == []
+
+
+def test_what_kernels_call_in_their_loops_allocates_nothing() -> None:
+    """`workspace` is called before them."""
+    for module in (numerics, row_blocks, row_parts):
+        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+        for node in tree.body:
+            outside = ("workspace", "scratch")
+            if isinstance(node, ast.FunctionDef) and not node.name.endswith(outside):
+                assert allocations(node) == [], node.name
 
 
 MEMORY = """

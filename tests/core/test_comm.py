@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncbn_core import BatchNorm, Moments, batch_norm_backward, batch_norm_forward
+from syncbn_core import BatchNorm, batch_norm_backward, batch_norm_forward
 from syncbn_core.comm import (
+    CollectiveCall,
     Communicator,
     FutureResult,
     SingleCommunicator,
@@ -29,10 +30,11 @@ from syncbn_core.errors import (
     CommAborted,
     CommError,
     CommTimeout,
+    DeviceError,
+    DTypeError,
     ProtocolError,
     ShapeError,
 )
-from syncbn_core.moments import merge_all
 
 SHORT = 0.05  # seconds; a deadline that is meant to pass
 LONG = 30.0  # seconds; one that is not
@@ -485,7 +487,7 @@ def test_threads_raise_the_original_error_with_the_members_number() -> None:
     def member(index: int) -> Any:
         if index == 1:
             raise CustomError(7, "extra")
-        return group[index].all_reduce_sums(np.zeros(2))
+        return group[index].all_reduce(np.zeros(2))
 
     with pytest.raises(CustomError) as caught:
         run_in_threads(
@@ -507,38 +509,46 @@ def test_communicators_keep_the_protocol() -> None:
     assert {c.size for c in thread_group(3)} == {3}
 
 
-def test_every_member_gets_bitwise_the_same_moments_of_the_whole() -> None:
-    rng = np.random.default_rng(5)
-    parts = [rng.normal(3, 2, size=(n, 4)) for n in (3, 0, 1, 6)]
-    group = thread_group(4, timeout=LONG)
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3), (0,)], ids=str)
+def test_rows_come_in_rank_order_and_are_only_to_be_read(shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).normal(size=(3, *shape))
+    group = thread_group(3, timeout=LONG)
+    members = [lambda own=own: own.all_gather(values[own.rank]) for own in group]
+    for rows in run_in_threads(members, abort=group[0].abort):
+        np.testing.assert_array_equal(rows, values)
+        assert not rows.flags.writeable
+    np.testing.assert_array_equal(SingleCommunicator().all_gather(values[0]), values[:1])
 
-    def member(index: int) -> Moments:
-        x = parts[index]
-        if len(x) == 0:
-            return group[index].merge_moments(Moments.empty(4))
-        mean = x.mean(0)
-        return group[index].merge_moments(Moments(len(x), mean, ((x - mean) ** 2).sum(0)))
 
-    merged = run_in_threads([lambda i=i: member(i) for i in range(4)], abort=group[0].abort)
-    whole = np.concatenate(parts)
-    in_rank_order = [
-        Moments(len(x), x.mean(0), ((x - x.mean(0)) ** 2).sum(0)) for x in parts if len(x)
-    ]
-    assert merged[0].m2.tobytes() == merge_all(in_rank_order).m2.tobytes()
-    assert merged[0].m2.tobytes() != merge_all(in_rank_order[::-1]).m2.tobytes()
-    for moments in merged:
-        assert moments.count == 10
-        np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-14)
-        np.testing.assert_allclose(moments.var, whole.var(0), rtol=1e-13)
-        assert moments.mean.tobytes() == merged[0].mean.tobytes()
-        assert moments.m2.tobytes() == merged[0].m2.tobytes()
+def test_notes_go_beside_the_arrays() -> None:
+    group = thread_group(3, timeout=LONG)
+    members = [lambda own=own: own.all_gather_with(np.ones(2), note=own.rank) for own in group]
+    for rows, notes in run_in_threads(members, abort=group[0].abort):
+        assert rows.shape == (3, 2)
+        assert notes == [0, 1, 2]
+
+
+def test_one_member_combines_for_all() -> None:
+    group = thread_group(3, timeout=LONG)
+    combined = []
+
+    def combine(rows: Any) -> str:
+        combined.append(rows.tolist())
+        return "done"
+
+    def member(own: Any) -> Any:
+        return own.all_gather_with(np.array([own.rank]), combine=combine)[0]
+
+    members = [lambda own=own: member(own) for own in group]
+    assert run_in_threads(members, abort=group[0].abort) == ["done"] * 3
+    assert combined == [[[0], [1], [2]]]
 
 
 def test_sums_are_added_in_rank_order_into_arrays_of_their_own() -> None:
     values = [np.array([1e16, 1.0]), np.array([1.0, 2.0]), np.array([-1e16, 3.0])]
     group = thread_group(3, timeout=LONG)
     totals = run_in_threads(
-        [lambda i=i: group[i].all_reduce_sums(values[i]) for i in range(3)], abort=group[0].abort
+        [lambda i=i: group[i].all_reduce(values[i]) for i in range(3)], abort=group[0].abort
     )
     expected = values[0] + values[1] + values[2]
     for total in totals:
@@ -548,13 +558,73 @@ def test_sums_are_added_in_rank_order_into_arrays_of_their_own() -> None:
     assert values[0][0] == 1e16
 
 
+def test_the_earlier_name_of_all_reduce_works() -> None:
+    for communicator in (SingleCommunicator(), *thread_group(1)):
+        assert communicator.all_reduce_sums(np.array([2.0])).tolist() == [2]
+
+
+def called(name: str, **fields: Any) -> CollectiveCall:
+    return CollectiveCall(lambda: name, **fields)
+
+
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        ((called("a", key=1), called("b", key=2)), "{0: 'a', 1: 'b'}"),
+        ((None, called("b", position="the 2nd")), "{0: 'all_reduce', 1: 'b, the 2nd'}"),
+        ((called("a", key=1), called("a")), "{0: 'a', 1: 'a'}"),
+    ],
+    ids=["keys", "no description", "no key"],
+)
+def test_members_in_different_calls_are_all_told_and_can_go_on(calls: Any, told: str) -> None:
+    group = thread_group(2, timeout=LONG)
+
+    def member(index: int) -> Any:
+        with pytest.raises(ProtocolError, match="same operation") as caught:
+            group[index].all_reduce(np.zeros(2), calls[index])
+        assert told in str(caught.value)
+        assert group[index].calls == 1
+        return group[index].all_reduce(np.ones(1), called("together", key=3)).tolist()
+
+    members = [lambda i=i: member(i) for i in range(2)]
+    assert run_in_threads(members, abort=group[0].abort) == [[2.0]] * 2
+
+
 def test_members_in_different_operations_are_told_so() -> None:
     group = thread_group(2, timeout=LONG)
     members = [
-        lambda: group[0].merge_moments(Moments.empty(2)),
-        lambda: group[1].all_reduce_sums(np.zeros((2, 2))),
+        lambda: group[0].all_gather(np.zeros(2)),
+        lambda: group[1].all_reduce(np.zeros(2)),
     ]
-    with pytest.raises(ProtocolError, match="same operation"):
+    with pytest.raises(ProtocolError, match="all members have to make the same calls") as caught:
+        run_in_threads(members, abort=group[0].abort)
+    assert "same operation, got {0: 'all_gather', 1: 'all_reduce'}" in str(caught.value)
+
+
+def test_a_call_says_what_it_is() -> None:
+    call = called("forward of bn", position="layer 5", details="7 numbers", number=17)
+    assert str(call) == "call 17 (forward of bn, layer 5: 7 numbers)"
+    plain = CollectiveCall.plain("all_reduce", np.ones((2, 3)))
+    assert str(plain) == "call 0 (all_reduce: 6 numbers)"
+    assert str(called("a")) == "call 0 (a)"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "told"),
+    [
+        ((np.ones(2), np.ones(3)), ShapeError, r"one shape .* \[\(2,\), \(3,\)\]"),
+        ((np.ones(2), np.ones(2, "f4")), DTypeError, "float32, float64"),
+        ((np.ones(2), [1.0, 2.0]), DeviceError, r"NumPy or CuPy .* builtins\.list"),
+    ],
+    ids=["shapes", "dtypes", "kinds"],
+)
+@pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])
+def test_unlike_arrays_are_an_error(
+    operation: str, arrays: Any, error: type[Exception], told: str
+) -> None:
+    group = thread_group(2, timeout=LONG)
+    members = [lambda i=i: getattr(group[i], operation)(arrays[i]) for i in range(2)]
+    with pytest.raises(error, match=told):
         run_in_threads(members, abort=group[0].abort)
 
 
@@ -568,22 +638,22 @@ def test_backward_of_other_layers_is_told_to_all_members_who_can_go_on() -> None
         ys = [layer(x[index]) for layer in layers]
         mine = 0 if index == 0 else 1
         with pytest.raises(
-            ProtocolError, match=r"0: 'backward of a, forward in call 1', 1: .*of b"
+            ProtocolError, match=r"0: 'backward of a, layer 1, forward in call 1', 1: .*of b"
         ):
             layers[mine].backward(ys[mine])
         y, first = batch_norm_forward(x[index], communicator=group[index])
         _, second = batch_norm_forward(x[index] * 2, communicator=group[index])
         with pytest.raises(ProtocolError, match=r"batch_norm, forward in call 4.*in call 5"):
             batch_norm_backward(y, [first, second][mine], communicator=group[index])
-        with pytest.raises(ProtocolError, match=r"'all_reduce_sums'.*backward of batch_norm"):
+        with pytest.raises(ProtocolError, match=r"'all_reduce'.*backward of batch_norm"):
             one_or_other(index, group[index], y, first)
         for _ in range(2):  # twice over one forward
             dx = batch_norm_backward(dy[index], first, communicator=group[index]).x
-        return dx, group[index].all_reduce_sums(np.ones(1)).tolist()
+        return dx, group[index].all_reduce(np.ones(1)).tolist()
 
     def one_or_other(index: int, own: Communicator, y: Any, saved: Any) -> None:
         if index == 0:
-            own.all_reduce_sums(np.zeros((2, 2)))
+            own.all_reduce(np.zeros((2, 2)))
         else:
             batch_norm_backward(y, saved, communicator=own)
 
@@ -592,13 +662,6 @@ def test_backward_of_other_layers_is_told_to_all_members_who_can_go_on() -> None
     for index, (dx, total) in enumerate(found):
         np.testing.assert_allclose(dx, expected.reshape(x.shape)[index], atol=1e-13)
         assert total == [3]
-
-
-def test_members_with_different_channels_are_told_so() -> None:
-    group = thread_group(2, timeout=LONG)
-    members = [lambda i=i: group[i].merge_moments(Moments.empty(2 + i)) for i in range(2)]
-    with pytest.raises(ShapeError, match="same number of channels"):
-        run_in_threads(members, abort=group[0].abort)
 
 
 def test_group_of_none_is_refused() -> None:
@@ -611,12 +674,12 @@ class Own:
 
     rank, size = 0, 1
 
-    def merge_moments(self, moments: Moments) -> Moments:
-        return moments
+    def all_gather(self, values: Any, call: Any = None) -> Any:
+        return values[None]
 
-    def all_reduce_sums(self, sums: Any) -> Any:
-        assert sums.shape == (2, 3)
-        return sums.copy()
+    def all_reduce(self, values: Any, call: Any = None) -> Any:
+        assert values.shape == (2, 3)
+        return values.copy()
 
 
 def test_a_communicator_of_the_user_gets_the_sums_alone() -> None:

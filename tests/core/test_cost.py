@@ -12,11 +12,11 @@ import pytest
 from numba import types
 
 from syncbn_core import batch_norm_backward, batch_norm_forward
-from syncbn_core.backends.cpu import launch as cpu
+from syncbn_core.backends.cpu import operations
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.kernels.cpu import planes as cpu_planes
-from syncbn_core.kernels.cpu import rows as cpu_rows
-from syncbn_core.kernels.cpu.numerics import SerialParallelKernel, has_half
+from syncbn_core.kernels.cpu import row_parts
+from syncbn_core.kernels.cpu.numerics import has_half
 
 Array = np.ndarray[Any, Any]
 
@@ -25,14 +25,15 @@ Array = np.ndarray[Any, Any]
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the activations that each kernel was given."""
     found: list[int] = []
-    original = cpu._run
+    original = operations.launch
 
-    def run(kernel: SerialParallelKernel, parallel: bool, x: Array, *arguments: Any) -> None:
-        arrays = [x, *(a for a in arguments if isinstance(a, np.ndarray) and a.size == x.size)]
-        found.append(sum(a.nbytes for a in arrays))
-        original(kernel, parallel, x, *arguments)
+    def launch(
+        plan: Any, step: str, parallel: bool, read: Any, per_channel: Any, *written: Array
+    ) -> None:
+        found.append(sum(view.nbytes for view in (*read, *written)))
+        original(plan, step, parallel, read, per_channel, *written)
 
-    monkeypatch.setattr(cpu, "_run", run)
+    monkeypatch.setattr(operations, "launch", launch)
     return found
 
 
@@ -83,13 +84,13 @@ def test_a_layer_alone_reads_each_array_from_memory_once(
 
 LOOPS = {
     cpu_planes: "_sum _deviations _products _affine _gradient _channel_affine _channel_gradient",
-    cpu_rows: "_add _add_deviations _add_products _affine _gradient",
+    row_parts: "_add _add_deviations _add_products _affine _gradient",
 }
 
 
 def signature(function: Any, element: Any, number: Any) -> tuple[Any, ...]:
     """Types of the arguments, told by their names."""
-    rows = function.py_func.__module__.endswith("rows")
+    rows = function.py_func.__module__ == row_parts.__name__
     run, line = types.Array(element, 1, "C"), types.Array(number, 1, "C")
     known = {
         "x": types.Array(element, 2 if rows else 3, "C"),
@@ -140,8 +141,8 @@ def test_channels_of_rows_are_merged_with_vectors() -> None:
     number, whole = types.float64, types.int64
 
     def chunks(count, mean, m2, other_count, means, m2s, k, low, high):  # type: ignore[no-untyped-def]
-        """As `_merge_chunks` calls it."""
-        return cpu_rows._merge_in(
+        """As `merge_chunks` calls it."""
+        return row_parts._merge_in(
             count, mean, m2, other_count, means[k, low:high], m2s[k, low:high]
         )
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import Steps
 
 from syncbn_core.backends import reference
-from syncbn_core.backends.cpu import launch as cpu
-from syncbn_core.backends.cpu import numpy as backend
+from syncbn_core.backends.cpu import numpy, operations
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
 from syncbn_core.layout import layout_of
 
+backend = Steps(numpy.OPERATIONS)
 Array = np.ndarray
 Layouts = dict[str, Callable[[Array], Array]]
 Function = Callable[..., Any]
@@ -112,18 +113,19 @@ def test_kernels_get_dense_aligned_arrays_of_this_machine(
 ) -> None:
     kernels = []
 
-    def run(kernel: Any, parallel: bool, *arguments: Array) -> None:
-        kernels.append(kernel)
-        for array in arguments:
-            if isinstance(array, int):
-                continue
+    original = operations.launch
+
+    def launch(plan: Any, step: str, parallel: bool, *views: Any) -> None:
+        kernels.append(plan.kernels[step])
+        read, per_channel, *written = views
+        for array in (*read, *per_channel, *written):
             assert type(array) is np.ndarray
             assert array.dtype in (np.float32, np.float64, np.int16)
             assert array.dtype.isnative
             assert array.flags.carray  # C order, aligned, writable
-        kernel.serial(*arguments)
+        original(plan, step, False, *views)
 
-    monkeypatch.setattr(cpu, "_run", run)
+    monkeypatch.setattr(operations, "launch", launch)
     for shape in ((40, 3), (4, 3, 2, 5)):
         case = make_case(shape, affine="f8")
         run_steps(backend, type(case)(*(a if a.ndim == 1 else layouts[layout](a) for a in case)))
@@ -258,7 +260,9 @@ def test_large_mean_costs_no_digits_of_the_results(
     axes = tuple(axis for axis in range(x.ndim) if axis != 1)
     case = case._replace(mean=x.mean(axes), invstd=1 / x.std(axes))
     got = run_steps(backend, case)
-    expected = run_steps(reference, case._replace(x=x, dy=case.dy.astype(np.float64)))
+    expected = run_steps(
+        Steps(reference.OPERATIONS), case._replace(x=x, dy=case.dy.astype(np.float64))
+    )
     close(got["y"], expected["y"], scale=3)
     close(got["dx"], expected["dx"], scale=3)
     close(got["sum_dy_xhat"], expected["sum_dy_xhat"], scale=int(got["count"]), dtype="f4")

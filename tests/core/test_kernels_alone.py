@@ -4,11 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from steps import Steps
 
 from syncbn_core import functional
-from syncbn_core.backends.cpu import launch as cpu
-from syncbn_core.backends.cpu import numpy as backend
-from syncbn_core.kernels.cpu.numerics import SerialParallelKernel
+from syncbn_core.backends.base import Affine
+from syncbn_core.backends.cpu import numpy, operations, plan
+from syncbn_core.comm import SingleCommunicator
+from syncbn_core.moments import NormRule
 
 SHAPES = [
     (6, 5, 7, 7),  # several short planes to a tile
@@ -21,6 +23,7 @@ SHAPES = [
     (40, 1100),
     (301, 10),
 ]
+backend = Steps(numpy.OPERATIONS)
 Array = np.ndarray[Any, Any]
 
 
@@ -45,52 +48,52 @@ def test_bitwise_the_same(
     parallel: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu.Plan, "stays_near", lambda plan, arrays, parallel: True)
-    monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 1 if not parallel else 2)
+    monkeypatch.setattr(plan.Plan, "fits_cache", lambda plan, arrays, parallel: True)
+    monkeypatch.setattr(plan.numba, "get_num_threads", lambda: 1 if not parallel else 2)
     x, dy, weight, bias = case(shape, dtype)
     given = (weight, bias) if affine else (None, None)
-    eps = 4.0  # "clamp" freezes some channels
+    rule = NormRule(4.0, eps_mode)  # "clamp" makes the deviation of some channels a constant
+    ours = backend.chosen(parallel)
     moments = backend.moments(x, parallel=parallel)
-    invstd = moments.invstd(eps, eps_mode)
+    invstd = rule.invstd(moments.var)
     expected = backend.normalize(x, moments.mean, invstd, *given, parallel=parallel)
-    settings: dict[str, Any] = {"eps": eps, "eps_mode": eps_mode, "parallel": parallel}
     for out in (None, np.empty_like(x)):
-        done = backend.forward_alone(x, *given, out=out, **settings)
-        assert done is not None
-        np.testing.assert_array_equal(done[0], expected)
-        np.testing.assert_array_equal(done[1].mean, moments.mean)
-        np.testing.assert_array_equal(done[1].m2, moments.m2)
-        np.testing.assert_array_equal(done[2], invstd)
-        assert out is None or done[0] is out
-    frozen = moments.var < eps if eps_mode == "clamp" else None
+        y, statistics, _ = ours.forward_single(x, Affine(*given), rule, None, out)
+        np.testing.assert_array_equal(y, expected)
+        np.testing.assert_array_equal(statistics.moments.mean, moments.mean)
+        np.testing.assert_array_equal(statistics.moments.m2, moments.m2)
+        np.testing.assert_array_equal(statistics.invstd, invstd)
+        assert out is None or y is out
+    clamped = rule.clamped(moments.var)
     first, second = backend.backward_reduce(x, dy, moments.mean, invstd, parallel=parallel)
     scale = weight if affine else 1.0
     means = first * scale / moments.count, second * scale / moments.count
-    if frozen is not None:
-        means = means[0], np.where(frozen, 0.0, means[1])
+    if clamped is not None:
+        means = means[0], np.where(clamped, 0.0, means[1])
     operands = (x, dy, moments.mean, invstd, given[0])
     dx = backend.backward_input(*operands, *means, parallel=parallel)
-    done_backward = backend.backward_alone(*operands, frozen, parallel=parallel)
-    assert done_backward is not None
-    for actual, wanted in zip(done_backward, (first, second, dx), strict=True):
-        np.testing.assert_array_equal(actual, wanted)
+    done = ours.backward_single(x, dy, statistics, Affine(given[0]), rule)
+    dtype = x.dtype if given[0] is None else given[0].dtype
+    np.testing.assert_array_equal(done.x, dx)
+    np.testing.assert_array_equal(done.weight, second.astype(dtype))
+    np.testing.assert_array_equal(done.bias, first.astype(dtype))
 
 
 def test_layers_alone_take_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    original = cpu._run
+    original = operations.launch
 
-    def run(kernel: SerialParallelKernel, *arguments: Any) -> None:
-        ran.append(kernel.serial.__name__)
-        original(kernel, *arguments)
+    def launch(plan: Any, step: str, *arguments: Any) -> None:
+        ran.append(plan.kernels[step].serial.__name__)
+        original(plan, step, *arguments)
 
-    monkeypatch.setattr(cpu, "_run", run)
+    monkeypatch.setattr(operations, "launch", launch)
     x, dy, weight, bias = case((6, 16, 7, 7), "f4")
     y, saved = functional.batch_norm_forward(x, weight, bias)
     functional.batch_norm_backward(dy, saved)
     assert ran == ["planes_forward", "planes_backward"]
     ran.clear()
-    alone = functional.SingleCommunicator()
+    alone = SingleCommunicator()
     y2, saved = functional.batch_norm_forward(x, weight, bias, communicator=alone)
     functional.batch_norm_backward(dy, saved, communicator=alone)
     assert len(ran) == 4

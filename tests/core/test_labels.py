@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncbn_core.comm.labels import label_of
+from syncbn_core.comm.sum_labels import label_of
 
 
 @settings(deadline=None, derandomize=True)

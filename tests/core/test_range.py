@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from steps import Steps
 
 from syncbn_core import batch_norm_backward, batch_norm_forward
-from syncbn_core.backends.cpu import numpy as backend
+from syncbn_core.backends.cpu import numpy
 from syncbn_core.comm import SingleCommunicator
 
+backend = Steps(numpy.OPERATIONS)
 Array = np.ndarray[Any, Any]
 EPS = 1e-12
 SHAPES = {

@@ -2,11 +2,11 @@
 
 An activation of B bytes takes at least 3 B forward (statistics read x, normalization reads it
 again and writes y) and 5 B backward (the sums read x and dy, the gradient reads both again and
-writes dx): that is `read` and `written`. What all blocks share is small, or in a cache, and
-counted apart: statistics, parameters and partial sums, and the pivot that every thread of a
-reduction asks for. All counts are exact but `shared_read`: the most that is read, as a compiler
-may leave out a number that a thread has already, or has no use for. Tests hold them against the
-loads and stores of compiled kernels.
+writes dx): that is `read` and `written`. Everything else is small or in a cache, and is counted
+apart: statistics, parameters, partial sums, and the pivot that each thread of a reduction reads.
+All counts are exact except `shared_read`, which is an upper bound: a compiler may leave out the
+load of a number that a thread already has, or does not need. Tests compare them with the loads and
+stores of compiled kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from syncbn_core.kernels.cuda.constants import UNROLL
 __all__ = ["Traffic", "backward_input", "backward_reduce", "moments", "normalize"]
 
 _F64 = 8
-_TICKET = 4
+_COUNTER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,18 @@ def _nbytes(x: View) -> int:
     return x.outer * x.channels * x.inner * SIZES[x.dtype]
 
 
-def _handed_on(places: int, span: int, counters: int) -> tuple[int, int]:
-    """Read and written when blocks hand `span` pairs of sums to the last of them, by tickets."""
-    both = places * (2 * span * _F64 + _TICKET)
-    return both, both + counters * _TICKET
+def _partial_sums(places: int, span: int, counters: int) -> tuple[int, int]:
+    """Read and written when blocks leave `span` pairs of sums at `places` for the last of them.
+
+    Each block also reads and writes a block counter, and the last one sets it to 0.
+    """
+    both = places * (2 * span * _F64 + _COUNTER)
+    return both, both + counters * _COUNTER
 
 
 def _reduction(threads: int, x: View, *others: View) -> tuple[int, int, int]:
-    """Read and written for splits, and how often threads look up one number of a channel."""
-    if cuda._is_rows(x):
+    """Read and written for splits, and how often threads read one number of a channel."""
+    if cuda.channels_innermost(x):
         cut = cuda._tiles(threads, x, *others)
         plan = cuda._row_splits(cut, x.outer)
         again = plan.groups if plan.groups > 1 else 0
@@ -62,12 +65,12 @@ def _reduction(threads: int, x: View, *others: View) -> tuple[int, int, int]:
         per_channel = x.channels * splits * threads
     if splits == 1:
         return 0, 0, per_channel
-    return *_handed_on(size * places, span, size * counters), per_channel
+    return *_partial_sums(size * places, span, size * counters), per_channel
 
 
 def _entries(threads: int, x: View, *others: View) -> int:
-    """How often a block of an elementwise kernel looks up a channel."""
-    if cuda._is_rows(x):
+    """How many channels all blocks of an elementwise kernel read, each block its own."""
+    if cuda.channels_innermost(x):
         cut = cuda._tiles(threads, x, *others)
         return x.channels * cuda._row_piece(cut, x.outer)[1]
     total = x.outer * x.channels * x.inner
@@ -80,8 +83,8 @@ def _entries(threads: int, x: View, *others: View) -> int:
 def moments(x: View, *, threads: int = THREADS) -> Traffic:
     """Of an x that is not empty."""
     read, written, pivots = _reduction(threads, x)
-    if cuda._is_rows(x):
-        pivots += x.channels  # again, by the thread that has the sums
+    if cuda.channels_innermost(x):
+        pivots += x.channels  # read again by the thread that has the sums
     packed = (2 * x.channels + 1) * _F64
     return Traffic(_nbytes(x), 0, read + pivots * SIZES[x.dtype], written + packed)
 
@@ -96,13 +99,15 @@ def normalize(
     counter: bool = True,
     threads: int = THREADS,
 ) -> Traffic:
-    """Of moments in `parts` parts, none empty, at most `cuda.MAX_PARTS`.
+    """Of moments in `parts` parts, at most `cuda.MAX_PARTS`.
 
+    Of several parts, counts are read three times and means twice: for the count of the whole batch,
+    for its mean, and for the deviations from that.
     `parameters`: bytes of weight and bias per channel; `running`: of a running statistic, 0 for
     none; `counter`: whether the kernel increments one.
     """
     channels = x.channels
-    each = 3 * parts * _F64 + parameters
+    each = (3 if parts == 1 else 6 * parts) * _F64 + parameters
     updates = 2 * channels * running + (8 if counter else 0)
     statistics = (3 * channels + 1) * _F64
     entries = _entries(threads, x, y)

@@ -2,10 +2,10 @@
 
     python tests/ptx/costs.py [--arch sm_90] [--output benchmarks/results/ptx-costs.json]
 
-`instructions`: of all threads, where a warp that executes for one thread counts for 32, as it does
-on a device; `float64` and `conversions` (to and from float64 and 16 bits) are those among them
-that most devices execute at a fraction of the rate. `bytes`: loaded and stored, of activations and
-all else. All are divided by the bytes of x.
+`instructions`: of all threads; a warp that executes for one thread counts as 32, as it does on a
+device. `float64` and `conversions` (to and from float64 and 16 bits) are the instructions among
+them that most devices execute at a fraction of the rate. `bytes`: all that is loaded and stored.
+All are divided by the bytes of x.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from syncbn_core.kernels.cuda.constants import SIZES, lanes_of
 __all__ = ["TABLE", "figures", "made_by", "read_table"]
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "ptx-costs.json"
-# float32 layers in training, as torch's autocast has them beside any activation.
+# A layer in training with float32 parameters, which autocast keeps for any dtype of x.
 USUAL = Setting()
 
 
 def case_of(form: str, dtype: str) -> Case:
-    """An activation of a usual layer, large enough that all blocks are busy with it."""
+    """An activation of a usual layer, large enough to keep all blocks busy."""
     if form == "rows":
         return Case(form, 12544, 64)  # channels_last
     if form == "single rows":

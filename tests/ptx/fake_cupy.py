@@ -701,9 +701,10 @@ def maximum(x, y):
 
 
 def where(condition, x, y):
-    values = np.where(condition._a, x._a, y)
+    arrays = [v for v in (condition, x, y) if isinstance(v, ndarray)]
+    values = np.where(*(v._a if isinstance(v, ndarray) else v for v in (condition, x, y)))
     new = _empty(values.shape, values.dtype)
-    _compute("where", [condition, x], [new])
+    _compute("where", arrays, [new])
     new._a[...] = values
     return new
 

@@ -1,4 +1,4 @@
-"""CUDA kernels on the emulated device: memory, who launches, cases, and what float64 gives."""
+"""CUDA kernels on the emulated device: memory, a runner, cases, and the results in float64."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def to_bfloat16(values: Any) -> Array:
 
 
 def from_bfloat16(bits: Any) -> Array:
-    wide: Array = (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return wide
+    values: Array = (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return values
 
 
 class Buffer:
@@ -94,9 +94,9 @@ class View:
 
 
 class Bench:
-    """A device with memory; launches like a backend's runner. Counters are zeros between launches.
+    """A device with memory; launches like a backend's runner. Block counters must be left at zero.
 
-    Memory that it hands out is taken back when it ends.
+    Its memory is freed when it exits.
     """
 
     threads = cuda.THREADS
@@ -104,7 +104,7 @@ class Bench:
     def __init__(self, device: Device, index: int = 0) -> None:
         self.device, self.index = device, index
         self.buffers: list[Buffer] = []
-        self.counters = self.empty(4096, "int32", name="counters")
+        self.counters = self.empty(4096, "int32", name="block counters")
         self.counters.array[:] = 0
         self.counters.area.written = None
         self.keys: list[str] = []
@@ -141,7 +141,7 @@ class Bench:
         buffer = self.empty(view.buffer.array.size, view.dtype, view.offset, name)
         return View(buffer, view.outer, view.channels, view.inner)
 
-    # a runner
+    # as a runner
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
         self.keys.append(source.key)
@@ -152,7 +152,7 @@ class Bench:
         buffer = self.empty(size, "float64", name="partial sums")
         return buffer.pointer, buffer
 
-    def tickets(self, size: int) -> tuple[int, Buffer]:
+    def block_counters(self, size: int) -> tuple[int, Buffer]:
         assert size <= self.counters.array.size
         return self.counters.pointer, self.counters
 
@@ -328,8 +328,8 @@ def merged(parts: Array) -> Array:
 
 def inverse_deviation(count: float, m2: Array, setting: Setting) -> Array:
     var = m2 / count
-    wide = np.maximum(var, setting.eps) if setting.clamp else var + setting.eps
-    inverse: Array = 1 / np.sqrt(wide)
+    positive = np.maximum(var, setting.eps) if setting.clamp else var + setting.eps
+    inverse: Array = 1 / np.sqrt(positive)
     return inverse
 
 

@@ -1,7 +1,7 @@
 """Activations of more than 2**32 numbers, of which a kernel runs only some thread blocks.
 
-The blocks are those that touch the numbers 2**31 and 2**32, and the last one. Memory is mapped,
-not filled: only the pages that these blocks touch are there.
+The blocks are those with the numbers 2**31 and 2**32, and the last one. Memory is mapped but not
+filled, so that it has only the pages that these blocks touch.
 """
 
 from __future__ import annotations
@@ -143,15 +143,15 @@ class Large:
                     within(self._mapped(dx).part(start, stop), expected, bound, "dx")
 
     def reductions(self) -> None:
-        """Partial sums of the blocks at the edges; what is not theirs is never read."""
+        """Partial sums of the blocks at the edges; nothing else is read."""
         x, dy = self.view("x"), self.view("dy")
-        rows = cuda._is_rows(x)
+        rows = cuda.channels_innermost(x)
         with pytest.MonkeyPatch.context() as patch:
             walk = cuda._walk
             patch.setattr(cuda, "_walk", lambda *views: replace(walk(*views), splits=SPLITS))
             plan = cuda._Splits(SPLITS, 1, SPLITS)
             patch.setattr(cuda, "_row_splits", lambda cut, rows: plan)
-            patch.setattr(self.bench, "tickets", self._tickets)
+            patch.setattr(self.bench, "block_counters", self._block_counters)
             if rows:
                 cut = cuda._tiles(THREADS, x)
                 slots, lanes, span = self.outer, 1, cut.width * cut.lanes
@@ -160,8 +160,8 @@ class Large:
                 shape = walk(THREADS, x)
                 slots, lanes, span = self.outer * shape.slots, shape.lanes, 1
             per = self.channels if rows else lanes
-            near = {edge // per * SPLITS // slots for edge in EDGES}
-            chosen = near | {k + 1 for k in near} | {SPLITS - 1}
+            at_edges = {edge // per * SPLITS // slots for edge in EDGES}
+            chosen = at_edges | {k + 1 for k in at_edges} | {SPLITS - 1}
             grid = self.channels if not rows else 1
             parts = {}
             for k in chosen:
@@ -194,12 +194,12 @@ class Large:
                     bound = np.abs(numbers).sum(0) * arithmetic
                     within(side, numbers.sum(0), bound, f"partial sums of block {k}")
 
-    def _tickets(self, size: int) -> tuple[int, Buffer]:
+    def _block_counters(self, size: int) -> tuple[int, Buffer]:
         buffer = self.bench.of(np.zeros(size), "int32")
         return buffer.pointer, buffer
 
     def _partials(self, chosen: list[int], span: int) -> list[Array]:
-        """What the blocks have left for the last one, `[2, span]` each."""
+        """What the chosen blocks have stored for the last one, `[2, span]` each."""
         scratch = next(b for b in reversed(self.bench.buffers) if b.area.name == "partial sums")
         places = scratch.array[: SPLITS * 2 * span].reshape(SPLITS, 2, span)
         return [places[k] for k in chosen]
@@ -210,7 +210,7 @@ class Large:
 
     def _pieces(self, x: View) -> tuple[list[tuple[int, int]], set[int]]:
         """Numbers in the pieces of an elementwise kernel, and the blocks that have these pieces."""
-        if cuda._is_rows(x):
+        if cuda.channels_innermost(x):
             cut = cuda._tiles(THREADS, x)
             piece, count = cuda._row_piece(cut, self.outer)
             assert cut.tiles == 1

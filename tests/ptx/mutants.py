@@ -1,8 +1,8 @@
-"""Kernels with one instruction less, and whether the emulator notices.
+"""Kernels with one instruction removed, and whether the emulator notices.
 
-Taken away are, one at a time, the barriers, the fences, and the stores that set a counter back to
-zero: what makes blocks and threads work together, and what a test of results alone would hardly
-miss, as a mistake there shows in one run of many.
+Barriers, fences, and the stores that set a block counter back to zero are removed, one at a time.
+Threads and blocks need them to work together. A test of results alone would hardly notice that one
+is missing, because it gives wrong results in few runs.
 
     python tests/ptx/mutants.py [--arch sm_90] [--dtype float32] [--kernel rows_moments]
 """
@@ -78,7 +78,7 @@ def _stores_zero(kernel: Kernel, number: int) -> bool:
 
 
 def cases(form: str, dtype: str) -> list[Case]:
-    """Few blocks, many, and groups of them; as small as shows all."""
+    """Few blocks, many, and groups of them, each as small as possible."""
     lanes = lanes_of(dtype)
     if form == "rows":
         return [
@@ -96,9 +96,9 @@ SCHEDULES = [Schedule("first"), Schedule("random", 5), Schedule("last", 1)]
 
 
 def noticed(form: str, dtype: str, step: str, arch: tuple[int, int], number: int | None) -> str:
-    """What notices that the instruction of that number is gone, "" if nothing does.
+    """The fault or wrong result when the instruction of that number is removed; "" if none.
 
-    None leaves the kernel as it is: then nothing may be noticed.
+    None removes nothing.
     """
     name = program_of(ptx_of(source_of(form, dtype, step), arch)).kernel.name
 
@@ -124,9 +124,9 @@ def noticed(form: str, dtype: str, step: str, arch: tuple[int, int], number: int
 
 
 def survivors(form: str, dtype: str, step: str, arch: tuple[int, int]) -> tuple[int, list[Mutant]]:
-    """How many mutants a kernel has, and those that nothing notices."""
+    """How many mutants a kernel has, and those that go unnoticed."""
     unchanged = noticed(form, dtype, step, arch, None)
-    assert not unchanged, f"{form} {dtype} {step}, nothing taken away: {unchanged}"
+    assert not unchanged, f"{form} {dtype} {step}, nothing removed: {unchanged}"
     every = mutants(form, dtype, step, arch)
     kinds = {mutant.text.split()[0].partition(".")[0] for mutant in every}
     reduces = step in ("moments", "backward_reduce")

@@ -12,7 +12,7 @@ TABLE = read_table()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_kernel_costs_no_more_than_before(form, dtype, device, arch):
-    """`python tests/ptx/costs.py` makes the table anew, where a kernel has its reason to cost more.
+    """`python tests/ptx/costs.py` makes the table again, if there is a reason to cost more.
 
     Other compilers and architectures differ by some instructions (12 % at most), not in bytes.
     """

@@ -22,14 +22,11 @@ from fake_cupy import DEVICES, Device, Stream, races
 
 import syncbn_core.backends
 from syncbn_core import BatchNorm, functional
+from syncbn_core.backends import operations_for
+from syncbn_core.backends.base import Affine
 from syncbn_core.backends.cuda import grid as cuda
-from syncbn_core.comm import (
-    NCCLCommunicator,
-    communicator,
-    device_message,
-    run_in_threads,
-    thread_group,
-)
+from syncbn_core.comm import NCCLCommunicator, device_message, run_in_threads, thread_group
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import (
     ArgumentError,
     BackendError,
@@ -42,9 +39,10 @@ from syncbn_core.errors import (
     ShapeError,
     SyncBNError,
 )
-from syncbn_core.moments import Moments, merge_all
+from syncbn_core.moments import NormRule
 
 TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+thread_group_module = sys.modules["syncbn_core.comm.thread_group"]
 NAME = "syncbn_core.backends.cuda.cupy"
 
 
@@ -70,22 +68,22 @@ def cupy(gpu):
             yield module
         finally:
             fake_cupy.install()
-            backend._tickets.clear()
+            backend.OPERATIONS.counters.clear()
             del sys.modules[NAME], syncbn_core.backends.cuda.cupy
-            syncbn_core.backends._backend_of_type.cache_clear()
+            syncbn_core.backends._operations_for_type.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def no_races(cupy, gpu):
-    tickets = sys.modules[NAME]._tickets
-    tickets.clear()
+    counters = sys.modules[NAME].OPERATIONS.counters
+    counters.clear()
     races.reset()
     gpu.launches.clear()
     gpu.fault, gpu.schedule = None, Schedule()
     yield races
     assert not races.found
     assert gpu.fault is None
-    assert not any(array._a.any() for array in tickets.values()), "kernels leave tickets behind"
+    assert not any(array._a.any() for array in counters.values()), "kernels leave counters behind"
 
 
 @pytest.fixture
@@ -475,46 +473,57 @@ def test_one_value_per_channel_is_refused_with_nothing_changed(rng):
 
 
 @layouts
-def test_the_four_steps_equal_numpy(layout, rng):
+def test_each_step_equals_numpy(layout, rng):
     x, host = pair(rng, layout)
     channels = host.shape[1]
     dy = rng.normal(size=host.shape).astype("float32")
     weight, bias = parameters(rng, channels)
-    mean, means = rng.normal(size=channels), rng.normal(size=(2, channels))
-    invstd = rng.uniform(0.5, 2, channels)
+    rule = NormRule(0.1, "clamp")
     results = []
     for a, g, convert in ((x, up(dy), up), (host, wide(dy), wide)):
-        stats = convert(mean), convert(invstd)
-        moments = functional.local_moments(a)
-        assert moments.count == host.size // channels
+        operations = operations_for(a)
+        part = operations.moments(a)
+        assert part.known_count == host.size // channels
+        both = operations.merge([part, part])
+        total = both.wait() if isinstance(both, DeviceMoments) else both
+        assert total.count == both.known_count == 2 * part.known_count
+        known = operations.statistics(part, rule)
+        affine = Affine(convert(weight), convert(bias))
+        y, known, _ = operations.forward(a, known, affine, rule)
+        plain = operations.forward(a, operations.statistics(both, rule), Affine(), rule).y
+        sums = operations.backward_reduce(a, g, known, affine, rule)
         results.append(
             (
-                moments.mean,
-                moments.m2,
-                moments.merge(moments).var,
-                functional.normalize(a, *stats, convert(weight), convert(bias)),
-                functional.normalize(a, *stats),
-                *functional.backward_sums(a, g, *stats),
-                functional.backward_input(a, g, *stats, convert(weight), *map(convert, means)),
-                functional.backward_input(a, g, *stats, None, *map(convert, means)),
+                total.mean,
+                total.m2,
+                known.mean,
+                known.invstd,
+                y,
+                plain,
+                *sums,
+                operations.backward_input(a, g, known, affine, rule, sums.exchange),
+                operations.backward_input(a, g, known, Affine(), rule, None),
             )
         )
     for number, (actual, expected) in enumerate(zip(*results, strict=True)):
         close(actual, expected, "float32", f"result {number}")
-    assert results[0][5].dtype == np.float64
+    assert results[0][6].dtype == np.float64
     assert len(races.launches) == 6, "one kernel per step"
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0)])
-def test_the_four_steps_take_an_empty_part(shape):
-    x, means = up(np.zeros(shape, "float32")), up(np.ones(4))
-    moments = functional.local_moments(x)
-    assert moments.count == 0
-    sums = functional.backward_sums(x, x, means, means)
-    for values in (moments.mean, moments.m2, *sums):
-        np.testing.assert_array_equal(down(values), np.zeros(4))
-    assert functional.normalize(x, means, means, means).shape == shape
-    assert functional.backward_input(x, x, means, means, None, means, means).shape == shape
+def test_each_step_takes_an_empty_part(shape):
+    x, rule = up(np.zeros(shape, "float32")), NormRule()
+    operations = operations_for(x)
+    part = operations.moments(x)
+    assert part.known_count == 0
+    y, known, _ = operations.forward(x, operations.statistics(part, rule), Affine(), rule)
+    assert y.shape == shape
+    sums = operations.backward_reduce(x, x, known, Affine(), rule)
+    for values in (part.rows[0, 1:5], part.rows[0, 5:], *sums):
+        np.testing.assert_array_equal(down(values), np.zeros(values.shape))
+    dx = operations.backward_input(x, x, known, Affine(), rule, sums.exchange)
+    assert dx.shape == shape
 
 
 def test_not_finite_values_stay_in_their_channel(rng):
@@ -914,50 +923,36 @@ def test_members_of_other_channels_are_an_error():
         in_group(2, streams, member)
 
 
-class Unpacked:
-    """A communicator that answers with plain moments, as one by messages would."""
+class Own:
+    """A communicator of a user's own: members that all have the same part."""
 
-    rank, size = 0, 1
+    rank = 0
 
-    def merge_moments(self, moments):
-        return Moments(moments.count, down(moments.mean), down(moments.m2))
+    def __init__(self, size):
+        self.size = size
 
-    def all_reduce_sums(self, sums):
-        wide = sys.modules["cupy"].empty((2, 2 * sums.shape[1]))
-        wide[:, ::2] = sums
-        return wide[:, ::2]
+    def all_gather(self, values, call=None):
+        xp = np if isinstance(values, np.ndarray) else sys.modules["cupy"]
+        return xp.concatenate([values[None]] * self.size)
 
-
-def test_a_communicator_may_answer_with_plain_moments_and_sums_in_any_layout(rng):
-    x, host = pair(rng, "NCHW", "float64")
-    y, saved = functional.batch_norm_forward(x, communicator=Unpacked())
-    dx = functional.batch_norm_backward(x, saved, communicator=Unpacked()).x
-    expected, kept = functional.batch_norm_forward(host)
-    close(y, expected, "float64")
-    close(dx, functional.batch_norm_backward(host, kept).x, "float64")
+    def all_reduce(self, values, call=None):
+        xp = np if isinstance(values, np.ndarray) else sys.modules["cupy"]
+        wide = xp.empty((2, 2 * values.shape[1]))
+        wide[:, ::2] = values * float(self.size)
+        return wide[:, ::2]  # in any layout
 
 
-class Repeated:
-    """More members than a kernel merges for itself, all with the same part."""
-
-    rank, size = 0, cuda.MAX_PARTS + 1
-
-    def merge_moments(self, moments):
-        return merge_all([moments] * self.size)
-
-    def all_reduce_sums(self, sums):
-        return sums * float(self.size)
-
-
-def test_parts_of_many_members_are_merged_by_a_launch_of_their_own(rng):
+@pytest.mark.parametrize("size", [1, cuda.MAX_PARTS + 1])
+def test_any_communicator_will_do_and_many_parts_are_merged_by_a_launch(size, rng):
     x, host = pair(rng, "NCHW", "float64")
     dy, grad = pair(rng, "NCHW", "float64")
-    y, saved = functional.batch_norm_forward(x, communicator=Repeated())
-    assert races.launches == ["planes_moments", "merge_parts", "planes_normalize"]
-    dx = functional.batch_norm_backward(dy, saved, communicator=Repeated()).x
-    expected, kept = functional.batch_norm_forward(host, communicator=Repeated())
+    y, saved = functional.batch_norm_forward(x, communicator=Own(size))
+    merging = ["merge_parts"] if size > cuda.MAX_PARTS else []
+    assert races.launches == ["planes_moments", *merging, "planes_normalize"]
+    dx = functional.batch_norm_backward(dy, saved, communicator=Own(size)).x
+    expected, kept = functional.batch_norm_forward(host, communicator=Own(size))
     close(y, expected, "float64")
-    close(dx, functional.batch_norm_backward(grad, kept, communicator=Repeated()).x, "float64")
+    close(dx, functional.batch_norm_backward(grad, kept, communicator=Own(size)).x, "float64")
 
 
 def test_the_example_trains_on_streams_as_it_does_on_numpy():
@@ -980,18 +975,19 @@ def test_the_example_trains_on_streams_as_it_does_on_numpy():
 # ----------------------------------------------------------------------- order, and its checker
 
 
-# What is found once in `parcel`, and what it is replaced by.
+# What is found once in `device_message`, and what it is replaced by.
 MISTAKES = {
-    "combiner does not wait": (r"stream\.wait_event\(parcel\.ready\)", "pass"),
+    "combiner does not wait": (r"stream\.wait_event\(message\.ready\)", "pass"),
     "member does not wait": (r"cupy\S+\.wait_event\(self\.done\)", "pass"),
     "inbox made after the event": (
         r"self\.ready = self\.stream\.record\(\)",
-        "self.ready = self.stream.record(); self.inbox = cupy.empty(shape, array.dtype)",
+        "self.ready = self.stream.record(); "
+        "self.inbox = cupy.empty((*prefix, *array.shape), array.dtype)",
     ),
     "done before the copies": (r"done = stream\.record\(\)", "done = home.ready"),
     "members keep the combiner's memory": (
-        r"Reply\(_with_array\(total, .*\), done\)",
-        "Reply(total, done)",
+        r"else Reply\(message\.inbox, done\)",
+        "else Reply(result, done)",
     ),
 }
 
@@ -1001,15 +997,15 @@ def with_mistake(pattern, replacement):
     text, count = re.subn(pattern, replacement, text)
     assert count == 1, f"{pattern} is not there any more: change this test"
     module = ModuleType("syncbn_core.comm.device_message_with_mistake")
-    exec(compile(text, "parcel_with_mistake.py", "exec"), module.__dict__)
+    exec(compile(text, "message_with_mistake.py", "exec"), module.__dict__)
     return module
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_checker_finds_a_missing_wait(mistake, monkeypatch, rng):
     module = with_mistake(*MISTAKES[mistake])
-    for name in ("Parcel", "combine_parcels"):
-        monkeypatch.setattr(communicator, name, getattr(module, name))
+    for name in ("DeviceMessage", "Reply", "add_messages", "gather_messages"):
+        monkeypatch.setattr(thread_group_module, name, getattr(module, name))
     parts = [rng.normal(size=(2, 3)) for _ in range(3)]
     train(parts, parts, streams)
     assert races.found
@@ -1045,7 +1041,7 @@ def fault(gpu, match):
 def merge(parts, size=1, stream=None):
     """A launch with the bare address of `parts`: who calls keeps the memory."""
     into = sys.modules["cupy"].empty(7)
-    run = sys.modules[NAME]._Runner()
+    run = sys.modules[NAME].OPERATIONS.launcher(sys.modules["cupy"].cuda.runtime.getDevice())
     run.stream = run.stream if stream is None else stream.ptr
     cuda.merge_parts(run, parts, size, 3, into.data.ptr)
     return into
@@ -1114,7 +1110,7 @@ def test_channels_over_several_blocks_on_streams_side_by_side(place, rng):
             return down(y), down(functional.batch_norm_backward(x, saved).x)
 
     results = run_in_threads([lambda rank=rank: member(rank) for rank in range(2)])
-    assert len(sys.modules[NAME]._tickets) == 2
+    assert len(sys.modules[NAME].OPERATIONS.counters) == 2
     for rank, result in enumerate(results):
         y, saved = functional.batch_norm_forward(values * (rank + 1))
         close(result[0], y, "float64")
@@ -1134,7 +1130,7 @@ def captured(stream):
 
 
 @pytest.mark.parametrize("stream", [Stream, lambda: Stream.ptds], ids=["stream", "per thread"])
-def test_a_captured_graph_has_tickets_of_its_own(stream, rng, gpu):
+def test_a_captured_graph_has_counters_of_its_own(stream, rng, gpu):
     with stream() as current:
         x, _ = pair(rng, "planes")
 
@@ -1142,15 +1138,15 @@ def test_a_captured_graph_has_tickets_of_its_own(stream, rng, gpu):
             gpu.launches.clear()
             _, saved = functional.batch_norm_forward(x)
             functional.batch_norm_backward(x, saved)
-            return sum(tickets.data.ptr in launch.stored_bytes for launch in gpu.launches)
+            return sum(counters.data.ptr in launch.stored_bytes for launch in gpu.launches)
 
         functional.batch_norm_forward(x)
-        (tickets,) = sys.modules[NAME]._tickets.values()
+        (counters,) = sys.modules[NAME].OPERATIONS.counters.values()
         assert launches_that_count() == 2
         with captured(current):
             assert launches_that_count() == 0
         assert launches_that_count() == 2
-    assert len(sys.modules[NAME]._tickets) == 1
+    assert len(sys.modules[NAME].OPERATIONS.counters) == 1
 
 
 @pytest.mark.parametrize("place", [one_stream, streams, two_devices], ids=lambda p: p.__name__)
@@ -1242,7 +1238,7 @@ def test_a_captured_backward_of_other_layers_gives_nan():
         with captured(fake_cupy.get_current_stream()):
             dx, ys = unlike_branches(own, rank)
             own.all_reduce_sums(ys[0])
-        assert not own._group.pending
+        assert not own._later
         return down(dx)
 
     assert all(np.isnan(dx).all() for dx in in_group(2, streams, member, nccl=True))

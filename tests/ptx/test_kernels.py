@@ -1,7 +1,7 @@
-"""What the compiler makes of the CUDA kernels, executed: every basic block, compared with float64.
+"""The compiled CUDA kernels, executed by the emulator and compared with float64.
 
-Memory accesses are checked on the way (`emulator.memory`). A block that no case executes is a
-failure; the end of the run lists how many each kernel has.
+Memory accesses are checked on the way (`emulator.memory`). Each basic block must be executed by
+some case; the end of the run lists how many blocks each kernel has.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from math import prod
+from types import SimpleNamespace
 from zlib import crc32
 
 import large
@@ -24,6 +26,7 @@ from harness import (
     Bench,
     Case,
     Steps,
+    cases,
     moments_of,
     source_of,
     steps,
@@ -32,6 +35,8 @@ from harness import (
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.errors import BackendError
 from syncbn_core.kernels.cuda import constants as cuda_constants
+from syncbn_core.kernels.cuda.signatures import SIGNATURES, codes_of
+from syncbn_core.moments import merged
 
 EPS = 1e-5
 
@@ -223,17 +228,55 @@ def test_all_steps_in_every_order_of_blocks(name, schedule, device, bench, rng):
     step.all()
 
 
-def test_merge_parts_is_the_merge_of_moments(device, bench, rng, record_property):
-    for sizes in ([1], [0, 3], [1, 5, 2], [4, 0, 0, 2, 1, 0, 3], [2, 3, 0, 1, 0, 6, 1, 1, 0]):
-        parts = [rng.normal(size=(n, 300, 3)) for n in sizes]
+SIZES_OF_PARTS = [
+    *([1], [0], [0, 0], [0, 3], [1, 5, 2]),
+    *([4, 0, 0, 2, 1, 0, 3], [2, 3, 0, 1, 0, 6, 1, 1, 0]),
+]
+
+
+def parts_of(sizes, channels, rng):
+    """Packed moments of parts with so many numbers per channel, `[P, 2 C + 1]`."""
+    return np.stack([moments_of(rng.normal(3, 2, (n, channels, 1))) for n in sizes])
+
+
+def merged_by_formula(parts):
+    """The packed moments that `syncbn_core.moments.merged` gives."""
+    if len(parts) == 1:
+        return parts[0]
+    channels = parts.shape[1] // 2
+    counts, means, m2s = np.split(parts, [1, 1 + channels], 1)
+    # twice, because NumPy does not add up a lone column in its order
+    mean, m2 = merged(counts, np.tile(means, 2), np.tile(m2s, 2))
+    return np.concatenate([counts.sum(0), mean[:channels], m2[:channels]])
+
+
+def test_merge_parts_has_the_bits_of_the_formula(device, bench, rng, record_property):
+    """Products are rounded before they are added (no `fma`), as NumPy's are."""
+    for sizes in SIZES_OF_PARTS:
+        parts = parts_of(sizes, 300, rng)
         into = bench.empty(601, "float64")
-        every = bench.of(np.concatenate([moments_of(part) for part in parts]), "float64")
+        every = bench.of(parts, "float64")
         cuda.merge_parts(bench, every.pointer, len(sizes), 300, into.pointer)
-        whole = moments_of(np.concatenate(parts))
-        np.testing.assert_allclose(into.array, whole, rtol=1e-13, atol=1e-13)
+        np.testing.assert_array_equal(into.array, merged_by_formula(parts))
     executed = Executed()
     executed.add(bench.keys, device.launches)
     executed.check(bench.keys[0], record_property)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_all_kernels_merge_to_the_same_bits(form, dtype, arch, bench, rng):
+    """Members with other layouts or dtypes, or an empty part, have other kernels."""
+    needs(dtype, arch)
+    case = cases(form, dtype)[0]
+    x, channels = bench.view(rng.normal(size=case.shape), dtype, case.offset), case.channels
+    for sizes in SIZES_OF_PARTS:
+        parts = parts_of(sizes, channels, rng)
+        into, settings = bench.empty(3 * channels + 1, "float64"), {"eps": EPS, "clamp": False}
+        ends = (bench.of(parts, "float64").pointer, len(sizes), into.pointer)
+        cuda.normalize(bench, x, bench.like(x), cuda.Parameters(), *ends, **settings)
+        found = into.array[: 2 * channels + 1]
+        np.testing.assert_array_equal(found, merged_by_formula(parts))
 
 
 @pytest.mark.parametrize("members", [cuda.MAX_PARTS, cuda.MAX_PARTS + 1, 40])
@@ -271,11 +314,64 @@ def test_memory_that_is_too_small_is_noticed(short, bench, rng, monkeypatch):
         both()
 
 
-def test_argument_codes_are_those_of_the_kernels():
-    for name, codes in cuda._ARGUMENTS.items():
-        kernel = cuda.source(name, "float32", 4, False, cuda.THREADS).build()
-        names = list(inspect.signature(kernel).parameters)
-        assert codes == "".join("d" if n in ("eps", "factor") else "q" for n in names), name
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_table_of_signatures_names_the_arguments_of_each_kernel(name):
+    kernel = cuda.source(name, "float32", 4, False, cuda.THREADS).build()
+    assert tuple(inspect.signature(kernel).parameters) == SIGNATURES[name]
+    floats = {"eps", "factor"}
+    assert codes_of(name) == "".join("d" if n in floats else "q" for n in SIGNATURES[name])
+
+
+class Recorder:
+    """A runner that keeps the arguments of each launch, by the names in the table."""
+
+    threads = cuda.THREADS
+
+    def __init__(self):
+        self.launches = {}
+
+    def launch(self, source, grid, *arguments):
+        name = source.key.partition("-")[0]
+        self.launches[name] = dict(zip(SIGNATURES[name], arguments, strict=True))
+
+    def scratch(self, size):
+        return "partials", None
+
+    def block_counters(self, size):
+        return "block_counters", None
+
+
+@pytest.mark.parametrize("kind", ["planes", "rows"])
+def test_each_argument_is_launched_under_its_name(kind):
+    shape = (40, 24, 1999) if kind == "planes" else (80000, 24, 1)
+    names = ("x", "y", "dy", "dx")
+    fields = ("outer", "channels", "inner")
+    sizes = dict(zip(fields, shape, strict=True))
+    x, y, dy, dx = (
+        SimpleNamespace(pointer=name, offset=4, dtype="float32", **sizes) for name in names
+    )
+    parameters = cuda.Parameters("weight", "weight_code", "bias", "bias_code")
+    running = cuda.Running("running_mean", "running_var", "running_code", "tracked", "factor")
+    rule = {"eps": "eps", "clamp": True}
+    run = Recorder()
+    cuda.moments(run, x, "moments")
+    cuda.normalize(run, x, y, parameters, "parts", 5, "statistics", **rule, running=running)
+    gradients = ("sums", "grad_weight", "grad_bias")
+    cuda.backward_reduce(run, x, dy, "statistics", parameters, *gradients, code="gradient_code")
+    cuda.backward_input(run, x, dy, dx, "statistics", parameters, "sums", **rule)
+    cuda.merge_parts(run, "parts", 5, 24, "moments")
+    sizes |= {"total": prod(shape), "rows": shape[0], "num_parts": 5, "clamp": 1}
+    if kind == "planes":
+        walk = cuda._walk(cuda.THREADS, x)
+        sizes |= {"skew": 1, "slots": walk.slots, "splits": walk.splits}
+    else:
+        tiles = cuda._tiles(cuda.THREADS, x)
+        plan = cuda._row_splits(tiles, shape[0])
+        sizes |= {"width": tiles.width, "splits": plan.splits, "group": plan.group}
+        sizes["piece"] = cuda._row_piece(tiles, shape[0])[0]
+    assert set(run.launches) == {f"{kind}_{step}" for step in STEPS} | {"merge_parts"}
+    for name, arguments in run.launches.items():
+        assert arguments == {n: sizes.get(n, n) for n in SIGNATURES[name]}, name
 
 
 def test_the_table_holds_what_a_block_can_touch():

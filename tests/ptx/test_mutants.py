@@ -1,6 +1,7 @@
-"""A barrier, fence or reset less is noticed: else the emulator is blind, or it isn't needed.
+"""The emulator notices when a barrier, a fence or a reset is removed from a kernel.
 
-`python tests/ptx/mutants.py` does so for all kernels; here for those of float32.
+If it does not, the emulator misses a mistake, or the instruction is not needed. Here this is tried
+for the kernels of float32; `python tests/ptx/mutants.py` tries it for all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,6 @@ from mutants import survivors
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("form", FORMS)
-def test_what_makes_blocks_and_threads_work_together_is_needed(form, step, arch):
+def test_each_removed_barrier_fence_or_reset_is_noticed(form, step, arch):
     _, unnoticed = survivors(form, "float32", step, arch)
     assert [str(mutant) for mutant in unnoticed] == []

@@ -11,10 +11,11 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,9 +30,12 @@ from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
 from syncbn_core.backends.cuda import driver  # noqa: E402
-from syncbn_core.backends.cuda.grid import MAX_PARTS  # noqa: E402
+from syncbn_core.backends.cuda.grid import MAX_PARTS, SIZES  # noqa: E402
+from syncbn_core.backends.cuda.memory import BLOCK_COUNTERS, Launcher  # noqa: E402
+from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
-from syncbn_torch import arithmetic, batchnorm, cuda, interop  # noqa: E402
+from syncbn_torch import dispatch  # noqa: E402
+from syncbn_torch.backends import cuda, plain  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -62,6 +66,7 @@ class Gpu:
         self.keys: list[str] = []  # of kernels, as they were launched
         self.switches: list[tuple[int, list[str]]] = []  # to a device, and what ran there
         self._known: dict[int, list[Known]] = {}
+        self.operations: Operations
 
     def pointer(self, tensor: torch.Tensor) -> int:
         """Its address. A tensor that is gone when a kernel starts is not there for that kernel."""
@@ -120,7 +125,59 @@ class Gpu:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether the kernels take a tensor of that dtype on this device."""
-        return tensor.dtype in cuda._NAMES and cuda._ready(self.here.index, tensor.dtype)
+        return cuda._NAMES.get(tensor.dtype) in SIZES and cuda._ready(self.here.index, tensor.dtype)
+
+
+class Memory(cuda.TensorDeviceMemory):
+    """CPU tensors in the place of a device's."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.shortened = 0  # numbers that new tensors of float64 lack
+
+    def device_of(self, array):
+        return self.gpu.here.index
+
+    def on_device(self, index):
+        return nullcontext() if self.gpu.here.current == index else self.gpu.switched(index)
+
+    def stream(self, index):
+        return self.gpu.here.stream
+
+    def is_captured(self, stream):
+        return self.gpu.here.captures
+
+    def pointer(self, array):
+        return self.gpu.pointer(array)
+
+    def empty(self, shape, dtype, index):
+        if self.shortened and dtype == "float64":
+            return torch.empty(prod(shape) - self.shortened, dtype=torch.float64)
+        array = torch.empty(shape, dtype=getattr(torch, dtype))
+        self.gpu.unwritten(array)
+        return array
+
+    def zeros(self, shape, dtype, index):
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+
+class Operations(CudaOperations):
+    """The steps whose launches are noted, and after which counters have to be zeros."""
+
+    def launcher(self, index):
+        memory, counters = self.memory, self.counters
+
+        class Noted(Launcher):
+            __slots__ = ()
+
+            def launch(self, source, grid, *arguments):
+                memory.gpu.keys.append(source.key)
+                with memory.gpu.memory_of(arguments):
+                    super().launch(source, grid, *arguments)
+                    left = [key for key, zeros in counters.items() if zeros.any()]
+                assert not left, f"{source.key} leaves counters behind in {left}"
+
+        return Noted(memory, index, counters)
 
 
 def _range(start: int, end: int, tensor: torch.Tensor, *, written: bool = True) -> Range:
@@ -133,43 +190,19 @@ def _range(start: int, end: int, tensor: torch.Tensor, *, written: bool = True) 
 def on_kernels(device: Device) -> Iterator[Gpu]:
     """Plain CPU tensors go to the CUDA kernels as those of a device do, layers alone as well."""
     gpu = Gpu(device)
+    gpu.operations = Operations(Memory(gpu))
 
-    class Runner(cuda._Runner):
-        __slots__ = ()
-
-        def __init__(self, of: torch.device) -> None:
-            super().__init__(torch.device("cuda", gpu.here.index))
-            self.device = of
-
-        def launch(self, source, grid, *arguments):
-            gpu.keys.append(source.key)
-            with gpu.memory_of(arguments):
-                super().launch(source, grid, *arguments)
-                left = [key for key, zeros in cuda._tickets.items() if zeros.any()]
-            assert not left, f"{source.key} leaves counters behind in {left}"
-
-        def scratch(self, size):
-            pointer, keep = super().scratch(size)
-            gpu.unwritten(keep)
-            return pointer, keep
+    def operations_for(tensor: torch.Tensor) -> Any:
+        return gpu.operations if gpu.takes(tensor) else plain.OPERATIONS
 
     def uncached() -> None:
         cuda._ready.cache_clear()
         cuda._missing.cache_clear()
 
     mode = torch.get_deterministic_debug_mode()
-    with pytest.MonkeyPatch.context() as patch, batchnorm.always_ours():
-        patch.setattr(interop, "_has_half", lambda: True)  # or float16 is widened on some CPUs
-        patch.setattr(arithmetic, "has_kernels", lambda tensor: False)
-        patch.setattr(arithmetic, "has_cuda_kernels", gpu.takes)
-        patch.setattr(cuda, "_pointer", gpu.pointer)
-        patch.setattr(cuda, "_Runner", Runner)
-        patch.setattr(cuda, "_tickets", {})
-        current = "_cuda_getCurrentRawStream"  # not in builds for the CPU
-        patch.setattr(torch._C, current, lambda index: gpu.here.stream, raising=False)
-        patch.setattr(torch.cuda, "current_device", lambda: gpu.here.current)
-        patch.setattr(torch.cuda, "device", gpu.switched)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.here.captures)
+    with pytest.MonkeyPatch.context() as patch, dispatch.always_ours():
+        for module in ("dispatch", "forward_together"):
+            patch.setattr(sys.modules[f"syncbn_torch.{module}"], "operations_for", operations_for)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
         try:
@@ -359,7 +392,7 @@ def test_replicas_on_several_devices_and_streams(gpu):
     gpu.here = Here((index, 100 + index) for index in range(3))
     assert gpu.here.index == 0, "the first replica is in the thread that calls"
     replicas_equal_the_undivided_batch((12, 2, 32, 32), 3)
-    assert set(cuda._tickets) == {(index, 100 + index, 0) for index in range(3)}
+    assert set(gpu.operations.counters) == {(index, 100 + index, 0) for index in range(3)}
     forward, backward = gpu.device.launches[:6], gpu.device.launches[-6:]
     assert sorted(launch.stream for launch in forward) == [100, 100, 101, 101, 102, 102]
     assert {launch.stream for launch in backward} == {100}, "backward is in the calling thread"
@@ -460,8 +493,7 @@ def test_memory_kept_for_backward_is_x_and_per_channel_numbers():
         y = layer(x)
     large = {t.data_ptr() for t in kept if t.numel() > 100}
     assert large == {x.data_ptr()}
-    statistics = y.grad_fn.member.statistics
-    assert statistics.parts is None
+    (statistics,) = y.grad_fn.statistics
     assert statistics.packed.numel() == 3 * 8 + 1
     assert statistics.packed.isfinite().all()
 
@@ -485,8 +517,8 @@ def test_every_stream_has_counters_of_its_own(channels_last, gpu):
     for stream in (0, 5, 6, 5):
         gpu.here.stream = stream
         step(channels_last)
-    assert list(cuda._tickets) == [(0, stream, 0) for stream in (0, 5, 6)]
-    assert len({zeros.data_ptr() for zeros in cuda._tickets.values()}) == 3
+    assert list(gpu.operations.counters) == [(0, stream, 0) for stream in (0, 5, 6)]
+    assert len({zeros.data_ptr() for zeros in gpu.operations.counters.values()}) == 3
 
 
 def test_every_thread_has_counters_where_one_handle_is_a_stream_of_each(gpu):
@@ -494,33 +526,33 @@ def test_every_thread_has_counters_where_one_handle_is_a_stream_of_each(gpu):
     both = threading.Barrier(2, timeout=60)
 
     def work(_):
-        with batchnorm.always_ours():  # in this thread, too
+        with dispatch.always_ours():  # in this thread, too
             step()
         both.wait()  # an ended thread's number may be used again
         return 0, 2, threading.get_ident()
 
     with ThreadPoolExecutor(2) as pool:
         keys = set(pool.map(work, range(2)))
-    assert set(cuda._tickets) == keys
+    assert set(gpu.operations.counters) == keys
     assert len(keys) == 2
 
 
 def test_a_captured_graph_has_counters_of_its_own(gpu):
     gpu.here.stream, gpu.here.captures = 5, True
     step()
-    assert not cuda._tickets
+    assert not gpu.operations.counters
     assert splits(gpu) > 1
 
 
-def test_counters_grow():
-    run = cuda._Runner(torch.device("cpu"))
-    few, _ = run.tickets(10)
-    assert run.tickets(20)[0] == few
-    many, keep = run.tickets(cuda._TICKETS + 1)
+def test_counters_grow(gpu):
+    run = gpu.operations.launcher(0)
+    few, _ = run.block_counters(10)
+    assert run.block_counters(20)[0] == few
+    many, keep = run.block_counters(BLOCK_COUNTERS + 1)
     assert many != few
-    assert keep.numel() > cuda._TICKETS
+    assert keep.numel() > BLOCK_COUNTERS
     assert not keep.any()
-    assert run.tickets(10)[0] == many
+    assert run.block_counters(10)[0] == many
 
 
 def test_a_launch_makes_its_device_current(gpu):
@@ -532,7 +564,7 @@ def test_a_launch_makes_its_device_current(gpu):
     assert [name for _, names in gpu.switches for name in names] == ran
     assert gpu.here.current == 0
     assert {device for _, device in driver._kernels} == {1}
-    assert list(cuda._tickets) == [(1, 7, 0)]
+    assert list(gpu.operations.counters) == [(1, 7, 0)]
 
 
 def fails(monkeypatch, at):
@@ -595,15 +627,15 @@ def test_a_launch_that_fails_in_a_replica_leaves_running_statistics(at, monkeypa
     assert layer.num_batches_tracked == 1
 
 
-def test_memory_that_is_too_small_would_be_noticed(monkeypatch, gpu):
-    monkeypatch.setattr(cuda, "_wide", lambda x, *shape: x.new_empty(prod(shape) - 1).double())
+def test_memory_that_is_too_small_would_be_noticed(gpu):
+    gpu.operations.memory.shortened = 1
     with pytest.raises(BackendError, match="out of bounds"):
         layer_for(4)(batch((3, 4, 3, 3), "float32"))
 
 
 def test_memory_that_is_given_back_too_early_would_be_noticed(monkeypatch, gpu):
-    parameters = cuda._parameters
-    monkeypatch.setattr(cuda, "_parameters", lambda *tensors: (parameters(*tensors)[0], []))
+    parameters = gpu.operations._parameters
+    monkeypatch.setattr(gpu.operations, "_parameters", lambda affine: (parameters(affine)[0], []))
     layer = layer_for(4)
     layer.weight = nn.Parameter(torch.stack([layer.weight.detach()] * 2, 1)[:, 0])
     with pytest.raises(BackendError, match="out of bounds"):

@@ -27,8 +27,8 @@ class Shape:
     pointer = 0
 
 
-# Each reaches something else with vectors of 4 or of 8 numbers: tails, pieces that end within a
-# plane, more planes in a block than it has threads, splits of channels, and groups of splits.
+# Between them they have, with vectors of 4 and of 8 numbers: tails, pieces that end within a plane,
+# more planes in a block than it has threads, splits of channels, and groups of splits.
 PLANES = [
     (2, 3, 64),
     (3, 1, 16384),
@@ -82,8 +82,8 @@ def holds(found, expected, spared=0):
 
 
 def pivots_of_idle_threads(x):
-    """Bytes of pivots that are looked up by threads without a row."""
-    if not cuda._is_rows(x):
+    """Bytes of pivots that threads without a row read."""
+    if not cuda.channels_innermost(x):
         return 0
     cut = cuda._tiles(cuda.THREADS, x)
     if cuda._row_splits(cut, x.outer).splits > 1:
@@ -92,8 +92,8 @@ def pivots_of_idle_threads(x):
 
 
 def counts_of_second_planes(x):
-    """Bytes of the batch's count that a thread looks up again, for its second plane."""
-    if cuda._is_rows(x):
+    """Bytes of the batch's count that a thread reads again, for its second plane."""
+    if cuda.channels_innermost(x):
         return 0
     total = x.outer * x.channels * x.inner
     piece = cuda.THREADS * UNROLL * cuda._plane_lanes(x)
@@ -132,6 +132,8 @@ def test_the_model_is_what_compiled_kernels_read_and_write(sizes, dtype, device)
         ends = (parts.pointer, 2, statistics.pointer)
         cuda.normalize(bench, x, y, parameters, *ends, running=running, **settings)
         holds(counted(bench, x, y), byte_model.normalize(x, y, parts=2))
+        cuda.normalize(bench, x, y, parameters, parts.pointer, 1, statistics.pointer, **settings)
+        holds(counted(bench, x, y), byte_model.normalize(x, y, running=0, counter=False))
 
         sums = bench.empty(2 * channels, "float64")
         gradients = [bench.empty(channels, "float32").pointer for _ in range(2)]
@@ -149,7 +151,7 @@ def test_the_shapes_reach_every_branch_of_the_plan(dtype):
     plans = {"rows": set(), "planes": set()}
     for sizes in SHAPES:
         x = shape_of(sizes, dtype)
-        if cuda._is_rows(x):
+        if cuda.channels_innermost(x):
             plan = cuda._row_splits(cuda._tiles(cuda.THREADS, x), x.outer)
             plans["rows"].add((plan.splits > 1, plan.groups > 1))
         else:

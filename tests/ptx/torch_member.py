@@ -18,23 +18,24 @@ from torch import nn
 
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CommError, ProtocolError
-from syncbn_torch import SynchronizedBatchNorm2d, communicator, forward_together, labels
+from syncbn_torch import SynchronizedBatchNorm2d, forward_together, message_arrays
+from syncbn_torch.autograd import single
 
 rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:]))
 dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2)
 
-packed = []
-original = communicator.DistributedCommunicator.merge_several
+on_device = []
+original = single.exchange_moments
 
 
-def recorded(self, parts):
-    packed.extend(isinstance(part, DeviceMoments) for part in parts)
-    totals = original(self, parts)
+def recorded(communicator, parts, site):
+    on_device.extend(isinstance(part, DeviceMoments) for part in parts)
+    totals, number = original(communicator, parts, site)
     assert all(total.known_count is None for total in totals), "the host has waited for a count"
-    return totals
+    return totals, number
 
 
-communicator.DistributedCommunicator.merge_several = recorded
+single.exchange_moments = recorded
 generator = torch.Generator().manual_seed(0)
 x, dy = torch.randn(2, 5, 4, 3, 3, dtype=torch.float64, generator=generator)
 mine = slice(0, 1) if rank == 0 else slice(1, 5)
@@ -59,16 +60,16 @@ with (
         torch.testing.assert_close(leaf.grad, whole.grad[mine])
         for layer, twin in zip(layers, twins, strict=True):
             torch.testing.assert_close(layer.running_var, twin.running_var)
-    assert packed == [True] * 4, packed
+    assert on_device == [True] * 4, on_device
     assert len(gpu.keys) == 16, gpu.keys
 
     # a backward of another layer on each rank, whose total is known later
     sent = []
     events = SimpleNamespace(query=lambda: bool(come))
     come = []
-    patch.setattr(labels, "_on_cuda", lambda tensor: True)
-    patch.setattr(labels, "_captures", lambda tensor: bool(capturing))
-    patch.setattr(labels, "_sent_to_host", lambda found: (sent.append(1) or found, events))
+    patch.setattr(message_arrays, "_on_cuda", lambda tensor: True)
+    patch.setattr(message_arrays, "_captures", lambda tensor: bool(capturing))
+    patch.setattr(message_arrays, "_sent_to_host", lambda found: (sent.append(1) or found, events))
     for capturing in (True, False):
         layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
         leaf = x[mine, :3].clone().requires_grad_()

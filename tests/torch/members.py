@@ -38,7 +38,7 @@ from syncbn_torch import (
     create_syncbn_process_group,
     forward_together,
 )
-from syncbn_torch.communicator import communicator_for
+from syncbn_torch.process_group import communicator_for
 
 # DistributedDataParallel's option, under the name that this torch wants
 SYNC_BUFFERS = "broadcast_buffers"
@@ -278,7 +278,7 @@ def groups(rank: int, size: int) -> None:
         )
     else:
         raises(RuntimeError, "belongs to", call=lambda: layer(x))
-    wire = DistributedCommunicator()._group.transport
+    wire = DistributedCommunicator().transport
     wire._types = {"meta"}  # type: ignore[attr-defined]  # a group for devices alone
     assert wire._wire(x.numpy()).is_meta  # type: ignore[attr-defined]
     lonely = [dist.new_group([other]) for other in range(size)][rank]  # a world of one
@@ -315,7 +315,7 @@ def together(rank: int, size: int) -> None:
             inputs = leaf.split([1, 2, 3], 1)
             communicator = communicator_for(None)
             assert communicator is not None
-            before = communicator._group.calls
+            before = communicator.calls
             if joint:
                 ys = forward_together(each, inputs)
             else:
@@ -323,7 +323,7 @@ def together(rank: int, size: int) -> None:
             # the last output is not part of the loss
             given = dy[mine].to(dtype).split([1, 2, 3], 1)
             torch.autograd.backward(ys[:2], given[:2])
-            assert communicator._group.calls - before == (2 if joint else 5)
+            assert communicator.calls - before == (2 if joint else 5)
             results.append([leaf.grad, *ys, *(v for layer in each for v in layer.buffers())])
             results[-1] += [p.grad for layer in each[:2] for p in layer.parameters()]
         for one, other in zip(*results, strict=True):

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from syncbn_core.errors import CheckpointError
-from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
-from syncbn_torch import functional as sync
+from syncbn_torch import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    dispatch,
+)
+from syncbn_torch.autograd.exchange import BackwardPass
+from syncbn_torch.backends import plain
 
 DOUBLE: Any = {"dtype": torch.float64}
 
@@ -219,7 +225,7 @@ def test_backward_that_fails_over_a_retained_graph_keeps_nothing(run_parts: Any)
         del dy
     gc.collect()
     assert not any(reference() is not None for reference in kept)
-    assert not [thing for thing in gc.get_objects() if type(thing) is sync.Pass]
+    assert not [thing for thing in gc.get_objects() if type(thing) is BackwardPass]
     handle.remove()
     same(gradients(y.pow(3).sum(), parts), expected)
 
@@ -285,8 +291,8 @@ def test_first_and_second_derivatives(
         own = copy.copy(layer)
         own._parameters = dict(zip(["weight", "bias"], parameters or [None, None], strict=True))
         if len(sizes) == 1:  # our graph, whatever is faster at this size
-            settings = {"eps": own.eps, "eps_mode": mode}
-            return sync.batch_norm(x, own.weight, own.bias, **settings)[0]
+            with dispatch.always_ours():
+                return own(x)
         return torch.cat(run_parts(own, x.split(sizes)))
 
     inputs = (x, layer.weight, layer.bias) if affine else (x,)
@@ -476,12 +482,12 @@ def test_plain_operations_stand_in_where_there_are_no_kernels(
     sizes: tuple[int, ...], mode: str, run_parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a device that the core has no backend for."""
-    monkeypatch.setattr(sync.arithmetic, "has_kernels", lambda tensor: False)
+    monkeypatch.setattr(dispatch, "operations_for", lambda x: plain.OPERATIONS)
     layer = make_layer(eps=0.5, eps_mode=mode)
     parts = leaves(sizes)
     if len(sizes) == 1:
-        settings = {"eps": 0.5, "eps_mode": mode}
-        y, _ = sync.batch_norm(parts[0], layer.weight, layer.bias, **settings)
+        with dispatch.always_ours():
+            y = layer(parts[0])
     else:
         y = torch.cat(run_parts(layer, parts))
     expected = whole(torch.cat(parts), layer)

@@ -7,10 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, StateError
-from syncbn_torch import SyncBatchNorm, cpu
-from syncbn_torch.batchnorm import always_ours
-from syncbn_torch.statistics import RunningStatistics
+from syncbn_core.moments import NormRule
+from syncbn_torch import SyncBatchNorm
+from syncbn_torch.backends import cpu
+from syncbn_torch.dispatch import always_ours
+
+OURS, RULE = cpu.OPERATIONS, NormRule()
 
 
 def negated(x: Tensor) -> Tensor:
@@ -65,19 +69,17 @@ def test_any_memory_gives_what_dense_memory_gives(which: str, kind: str) -> None
     results = []
     for operands in (given, dense):
         x, dy, weight = operands["x"], operands["dy"], operands["weight"]
-        y, total, invstd = cpu.forward_alone(x, weight, weight, 1e-5, "plus")
-        statistics = cpu.CpuStatistics(total, invstd, 1e-5, "plus")
-        alone = statistics.backward_alone(x, dy, weight)
-        assert alone is not None
-        sums = statistics.backward_reduce(x, dy, weight, parallel=False)
+        affine = Affine(weight, weight)
+        y, statistics, _ = OURS.forward_single(x, affine, RULE)
+        alone = OURS.backward_single(x, dy, statistics, affine, RULE)
+        sums = OURS.serial.backward_reduce(x, dy, statistics, affine, RULE)
         exchanged = np.array(sums.exchange)
-        dx = statistics.backward_input(x, dy, weight, exchanged, parallel=False)
-        again = statistics.normalize(x, weight, weight, None, parallel=False)
-        parts = cpu.moments(x, parallel=False)
-        torch.testing.assert_close(alone[1], dx)
+        dx = OURS.serial.backward_input(x, dy, statistics, affine, RULE, exchanged)
+        again = OURS.serial.forward(x, statistics, affine, RULE).y
+        torch.testing.assert_close(alone.x, dx)
         torch.testing.assert_close(again, y)
-        np.testing.assert_allclose(parts.mean, total.mean)
-        results.append([y, dx, torch.from_numpy(exchanged), alone[0].by_weight, alone[0].by_bias])
+        np.testing.assert_allclose(OURS.serial.moments(x).mean, statistics.mean)
+        results.append([y, dx, torch.from_numpy(exchanged), alone.weight, alone.bias])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -91,12 +93,12 @@ def test_parameters_are_copied_wide(dtype: torch.dtype) -> None:
         gaps(values),
         torch.nn.Parameter(values),
     ):
-        copied = cpu.wide(tensor)
+        copied = cpu.TensorMemory().as_float64(tensor)
         np.testing.assert_array_equal(copied, [1.5, -2.25, 3.0])
         assert copied.dtype == np.float64
         copied[0] = 7
         assert tensor[0] == 1.5
-    assert cpu.wide(None).size == 0
+    assert cpu.TensorMemory().as_float64(None).size == 0
 
 
 BUFFERS: dict[str, Callable[[], Tensor]] = {
@@ -115,15 +117,15 @@ BUFFERS: dict[str, Callable[[], Tensor]] = {
 def test_running_statistics_of_any_kind_are_updated(kind: str, count: int) -> None:
     mean, var = BUFFERS[kind](), BUFFERS[kind]()
     counter = torch.tensor(0)
-    total = cpu.moments(torch.arange(6.0).reshape(2, 3), parallel=False)
+    running = RunningStatistics(mean, var, counter, 0.5)
     version = mean._version
+    statistics = OURS.statistics(OURS.moments(torch.arange(3.0 * count).reshape(-1, 3)), RULE)
     if count == 1:
-        total = cpu.moments(torch.arange(3.0).reshape(1, 3), parallel=False)
         with pytest.raises(ValueError, match="more than 1 value"):
-            cpu.update(RunningStatistics(mean, var, counter, 0.5), total)
+            OURS.update_running(running, statistics)
         assert mean.tolist() == [1.0] * 3
         return
-    cpu.update(RunningStatistics(mean, var, counter, 0.5), total)
+    OURS.update_running(running, statistics)
     assert mean.tolist() == [1.25, 1.75, 2.25]
     assert var.tolist() == [2.75] * 3
     assert counter == 1
@@ -233,14 +235,14 @@ def test_gradient_whose_storage_is_cut_is_refused(layout: str, dtype: torch.dtyp
         dy = torch.randn(*LARGE[:3], 2 * LARGE[3], dtype=dtype)[..., 1::2]
     elif layout == "offset":
         dy = torch.randn(5, *LARGE[1:], dtype=dtype)[1:]
-    _, total, invstd = cpu.forward_alone(x, None, None, 1e-5, "plus")
-    statistics = cpu.CpuStatistics(total, invstd, 1e-5, "plus")
-    statistics.backward_alone(x, dy, None)
+    _, statistics, _ = OURS.forward_single(x, Affine(), RULE)
+    operands = (x, dy, statistics, Affine(), RULE)
+    OURS.backward_single(*operands)
     cut(dy)
     with pytest.raises(StateError, match=r"expected a storage of .*undo the untyped_storage"):
-        statistics.backward_alone(x, dy, None)
+        OURS.backward_single(*operands)
     with pytest.raises(StateError, match=r"expected a storage of .*undo the untyped_storage"):
-        statistics.backward_reduce(x, dy, None, parallel=False)
+        OURS.serial.backward_reduce(*operands)
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -23,7 +23,7 @@ def test_code_in_the_documents_runs(code: str) -> None:
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
         for target in re.findall(
             r"\]\(([\w./-]+)\)", re.sub(r"(?s)```.*?```", "", document.read_text())
         ):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncbn_torch.handover import Handover
+from syncbn_torch.autograd.stream_handoff import StreamHandoff
 
 log: list[str] = []
 
@@ -41,7 +41,7 @@ def streams(monkeypatch):
 
 def test_a_copy_runs_on_the_stream_that_wrote(streams) -> None:
     tensor = torch.Tensor._make_subclass(OnGpu, torch.ones(2))
-    handover = Handover(tensor)
+    handover = StreamHandoff(tensor)
     streams.clear()  # another thread has other current streams
     assert handover.on(torch.device("cuda", 0)) == "copy"
     assert log == ["on s1", "copy to cuda:0", "off s1"]
@@ -53,7 +53,7 @@ def test_another_stream_of_the_device_waits(streams) -> None:
             log.append(f"{self} waits for {other}")
 
     tensor = torch.Tensor._make_subclass(OnGpu, torch.ones(2))
-    handover = Handover(tensor)
+    handover = StreamHandoff(tensor)
     streams[torch.device("cuda", 1)] = Stream("s2")
     assert handover.on(torch.device("cuda", 1)) is tensor
     assert log == ["s2 waits for s1", "used on s2"]
@@ -65,7 +65,7 @@ def test_nothing_is_copied_on_one_device_or_from_the_host(streams) -> None:
         np.ones(2),
         torch.ones(2),
     )
-    assert Handover(tensor).on(torch.device("cuda", 1)) is tensor
-    assert Handover(array).on(torch.device("cuda", 0)) is array
-    assert Handover(host).on(torch.device("cuda", 0)) is host
+    assert StreamHandoff(tensor).on(torch.device("cuda", 1)) is tensor
+    assert StreamHandoff(array).on(torch.device("cuda", 0)) is array
+    assert StreamHandoff(host).on(torch.device("cuda", 0)) is host
     assert log == []

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from syncbn_torch.interop import (
+from syncbn_torch.backends.memory import (
     as_array,
     as_tensor,
-    has_kernels,
     huge_pages_on_request,
+    takes,
 )
 
 
@@ -48,14 +48,14 @@ def test_lazily_negated_tensor_has_its_own_sign() -> None:
     assert torch.equal(as_tensor(as_array(tensor).copy()), tensor.resolve_neg())
 
 
-def test_what_has_kernels() -> None:
-    assert has_kernels(torch.ones(1))
-    assert has_kernels(torch.ones(1).double())
-    assert has_kernels(torch.ones(1).half())
-    assert has_kernels(torch.ones(1).bfloat16())
-    assert not has_kernels(torch.ones(1, dtype=torch.float8_e5m2))
-    assert not has_kernels(torch.ones(1, device="meta"))
-    assert not has_kernels(torch.ones(2, 2).to_sparse())
+def test_what_takes() -> None:
+    assert takes(torch.ones(1))
+    assert takes(torch.ones(1).double())
+    assert takes(torch.ones(1).half())
+    assert takes(torch.ones(1).bfloat16())
+    assert not takes(torch.ones(1, dtype=torch.float8_e5m2))
+    assert not takes(torch.ones(1, device="meta"))
+    assert not takes(torch.ones(2, 2).to_sparse())
 
 
 def test_import_compiles_nothing() -> None:
@@ -66,7 +66,7 @@ def test_import_compiles_nothing() -> None:
 HUGE = """
 from pathlib import Path
 import torch
-from syncbn_torch.interop import empty_like
+from syncbn_torch.backends.memory import empty_like
 
 def advised(tensor):
     "Whether the middle of its memory lies in a mapping that asks for huge pages."

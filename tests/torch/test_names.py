@@ -5,7 +5,7 @@ import copy
 from torch import nn
 
 from syncbn_torch import SynchronizedBatchNorm2d
-from syncbn_torch.names import name_of
+from syncbn_torch.module_names import name_of
 
 
 class Wrapper(nn.Module):

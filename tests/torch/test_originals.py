@@ -19,9 +19,9 @@ from syncbn_torch import (
     SynchronizedBatchNorm1d,
     convert_model,
     forward_together,
-    originals,
     patch_replication_callback,
 )
+from syncbn_torch.data_parallel import originals
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from syncbn_core.errors import StateError
 from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm2d
-from syncbn_torch.batchnorm import always_ours
+from syncbn_torch.backends import plain
+from syncbn_torch.dispatch import always_ours
 
 SMALL, LARGE = (6, 3, 4, 4), (16, 3, 100, 100)
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
@@ -34,7 +35,7 @@ def on(route: str, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """The layer as it is called, by one of the ways to compute it."""
     with always_ours(route != "torch's kernel"), monkeypatch.context() as patch:
         if route == "plain":
-            patch.setattr("syncbn_torch.arithmetic.has_kernels", lambda tensor: False)
+            patch.setattr("syncbn_torch.dispatch.operations_for", lambda x: plain.OPERATIONS)
         yield DataParallelWithCallback(layer, replicas=3) if route == "replicas" else layer
 
 
@@ -209,7 +210,11 @@ def test_an_interrupt_leaves_running_statistics_all_old_or_all_new(
             states.append(buffers(reference))
     within = ["syncbn_torch", "syncbn_core"]
     if route == "replicas":  # in exchanges others are interrupted
-        within = [f"syncbn_torch/{name}.py" for name in ("functional", "statistics", "cpu")]
+        within = [
+            "syncbn_torch/autograd/replicas",
+            "syncbn_torch/backends/cpu",
+            "core/backends/cpu",
+        ]
     step = 0
     while True:
         layer = copy.deepcopy(start)

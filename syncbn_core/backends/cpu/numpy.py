@@ -1,48 +1,119 @@
-"""NumPy arrays on the Numba CPU kernels.
+"""NumPy arrays as the CPU steps take them.
 
-Takes float64, float32, float16 and bfloat16 (of the package `ml_dtypes`, or its bits as uint16) in
-any dense layout as it lies in memory; anything else (gaps, negative strides, foreign byte order) is
+float64, float32, float16 and bfloat16 (of the package `ml_dtypes`, or its bits as uint16) in any
+dense layout as it lies in memory; anything else (gaps, negative strides, foreign byte order) is
 copied to a dense array first. 16-bit numbers are computed in float32 and rounded once. Results have
-the dtype and layout of `x`.
+the dtype and layout of x.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
+from operator import setitem
 from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends.cpu import launch as cpu
-from syncbn_core.backends.cpu.launch import Plan, carrier, plan_of
+from syncbn_core.backends.base import RunningStatistics
+from syncbn_core.backends.cpu.operations import NOTHING, CpuOperations
+from syncbn_core.backends.cpu.plan import Plan, kernel_dtype, plan_of
 from syncbn_core.layout import writable_view
-from syncbn_core.moments import EpsMode, Moments
+from syncbn_core.moments import Moments
 
-__all__ = [
-    "backward_alone",
-    "backward_input",
-    "backward_reduce",
-    "forward_alone",
-    "moments",
-    "normalize",
-    "update_running",
-]
+__all__ = ["OPERATIONS", "NumpyMemory"]
 
 Array = np.ndarray[Any, Any]
 
 _BLENDED = (np.float32, np.float64)
+_set_item: Any = setitem
+
+
+class NumpyMemory:
+    """`HostMemory` of NumPy arrays."""
+
+    def may_use_threads(self) -> bool:
+        return True
+
+    def dense(self, x: Array) -> tuple[Array, Array, Plan]:
+        array, plan = _dense(x)
+        return array, plan.view(array), plan
+
+    def dense_pair(
+        self, x: Array, dy: Array
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array], Plan]:
+        # A dy that is wider than a 16-bit x must not lose digits, or overflow: both in float32.
+        if x.dtype.itemsize == 2 and dy.dtype != x.dtype:
+            x = np.array(x, np.float32, order="K")
+        dense, plan = _dense(x)
+        grad = _like(dy, x, dense, plan)
+        return (dense, plan.view(dense)), (grad, plan.view(grad)), plan
+
+    def target(
+        self, dense: Array, plan: Plan, out: Array | None, *operands: Array
+    ) -> tuple[Array, Array]:
+        result = _target(dense, plan, out, *operands)
+        return result, plan.view(result)
+
+    def cast_to_output(self, result: Array, x: Array, out: Array | None) -> Array:
+        if result is out or (out is not None and result.ctypes.data == out.ctypes.data):
+            return result if out is None else out
+        if result.dtype.itemsize == x.dtype.itemsize:
+            result = _bits(result, x.dtype.newbyteorder("="))
+        with np.errstate(over="ignore"):  # what float16 can't hold is infinite, not a warning
+            if out is None:
+                return result.astype(x.dtype, copy=False)
+            np.copyto(out, result, casting="same_kind")
+        return out
+
+    def empty_like(self, x: Array, out: Array | None) -> Array:
+        return np.empty_like(x) if out is None else out
+
+    def as_float64(self, values: Array | None) -> Array:
+        if values is None:
+            return NOTHING
+        return writable_view(np.ascontiguousarray(values, np.float64))
+
+    def parameter_gradients(
+        self, sums: Array, x: Array, weight: Array | None
+    ) -> tuple[Array, Array]:
+        dtype = (x if weight is None else weight).dtype
+        with np.errstate(invalid="ignore", over="ignore"):
+            return sums[1].astype(dtype), sums[0].astype(dtype)
+
+    def shared_buffers(
+        self, running: RunningStatistics, total: Moments
+    ) -> tuple[Array, Array, Array | None] | None:
+        mean, var, counter, _ = running
+        assert mean is not None
+        assert var is not None
+        for own in (mean, var):
+            if own.dtype not in _BLENDED or not _is_plain(own) or own.shape != total.mean.shape:
+                return None
+        if counter is not None and (counter.dtype != np.int64 or not _is_plain(counter)):
+            return None
+        return mean, var, counter
+
+    def assign(self, targets: Sequence[Array], values: Sequence[Any]) -> None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            deque(map(_set_item, targets, repeat(...), values), maxlen=0)
+
+
+OPERATIONS = CpuOperations(NumpyMemory())
 
 
 def _plan_of(x: Array) -> Plan | None:
-    """How the kernels take `x` as it lies in memory, if they can."""
+    """How the kernels take x as it lies in memory, if they can."""
     return plan_of(x.shape, x.strides, x.dtype, x.itemsize) if x.flags.aligned else None
 
 
 def _dense(x: Array) -> tuple[Array, Plan]:
-    """`x`, or a dense copy of it, in a dtype that the kernels take, and how they do."""
+    """x, or a dense copy of it, in a dtype that the kernels take, and how they do."""
     plan = _plan_of(x)
     if plan is not None:
         return _bits(writable_view(x), plan.dtype), plan
-    copy = _copied(x, carrier(x.dtype))
+    copy = _copied(x, kernel_dtype(x.dtype))
     plan = plan_of(copy.shape, copy.strides, copy.dtype, copy.itemsize)
     assert plan is not None
     return copy, plan
@@ -53,14 +124,14 @@ def _bits(x: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _copied(x: Array, dtype: np.dtype[Any]) -> Array:
-    """A dense copy in the order of `x`, as the kernels take it."""
+    """A dense copy in the order of x, as the kernels take it."""
     if dtype.itemsize == x.dtype.itemsize:
         return _bits(np.array(x, x.dtype.newbyteorder("="), order="K"), dtype)
     return np.array(x, dtype, order="K")
 
 
 def _like(other: Array, x: Array, dense: Array, plan: Plan) -> Array:
-    """`other` in the dtype and layout of `dense`, which is what the kernels see of `x`."""
+    """`other` in the dtype and layout of `dense`, which is what the kernels see of x."""
     own = _plan_of(other) if other.dtype == x.dtype else None
     if own is not None and own.layout == plan.layout:
         return _bits(writable_view(other), dense.dtype)
@@ -71,25 +142,8 @@ def _like(other: Array, x: Array, dense: Array, plan: Plan) -> Array:
     return copy
 
 
-def _pair(x: Array, dy: Array) -> tuple[Array, Array, Plan]:
-    """`x` and `dy` as the kernels take them, of one dtype and layout.
-
-    A `dy` that is wider than a 16-bit `x` must not lose digits, or overflow: both in float32 then.
-    """
-    if x.dtype.itemsize == 2 and dy.dtype != x.dtype:
-        x = np.array(x, np.float32, order="K")
-    dense, plan = _dense(x)
-    return dense, _like(dy, x, dense, plan), plan
-
-
-def _wide(values: Array | None) -> Array:
-    if values is None:
-        return cpu.NOTHING
-    return writable_view(np.ascontiguousarray(values, np.float64))
-
-
 def _target(x: Array, plan: Plan, out: Array | None, *operands: Array) -> Array:
-    """Where to write: `out` itself if it lies like `x` and across no operand, else a new array."""
+    """Where to write: `out` itself if it lies like x and across no operand, else a new array."""
     own = None if out is None else _plan_of(out)
     if out is None or own is None or own.dtype != plan.dtype or own.layout != plan.layout:
         return np.empty_like(x)
@@ -97,148 +151,6 @@ def _target(x: Array, plan: Plan, out: Array | None, *operands: Array) -> Array:
         if np.may_share_memory(out, operand) and out.ctypes.data != operand.ctypes.data:
             return np.empty_like(x)
     return _bits(out, x.dtype)
-
-
-def _give(result: Array, x: Array, out: Array | None) -> Array:
-    """`result` of a kernel as an array of the dtype of `x`: in `out`, where there is one."""
-    if result is out or (out is not None and result.ctypes.data == out.ctypes.data):
-        return result if out is None else out
-    if result.dtype.itemsize == x.dtype.itemsize:
-        result = _bits(result, x.dtype.newbyteorder("="))
-    with np.errstate(over="ignore"):  # what float16 can't hold is infinite, not a warning
-        if out is None:
-            return result.astype(x.dtype, copy=False)
-        np.copyto(out, result, casting="same_kind")
-    return out
-
-
-def moments(x: Array, *, parallel: bool = True) -> Moments:
-    """Moments of `x` (N, C, *spatial)."""
-    if x.size == 0:
-        return Moments.empty(x.shape[1])
-    dense, plan = _dense(x)
-    return cpu.moments(plan, plan.view(dense), parallel=parallel)
-
-
-def normalize(
-    x: Array,
-    mean: Array,
-    invstd: Array,
-    weight: Array | None,
-    bias: Array | None,
-    *,
-    out: Array | None = None,
-    parallel: bool = True,
-) -> Array:
-    """`y = (x - mean) * invstd * weight + bias`; `out` may be `x` itself."""
-    if x.size == 0:
-        return np.empty_like(x) if out is None else out
-    dense, plan = _dense(x)
-    y = _target(dense, plan, out)
-    per_channel = (_wide(mean), _wide(invstd), _wide(weight), _wide(bias))
-    cpu.normalize(plan, plan.view(dense), *per_channel, plan.view(y), parallel=parallel)
-    return _give(y, x, out)
-
-
-def forward_alone(
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    *,
-    eps: float,
-    eps_mode: EpsMode,
-    out: Array | None = None,
-    parallel: bool = True,
-) -> tuple[Array, Moments, Array] | None:
-    """`(y, moments, invstd)` of `x` alone; None for nothing."""
-    if x.size == 0:
-        return None
-    dense, plan = _dense(x)
-    y = _target(dense, plan, out)
-    settings = (_wide(weight), _wide(bias), eps, eps_mode)
-    views = (plan.view(dense), *settings, plan.view(y))
-    total, invstd = cpu.forward_alone(plan, *views, parallel=parallel)
-    return _give(y, x, out), total, invstd
-
-
-def backward_alone(
-    x: Array,
-    dy: Array,
-    mean: Array,
-    invstd: Array,
-    weight: Array | None,
-    frozen: Array | None,
-    *,
-    out: Array | None = None,
-    parallel: bool = True,
-) -> tuple[Array, Array, Array] | None:
-    """`(sum_dy, sum_dy_xhat, dx)` of `x` alone; None for nothing.
-
-    `frozen` (C,) bool: where `invstd` is a constant.
-    """
-    if x.size == 0:
-        return None
-    dense, grad, plan = _pair(x, dy)
-    dx = _target(dense, plan, out, grad)
-    constant = None if frozen is None else np.ascontiguousarray(frozen)
-    per_channel = (_wide(mean), _wide(invstd), _wide(weight), constant)
-    views = (plan.view(dense), plan.view(grad), *per_channel, plan.view(dx))
-    sum_dy, sum_dy_xhat = cpu.backward_alone(plan, *views, parallel=parallel)
-    return sum_dy, sum_dy_xhat, _give(dx, x, out)
-
-
-def backward_reduce(
-    x: Array, dy: Array, mean: Array, invstd: Array, *, parallel: bool = True
-) -> tuple[Array, Array]:
-    """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * xhat)`."""
-    if x.size == 0:
-        channels = x.shape[1]
-        return np.zeros(channels), np.zeros(channels)
-    dense, grad, plan = _pair(x, dy)
-    views = (plan.view(dense), plan.view(grad), _wide(mean), _wide(invstd))
-    sum_dy, sum_dy_xhat = cpu.backward_reduce(plan, *views, parallel=parallel)
-    return sum_dy, sum_dy_xhat
-
-
-def backward_input(
-    x: Array,
-    dy: Array,
-    mean: Array,
-    invstd: Array,
-    weight: Array | None,
-    mean_dy: Array,
-    mean_dy_xhat: Array,
-    *,
-    out: Array | None = None,
-    parallel: bool = True,
-) -> Array:
-    """`dx = invstd * (weight * dy - mean_dy - xhat * mean_dy_xhat)`; `out` may be `dy` itself."""
-    if x.size == 0:
-        return np.empty_like(x) if out is None else out
-    dense, grad, plan = _pair(x, dy)
-    dx = _target(dense, plan, out, grad)
-    per_channel = tuple(_wide(v) for v in (mean, invstd, weight, mean_dy, mean_dy_xhat))
-    views = (plan.view(dense), plan.view(grad), *per_channel, plan.view(dx))
-    cpu.backward_input(plan, *views, parallel=parallel)
-    return _give(dx, x, out)
-
-
-def update_running(
-    running_mean: Array, running_var: Array, tracked: Array | None, total: Moments, factor: float
-) -> bool:
-    """Blend `total` in and count it, in place; False, and nothing done, where the kernel can't.
-
-    As `syncbn_core.moments.blend`, in float64 throughout and in a tenth of the time.
-    """
-    for running in (running_mean, running_var):
-        if running.dtype not in _BLENDED or not _is_plain(running):
-            return False
-        if running.shape != total.mean.shape:
-            return False
-    if tracked is not None and (tracked.dtype != np.int64 or not _is_plain(tracked)):
-        return False
-    cpu.update_running(running_mean, running_var, tracked, total, factor)
-    return True
 
 
 def _is_plain(array: Array) -> bool:

@@ -1,9 +1,10 @@
 """Which CUDA kernel runs, on which grid: the same for CuPy arrays and for torch tensors.
 
-Arrays come as `View`s, pointers and sizes; who calls allocates the results. Two launches per
-direction: `moments` and `normalize`, `backward_reduce` and `backward_input`; between them lies
-the exchange with other members. Nothing here waits for the device. Grids are functions of the
-shape alone, so results are bitwise the same on every run.
+Arrays are passed as `View`s, pointers and sizes; the caller allocates the results. There are two
+launches per direction: `moments` and `normalize`, `backward_reduce` and `backward_input`; members
+exchange their parts between them. Nothing here waits for the device. Grids are functions of shape
+and alignment alone, so results are bitwise the same on every run. Each launch passes its arguments
+in the order of `syncbn_core/kernels/cuda/signatures.py`.
 
     packed moments   float64 [2 C + 1]: count, mean, m2
     statistics       float64 [3 C + 1]: count, mean, m2, invstd; what backward needs besides x
@@ -18,7 +19,7 @@ from functools import cache
 from importlib import import_module
 from math import isqrt
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.kernels.cuda.constants import (
@@ -30,6 +31,7 @@ from syncbn_core.kernels.cuda.constants import (
     VECTOR,
     lanes_of,
 )
+from syncbn_core.kernels.cuda.signatures import codes_of
 
 __all__ = [
     "CODES",
@@ -42,6 +44,7 @@ __all__ = [
     "View",
     "backward_input",
     "backward_reduce",
+    "channels_innermost",
     "merge_parts",
     "moments",
     "normalize",
@@ -49,32 +52,22 @@ __all__ = [
 
 Pointer = Any  # an int on a device
 
-# Blocks that a reduction aims at: over planes some goes of what 132 multiprocessors run at once, so
-# that the last go is a small part; over rows, where each hands on sums of many channels, just one.
+# Blocks that a reduction aims at. Over planes: several times as many as 132 multiprocessors run at
+# once, so that the last of them leave few multiprocessors idle. Over rows, where each block leaves
+# sums of many channels to the last one: only as many as run at once.
 BLOCKS = 2112
 ROW_BLOCKS = {1: 396, 2: 396, 4: 396, 8: 264}  # by lanes
-LONE_GROUP = 32  # splits of rows that one block adds up; more are added up in groups
-# An elementwise kernel over rows: rows per thread, and blocks from which on they grow.
+LONE_GROUP = 32  # up to so many splits of rows are added up by one block; more are added in groups
+# An elementwise kernel over rows: least and most rows per thread, and the number of blocks above
+# which a thread takes more than the least.
 ROWS_PER_THREAD = (4, 32)
 ROW_PIECES = 3168
-# Threads side by side over rows. What blocks hand on, and look up, is in proportion to it; 256
-# bytes of a row are enough for the memory.
+# Threads side by side over rows. Each block's partial sums and coefficients are in proportion to
+# it; 256 neighbouring bytes are enough for memory to be fast.
 MAX_WIDTH = 32
 MAX_GRID_Y = 65535
-MAX_PARTS = 16  # that every block of `normalize` merges for itself; more are merged once before
+MAX_PARTS = 16  # so many parts are merged by each block of `normalize`; more are merged once before
 
-# One letter per argument: q an integer or pointer, d a float64.
-_ARGUMENTS = {
-    "planes_moments": "q" * 10,
-    "planes_normalize": "q" * 11 + "d" + "q" * 5 + "d" + "q",
-    "planes_backward_reduce": "q" * 17,
-    "planes_backward_input": "q" * 10 + "dq",
-    "rows_moments": "q" * 9,
-    "rows_normalize": "q" * 12 + "d" + "q" * 5 + "d" + "q",
-    "rows_backward_reduce": "q" * 16,
-    "rows_backward_input": "q" * 11 + "dq",
-    "merge_parts": "q" * 4,
-}
 _FILES = tuple(
     str(Path(__file__).parents[2] / "kernels" / "cuda" / f"{name}.py")
     for name in ("constants", "intrinsics", "kinds", "memory", "planes", "rows", "statistics")
@@ -93,7 +86,7 @@ class View(Protocol):
 
 
 class Runner(Protocol):
-    """Who launches: a device, the stream that is current there, and its memory."""
+    """Launches kernels on the current stream of a device, and allocates their scratch memory."""
 
     threads: int  # per block; `THREADS` on a device
 
@@ -101,10 +94,10 @@ class Runner(Protocol):
         """Start a kernel; does not wait for it."""
 
     def scratch(self, size: int) -> tuple[Pointer, Any]:
-        """`size` float64 until the launch that follows, and what keeps them."""
+        """A pointer to `size` float64 for the next launch, and the array that owns them."""
 
-    def tickets(self, size: int) -> tuple[Pointer, Any]:
-        """`size` int32 zeros, which kernels leave as zeros, and what keeps them."""
+    def block_counters(self, size: int) -> tuple[Pointer, Any]:
+        """A pointer to `size` int32 zeros, which kernels leave at zero, and their array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +112,11 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Pointers to running statistics, and how to update them.
+    """Pointers to running statistics, 0 for none, and how to update them.
 
-    `tracked`: an int64 counter that the kernel increments, or 0. `factor`: share of the batch;
-    below zero `1 / (tracked + 1)`, the average over all, and then the counter is only read.
+    `tracked`: pointer to the int64 number of batches, which the kernel increments, or 0. `factor`:
+    the share of the batch; below zero it is `1 / (tracked + 1)`, which averages over all batches,
+    and the kernel only reads `tracked`.
     """
 
     mean: Pointer = 0
@@ -133,6 +127,19 @@ class Running:
 
 
 NO_RUNNING = Running()
+
+
+class _Step(NamedTuple):
+    """The kernels of a step, for planes and for rows."""
+
+    planes: str
+    rows: str
+
+
+_MOMENTS = _Step("planes_moments", "rows_moments")
+_NORMALIZE = _Step("planes_normalize", "rows_normalize")
+_BACKWARD_REDUCE = _Step("planes_backward_reduce", "rows_backward_reduce")
+_BACKWARD_INPUT = _Step("planes_backward_input", "rows_backward_input")
 
 
 @cache
@@ -150,7 +157,7 @@ def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Sou
     return Source(
         key=f"{name}-{dtype}-{lanes}{'-ragged' if ragged else ''}-{threads}",
         build=build,
-        codes=_ARGUMENTS[name],
+        codes=codes_of(name),
         threads=threads,
         # without, ptxas aims at more blocks by spilling registers in some of these
         min_blocks=3 if name.endswith(("normalize", "backward_input")) else 1,
@@ -165,7 +172,7 @@ def _aligned(*views: View) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """How the numbers of a channel are walked over by a reduction of planes."""
+    """How a reduction over planes walks over the numbers of a channel."""
 
     lanes: int
     ragged: bool
@@ -211,7 +218,7 @@ def _tiles(threads: int, x: View, *others: View) -> _Tiles:
 
 @dataclass(frozen=True, slots=True)
 class _Splits:
-    """How the rows of a tile are shared by blocks, and those by `groups` of `group` blocks."""
+    """The rows of a tile are shared by `splits` blocks: `groups` groups of at most `group`."""
 
     splits: int
     group: int
@@ -219,7 +226,7 @@ class _Splits:
 
     @property
     def places(self) -> int:
-        """Partial sums of a tile."""
+        """How many blocks and groups store partial sums of a tile."""
         return self.splits + self.groups
 
     @property
@@ -253,34 +260,67 @@ def _plane_lanes(*views: View) -> int:
     return lanes if views[0].inner >= MIN_INNER and _aligned(*views) else 1
 
 
-def _is_rows(x: View) -> bool:
-    return x.inner <= 1 or x.outer == 0  # an empty array has no planes to walk over
+def channels_innermost(x: View) -> bool:
+    """Whether kernels for rows take x: all channels side by side, or no number at all."""
+    return x.inner <= 1 or x.outer == 0
+
+
+def _reduce(
+    run: Runner, step: _Step, views: tuple[View, ...], pointers: tuple[Pointer, ...], *rest: Any
+) -> None:
+    """Launch a reduction over the channels of `views`, which must not be empty.
+
+    The kernel's arguments are `pointers` to the views, how they are cut, partial sums and block
+    counters, and the `rest`.
+    """
+    x, ragged = views[0], False
+    sizes: tuple[int, ...]
+    if channels_innermost(x):
+        name, tiles = step.rows, _tiles(run.threads, *views)
+        plan = _row_splits(tiles, x.outer)
+        lanes, splits, across = tiles.lanes, plan.splits, tiles.tiles
+        sizes = (x.outer, x.channels, tiles.width, splits, plan.group)
+        pairs, counters = across * plan.places * tiles.width * lanes, across * plan.counters
+    else:
+        name, walk = step.planes, _walk(run.threads, *views)
+        lanes, ragged, splits, across = walk.lanes, walk.ragged, walk.splits, x.channels
+        sizes = (walk.skew, x.outer, x.channels, x.inner, walk.slots, splits)
+        pairs, counters = across * splits, across
+    partials, block_counters, kept = 0, 0, []
+    if splits > 1:
+        partials, keep = run.scratch(2 * pairs)
+        block_counters, keep_too = run.block_counters(counters)
+        kept = [keep, keep_too]
+    kernel = source(name, x.dtype, lanes, ragged, run.threads)
+    run.launch(kernel, (across, splits), *pointers, *sizes, partials, block_counters, *rest)
+    del kept
+
+
+def _elementwise(
+    run: Runner, step: _Step, views: tuple[View, ...], pointers: tuple[Pointer, ...], *rest: Any
+) -> None:
+    """Launch an elementwise kernel over `views`.
+
+    The kernel's arguments are `pointers` to the views, how they are cut, and the `rest`.
+    """
+    x, ragged = views[0], False
+    sizes: tuple[int, ...]
+    if channels_innermost(x):
+        name, tiles = step.rows, _tiles(run.threads, *views)
+        lanes, rows = tiles.lanes, x.outer * x.inner
+        piece, pieces = _row_piece(tiles, x.outer)
+        grid, sizes = (tiles.tiles, pieces), (rows, x.channels, tiles.width, piece)
+    else:
+        name, lanes, total = step.planes, _plane_lanes(*views), x.outer * x.channels * x.inner
+        ragged = x.inner % lanes != 0
+        grid, sizes = (_pieces(run.threads, lanes, total), 1), (total, x.channels, x.inner)
+    kernel = source(name, x.dtype, lanes, ragged, run.threads)
+    run.launch(kernel, grid, *pointers, *sizes, *rest)
 
 
 def moments(run: Runner, x: View, into: Pointer) -> None:
     """Packed moments of x, which must not be empty, into `into`."""
-    tickets, partials, keeps = 0, 0, []
-    head: tuple[Any, ...]
-    if _is_rows(x):
-        cut = _tiles(run.threads, x)
-        plan = _row_splits(cut, x.outer)
-        splits, counters = plan.splits, cut.tiles * plan.counters
-        name, lanes, ragged, channels = "rows_moments", cut.lanes, False, cut.tiles
-        head = (x.pointer, x.outer, x.channels, cut.width, splits, plan.group)
-        pairs = cut.tiles * plan.places * cut.width * cut.lanes
-    else:
-        walk = _walk(run.threads, x)
-        splits = walk.splits
-        name, lanes, ragged, channels = "planes_moments", walk.lanes, walk.ragged, x.channels
-        head = (x.pointer, walk.skew, x.outer, x.channels, x.inner, walk.slots, splits)
-        pairs, counters = x.channels * splits, x.channels
-    if splits > 1:
-        partials, keep = run.scratch(2 * pairs)
-        tickets, keep_too = run.tickets(counters)
-        keeps = [keep, keep_too]
-    kernel = source(name, x.dtype, lanes, ragged, run.threads)
-    run.launch(kernel, (channels, splits), *head, partials, tickets, into)
-    del keeps
+    _reduce(run, _MOMENTS, (x,), (x.pointer,), into)
 
 
 def normalize(
@@ -289,32 +329,36 @@ def normalize(
     y: View,
     parameters: Parameters,
     parts: Pointer,
-    size: int,
+    num_parts: int,
     into: Pointer,
     *,
     eps: float,
     clamp: bool,
     running: Running = NO_RUNNING,
 ) -> None:
-    """y from x and the `size` packed moments at `parts`, merged in their order.
+    """y from x and the `num_parts` packed moments at `parts`, merged in their order.
 
-    Statistics go into `into`; running statistics are updated. With `size` 0 the running
-    statistics are those to normalize by. An empty x has its statistics and updates too.
+    Statistics are written to `into`, and running statistics are updated. Without parts the running
+    statistics are those to normalize by. All of this holds for an empty x, too.
     """
     if x.channels == 0:
         return
     keep = None
-    if size > MAX_PARTS:
+    if num_parts > MAX_PARTS:
         one, keep = run.scratch(2 * x.channels + 1)
-        merge_parts(run, parts, size, x.channels, one)
-        parts, size = one, 1
-    tail = (
+        merge_parts(run, parts, num_parts, x.channels, one)
+        parts, num_parts = one, 1
+    _elementwise(
+        run,
+        _NORMALIZE,
+        (x, y),
+        (x.pointer, y.pointer),
         parameters.weight,
         parameters.weight_code,
         parameters.bias,
         parameters.bias_code,
         parts,
-        size,
+        num_parts,
         eps,
         int(clamp),
         running.mean,
@@ -324,18 +368,6 @@ def normalize(
         running.factor,
         into,
     )
-    if _is_rows(x):
-        cut = _tiles(run.threads, x, y)
-        piece, blocks = _row_piece(cut, x.outer)
-        kernel = source("rows_normalize", x.dtype, cut.lanes, False, run.threads)
-        head = (x.pointer, y.pointer, x.outer * x.inner, x.channels, cut.width, piece)
-        run.launch(kernel, (cut.tiles, blocks), *head, *tail)
-    else:
-        total = x.outer * x.channels * x.inner
-        lanes = _plane_lanes(x, y)
-        kernel = source("planes_normalize", x.dtype, lanes, x.inner % lanes != 0, run.threads)
-        grid = (_pieces(run.threads, lanes, total), 1)
-        run.launch(kernel, grid, x.pointer, y.pointer, total, x.channels, x.inner, *tail)
     del keep
 
 
@@ -351,34 +383,23 @@ def backward_reduce(
     *,
     code: int = CODES["float32"],
 ) -> None:
-    """This member's sums into `into`, its gradients of weight and bias (dtype `code`) too.
+    """This member's sums into `into`, and its gradients of weight and bias, of dtype `code`.
 
     x and dy must not be empty.
     """
-    tickets, partials, keeps = 0, 0, []
-    head: tuple[Any, ...]
-    if _is_rows(x):
-        cut = _tiles(run.threads, x, dy)
-        plan = _row_splits(cut, x.outer)
-        splits, counters = plan.splits, cut.tiles * plan.counters
-        name, lanes, ragged, channels = "rows_backward_reduce", cut.lanes, False, cut.tiles
-        head = (x.pointer, dy.pointer, x.outer, x.channels, cut.width, splits, plan.group)
-        pairs = cut.tiles * plan.places * cut.width * cut.lanes
-    else:
-        walk = _walk(run.threads, x, dy)
-        splits, sizes = walk.splits, (x.outer, x.channels, x.inner, walk.slots)
-        name, lanes, ragged = "planes_backward_reduce", walk.lanes, walk.ragged
-        channels, pairs, counters = x.channels, x.channels * splits, x.channels
-        head = (x.pointer, dy.pointer, walk.skew, *sizes, splits)
-    if splits > 1:
-        partials, keep = run.scratch(2 * pairs)
-        tickets, keep_too = run.tickets(counters)
-        keeps = [keep, keep_too]
-    kernel = source(name, x.dtype, lanes, ragged, run.threads)
-    weight = (parameters.weight, parameters.weight_code, code)
-    tail = (partials, tickets, statistics, *weight, into, grad_weight, grad_bias)
-    run.launch(kernel, (channels, splits), *head, *tail)
-    del keeps
+    _reduce(
+        run,
+        _BACKWARD_REDUCE,
+        (x, dy),
+        (x.pointer, dy.pointer),
+        statistics,
+        parameters.weight,
+        parameters.weight_code,
+        code,
+        into,
+        grad_weight,
+        grad_bias,
+    )
 
 
 def backward_input(
@@ -393,29 +414,24 @@ def backward_input(
     eps: float,
     clamp: bool,
 ) -> None:
-    """dx from the sums over all members at `sums`, 0 for constant statistics."""
-    if x.channels == 0:
+    """dx from the sums over all members at `sums`; 0 there means that statistics are constant."""
+    if x.outer * x.channels * x.inner == 0:
         return
-    total = x.outer * x.channels * x.inner
-    if total == 0:
-        return
-    weight = (parameters.weight, parameters.weight_code)
-    tail = (statistics, *weight, sums, eps, int(clamp))
-    pointers = (x.pointer, dy.pointer, dx.pointer)
-    if _is_rows(x):
-        cut = _tiles(run.threads, x, dy, dx)
-        piece, blocks = _row_piece(cut, x.outer)
-        kernel = source("rows_backward_input", x.dtype, cut.lanes, False, run.threads)
-        head = (x.outer, x.channels, cut.width, piece)
-        run.launch(kernel, (cut.tiles, blocks), *pointers, *head, *tail)
-        return
-    lanes = _plane_lanes(x, dy, dx)
-    kernel = source("planes_backward_input", x.dtype, lanes, x.inner % lanes != 0, run.threads)
-    grid = (_pieces(run.threads, lanes, total), 1)
-    run.launch(kernel, grid, *pointers, total, x.channels, x.inner, *tail)
+    _elementwise(
+        run,
+        _BACKWARD_INPUT,
+        (x, dy, dx),
+        (x.pointer, dy.pointer, dx.pointer),
+        statistics,
+        parameters.weight,
+        parameters.weight_code,
+        sums,
+        eps,
+        int(clamp),
+    )
 
 
-def merge_parts(run: Runner, parts: Pointer, size: int, channels: int, into: Pointer) -> None:
-    """Packed moments of `size` members into one."""
+def merge_parts(run: Runner, parts: Pointer, num_parts: int, channels: int, into: Pointer) -> None:
+    """One packed moments of `num_parts`, merged in their order."""
     kernel = source("merge_parts", "float64", 1, False, run.threads)
-    run.launch(kernel, (-(-channels // run.threads), 1), parts, size, channels, into)
+    run.launch(kernel, (-(-channels // run.threads), 1), parts, num_parts, channels, into)

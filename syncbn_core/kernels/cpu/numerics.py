@@ -1,19 +1,30 @@
-"""What the Numba CPU kernels share: how they are built, and the numbers they compute with.
+"""The numbers that the CPU kernels compute with: their dtypes, and the formulas per channel.
 
-Activations are float64, float32, or 16 bits that Numba has no type for on a CPU: int16 stands for
-the bits of a float16, uint16 for those of a bfloat16. 16-bit numbers are computed in float32 and
-rounded once, to nearest even, when they are stored; NaN stays NaN.
+**Dtypes.** Activations are float64, float32, or 16 bits that Numba has no type for on a CPU: int16
+stands for the bits of a float16, uint16 for those of a bfloat16. 16-bit numbers are computed in
+float32 and rounded once, to nearest even, when they are stored; NaN stays NaN. The *computing
+dtype* of an array is therefore float64 for float64 and float32 for all others.
+
+**The mean.** Per-channel numbers are float64. A mean of 1e6 is off by 0.03 when it is rounded to
+float32. Kernels therefore subtract `rounded_mean`, the mean in the computing dtype, which is exact
+for elements near it. The remainder `rounded_mean - mean` is known in float64 and goes into the
+constants that kernels add per channel.
+
+**The power.** `x - rounded_mean` can be too small or too large for products in float32. Kernels
+compute
+
+    x * power - centre,    centre = rounded_mean * power
+
+instead, where `power` is a power of two of the size of `invstd` (`power_of`). This is as exact as
+`x - rounded_mean`, gives numbers around 1, and costs no more, because it is one instruction. Each
+pass over an activation is then linear, with coefficients that this module computes in float64:
+
+    y  = (x * power - centre) * scale + shift                 affine, affine_coefficients
+    dx = dy * of_dy + (x * power - centre) * of_x + shift     gradient, gradient_coefficients
 """
 
 from __future__ import annotations
 
-import threading
-import zlib
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import llvmlite.binding
@@ -21,142 +32,40 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.caching import (
-    CompileResultCacheImpl,
-    FunctionCache,
-    UserProvidedCacheLocator,
-    UserWideCacheLocator,
-    ZipCacheLocator,
-)
 from numba.extending import intrinsic, overload
 
+from syncbn_core.kernels.cpu.builds import may_contract, strict
+
 __all__ = [
-    "MAP_FLAGS",
-    "SUM_FLAGS",
-    "SerialParallelKernel",
+    "affine",
+    "affine_coefficients",
     "at",
     "blend",
-    "doubtful",
-    "exact",
+    "float32_fails",
+    "gradient",
+    "gradient_coefficients",
     "has_half",
     "invstd_of",
-    "maps",
+    "mean_gradients",
     "merge",
     "narrow",
     "power_of",
     "rounded",
     "scratch",
-    "sums",
+    "share",
+    "value_or",
     "widen",
+    "xhat_sum",
 ]
 
-# Sums vectorise only when they may be reordered. Never plain `fastmath=True`: it assumes
-# that NaN and infinity do not occur and drops them.
-SUM_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
-MAP_FLAGS = {"contract"}
 
-
-def _stamp() -> int:
-    """Changes with this file, at which Numba's cache does not look when its users are the same."""
-    try:
-        return zlib.crc32(Path(__file__).read_bytes())
-    except OSError:  # imported from an archive
-        return 0
-
-
-_STAMP = _stamp()
-
-
-_LOCATORS: list[type[object]] = [UserProvidedCacheLocator, UserWideCacheLocator, ZipCacheLocator]
-
-
-class _CacheFiles(CompileResultCacheImpl):
-    """In `NUMBA_CACHE_DIR`, else the user's cache folder: an uninstaller leaves none behind.
-
-    Numba's own choice is the folder of the source, which then stays and can be imported.
-    """
-
-    _locator_classes = _LOCATORS
-
-
-class _Cache(FunctionCache):
-    _impl_class = _CacheFiles
-
-
-def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` with an on-disk cache where there is a place to write it."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        function = _renamed(function, f"_{_STAMP:08x}")
-        dispatcher = numba.njit(**options)(function)
-        with suppress(RuntimeError):  # no folder can be written, as in a read-only container
-            dispatcher._cache = _Cache(function)  # what `cache=True` does
-        dispatcher._compile_for_args = partial(_apart, dispatcher._compile_for_args)
-        return dispatcher
-
-    return decorate
-
-
-def _apart(compile_for: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """`compile_for(...)`, in a thread of its own where this is the one that Ctrl-C interrupts.
-
-    A compilation that was cut off leaves Numba's tables half filled, and then fails for ever.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return compile_for(*arguments, **named)
-    outcome: list[Any] = []
-    done = threading.Lock()
-    done.acquire()
-
-    def run() -> None:
-        try:
-            outcome.append(compile_for(*arguments, **named))
-        except BaseException as error:
-            outcome.append(_Failed(error))
-        finally:
-            done.release()
-
-    threading.Thread(target=run, name="compile", daemon=True).start()
-    with done:
-        (result,) = outcome
-    if isinstance(result, _Failed):
-        raise result.error
-    return result
-
-
-class _Failed:
-    """What a compilation has raised."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class SerialParallelKernel:
-    """The serial and the parallel build of one kernel; each compiles when first called."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-        self.serial = _jit(**options)(function)
-        self.parallel = _jit(parallel=True, **options)(_renamed(function, "_parallel"))
-
-
-def _renamed(function: Callable[..., Any], suffix: str) -> Callable[..., Any]:
-    """A copy under another name, by which alone Numba's disk cache tells builds apart."""
-    copy = FunctionType(function.__code__, function.__globals__, function.__name__)
-    copy.__qualname__ = function.__qualname__ + suffix
-    copy.__module__ = function.__module__
-    return copy
-
-
-sums = _jit(nogil=True, error_model="numpy", fastmath=SUM_FLAGS)
-maps = _jit(nogil=True, error_model="numpy", fastmath=MAP_FLAGS)
-exact = _jit(nogil=True, error_model="numpy")
+# ----------------------------------------------------------------------- dtypes
 
 
 def has_half() -> bool:
     """Whether this processor converts float16, as every x86 since 2013 and 64-bit ARM does.
 
-    LLVM would call functions that Numba does not load where it does not.
+    On others LLVM would call functions that Numba does not load.
     """
     settings: Any = numba.config
     name, features = settings.CPU_NAME, settings.CPU_FEATURES
@@ -171,11 +80,12 @@ def has_half() -> bool:
 
 
 def _computed_in(dtype: Any) -> Any:
+    """The computing dtype, for Numba's type of an element."""
     return dtype if isinstance(dtype, types.Float) else types.float32
 
 
 def _widen(typing_context, value):
-    """An element of an activation as the number that is computed with."""
+    """An element of an activation in its computing dtype."""
 
     def generate(context, builder, signature, arguments):
         (bits,) = arguments
@@ -194,7 +104,7 @@ widen: Any = intrinsic(_widen)
 
 
 def _narrow(typing_context, value, array):
-    """`value` rounded to what `array` holds."""
+    """`value`, in the computing dtype of `array`, rounded to an element of `array`."""
 
     def generate(context, builder, signature, arguments):
         number = arguments[0]
@@ -211,21 +121,25 @@ narrow: Any = intrinsic(_narrow)
 
 
 def _nearest_bfloat16(builder, number):
-    """The upper half, after half a unit of it less one, and one for an odd one, were added."""
+    """The upper half of a float32, rounded to nearest even.
+
+    Adding 0x7FFF, and 1 more if the upper half is odd, carries into it exactly when it must be
+    rounded up. A NaN keeps its upper half with one bit set, so that it does not become infinity.
+    """
     word = ir.IntType(32)
     sixteen = ir.Constant(word, 16)
     bits = builder.bitcast(number, word)
     upper = builder.lshr(bits, sixteen)
     odd = builder.and_(upper, ir.Constant(word, 1))
     raised = builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd)
-    quiet = builder.or_(upper, ir.Constant(word, 0x40))  # NaN, were its set bits all cut off
+    quiet = builder.or_(upper, ir.Constant(word, 0x40))
     is_nan = builder.fcmp_unordered("uno", number, number)
     chosen = builder.select(is_nan, quiet, builder.lshr(raised, sixteen))
     return builder.trunc(chosen, ir.IntType(16))
 
 
 def rounded(value: float, like: Any) -> Any:
-    """`value` in the dtype that elements of the array `like`, or the number, are computed in."""
+    """`value` in the computing dtype of `like`, an array or a number."""
     raise NotImplementedError
 
 
@@ -237,7 +151,7 @@ def _rounded(value, like):
 
 
 def scratch(shape: tuple[int, ...], like: Any) -> Any:
-    """Memory for numbers in the dtype that elements of the array `like` are computed in."""
+    """A new array of the computing dtype of the array `like`; not initialized."""
     raise NotImplementedError
 
 
@@ -249,7 +163,7 @@ def _scratch(shape, like):
 
 
 def at(values: Any, i: int) -> Any:
-    """`values[i]`, or the one number that `values` is for all."""
+    """`values[i]` of an array; `values` itself if it is one number for all `i`."""
     raise NotImplementedError
 
 
@@ -260,17 +174,17 @@ def _at(values, i):
     return lambda values, i: values
 
 
-def doubtful(first: float, second: float, count: float, like: Any) -> bool:
-    """Whether squares were too large or too small for float32, if `like` is computed in that.
+def float32_fails(first: float, second: float, count: float, like: Any) -> bool:
+    """Whether sums of `count` deviations (`first`) and of their squares (`second`) are unusable.
 
-    `first`, `second`: sums of `count` deviations and of their squares. Squares below 1e-37 lose
-    digits; where all of them are 0, and the first sum is, it is taken for a constant.
+    Always false if the array `like` is computed in float64. In float32, squares overflow or, below
+    1e-37, lose digits. Two sums of exactly 0 count as a constant channel, which is fine.
     """
     raise NotImplementedError
 
 
-@overload(doubtful)
-def _doubtful(first, second, count, like):
+@overload(float32_fails)
+def _float32_fails(first, second, count, like):
     if _computed_in(like.dtype) == types.float64:
         return lambda first, second, count, like: False
     return lambda first, second, count, like: (
@@ -278,8 +192,8 @@ def _doubtful(first, second, count, like):
     )
 
 
-def _exponent(typing_context, value):
-    """The largest power of two that is not above a positive float64; 0 for a subnormal one."""
+def _power_up_to(typing_context, value):
+    """The largest power of two up to a positive float64; 0 for a subnormal one."""
 
     def generate(context, builder, signature, arguments):
         word = ir.IntType(64)
@@ -289,41 +203,109 @@ def _exponent(typing_context, value):
     return types.float64(types.float64), generate
 
 
-exponent: Any = intrinsic(_exponent)
+power_up_to: Any = intrinsic(_power_up_to)
 
 
-@exact
-def power_of(invstd, near):
-    """A power of two `p` of the size of `invstd`, for `x * p - near * p` instead of `x - near`.
+# --------------------------------------------------------- one element of a pass
 
-    That is exact, too, and gives numbers around 1 to multiply with: the product of `x - near` and
-    a factor of the size of `invstd**2` would leave the range of float32, one way or the other.
+
+@may_contract
+def affine(x, power, centre, scale, shift):
+    """`y` of one element of an activation, before it is narrowed; see the top of this file."""
+    return (widen(x) * power - centre) * scale + shift
+
+
+@may_contract
+def gradient(x, dy, power, centre, of_dy, of_x, shift):
+    """`dx` of one element of an activation, before it is narrowed; see the top of this file."""
+    d = widen(x) * power - centre
+    return widen(dy) * of_dy + (d * of_x + shift)
+
+
+# -------------------------------------------------------- numbers of one channel
+
+
+@strict
+def share(total, k, parts):
+    """`(begin, end)` of part `k` when `total` things are cut into `parts` almost equal parts."""
+    return total * k // parts, total * (k + 1) // parts
+
+
+@strict
+def value_or(values, c, default):
+    """`values[c]`, or `default` if `values` is empty, as for an absent weight or bias."""
+    # Numba counts references to `values` at run time if this is written in several statements.
+    return values[c] if values.shape[0] else default
+
+
+@strict
+def power_of(invstd, rounded_mean):
+    """The power of two by which x is multiplied: the largest one up to `invstd`.
+
+    It is limited so that it fits into float32 and `rounded_mean * power` does not overflow there.
     """
-    room = 2.0**120 / exponent(abs(np.float64(near)))  # near * p must not overflow
-    return max(min(exponent(invstd), room, 2.0**120), 2.0**-126)
+    room = 2.0**120 / power_up_to(abs(np.float64(rounded_mean)))
+    return max(min(power_up_to(invstd), room, 2.0**120), 2.0**-126)
 
 
-@exact
-def merge(count, mean, m2, tile_count, tile_mean, tile_m2):
-    """Chan's merge of one channel: the formula of `syncbn_core.moments`, for scalars."""
-    total = count + tile_count
-    delta = tile_mean - mean
-    share = tile_count / total
-    return mean + delta * share, m2 + tile_m2 + delta * delta * (count * share)
+@strict
+def affine_coefficients(mean, rounded_mean, invstd, weight, power):
+    """`(scale, shift)`, float64, of `y = (x - mean) * invstd * weight`; a bias adds to `shift`."""
+    slope = invstd * weight
+    return slope / power, (np.float64(rounded_mean) - mean) * slope
 
 
-@exact
+@strict
+def gradient_coefficients(mean, rounded_mean, invstd, weight, mean_dy, mean_dy_xhat, power):
+    """`(of_dy, of_x, shift)`, float64, of the gradient by x, which is
+
+    `dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`.
+    """
+    of_x = -invstd * (invstd / power) * mean_dy_xhat
+    shift = (np.float64(rounded_mean) - mean) * power * of_x - invstd * mean_dy
+    return invstd * weight, of_x, shift
+
+
+@strict
+def xhat_sum(sum_dy, sum_dy_x, mean, rounded_mean, invstd):
+    """`sum(dy * xhat)`, where `sum_dy_x` is `sum(dy * (x - rounded_mean))`."""
+    return (sum_dy_x + (np.float64(rounded_mean) - mean) * sum_dy) * invstd
+
+
+@strict
+def mean_gradients(sum_dy, sum_dy_xhat, weight, count, clamped):
+    """`(mean_dy, mean_dy_xhat)`: the sums times `weight`, over `count`.
+
+    `clamped`: whether "clamp" made `invstd` a constant. Then no gradient flows through it, and
+    `mean_dy_xhat` is 0.
+    """
+    mean_dy = sum_dy * weight / count
+    mean_dy_xhat = 0.0 if clamped else sum_dy_xhat * weight / count
+    return mean_dy, mean_dy_xhat
+
+
+@strict
+def merge(count, mean, m2, other_count, other_mean, other_m2):
+    """`(mean, m2)` of two parts of one channel together, by Chan's formula."""
+    total = count + other_count
+    delta = other_mean - mean
+    fraction = other_count / total
+    return mean + delta * fraction, m2 + other_m2 + delta * delta * (count * fraction)
+
+
+@strict
 def invstd_of(var, eps, clamp):
     """`1 / sqrt(var + eps)`, with `clamp` `1 / sqrt(max(var, eps))`; NaN stays NaN."""
-    wide = (eps if var < eps else var) if clamp else var + eps
-    return 1.0 / np.sqrt(wide)
+    positive = (eps if var < eps else var) if clamp else var + eps
+    return 1.0 / np.sqrt(positive)
 
 
-@exact
+@strict
 def blend(running_mean, running_var, tracked, mean, m2, count, factor):
-    """The update of running statistics, of `syncbn_core.moments`, in place, and of their counter.
+    """Update the running statistics `(C,)` in place, as `syncbn_core.moments` does.
 
-    `tracked` (1,), or (0,) for none. All in one call, which no interrupt can cut in two.
+    `tracked`: the counter of batches, `(1,)`, or `(0,)` for none. One call writes all three, so no
+    interrupt can come between them.
     """
     for i in range(tracked.shape[0]):
         tracked[i] += 1

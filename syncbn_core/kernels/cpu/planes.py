@@ -1,15 +1,21 @@
-"""Numba CPU kernels for `[A, C, B]` planes (see `syncbn_core.layout`).
+"""Numba CPU kernels for planes `[A, C, B]` (see `syncbn_core.layout`).
 
-Every kernel exists twice from one source: serial and `nogil`, for threads that fill the cores
-by themselves, and `parallel` for a single caller. Both give bitwise the same result with any
-number of threads: how work is cut depends on the shape only, and what the compiler may reorder or
-contract is in functions of its own, compiled once for both; around them arithmetic is strict.
+Every kernel exists twice from one source: a serial build that releases the GIL, for threads that
+fill the cores by themselves, and a parallel build for a single caller. Both give bitwise the same
+results with any number of threads, because the shape alone decides how work is cut, and because
+the compiler may reorder or contract arithmetic only inside small functions that both builds share
+(`builds`).
 
-Per-channel arguments (`mean`, `invstd`, `weight`, `bias`, sums) are float64 `(C,)`; an empty
-`weight` or `bias` stands for ones or zeros. A float32 activation minus a mean of 1e6 rounded
-to float32 would be off by 0.03: kernels subtract the rounded mean, which is exact near it,
-and carry the remainder, known in float64, in the additive constant. Before that x is multiplied
-by a power of two (`cpu_numbers.power_of`), so that the constants fit into float32.
+`x`, `dy`, `y`, `dx` are activations. Per-channel arguments (`mean`, `invstd`, `weight`, `bias`,
+sums) are float64 `(C,)`; an empty `weight` or `bias` stands for ones or zeros. `numerics` explains
+`power`, `centre` and the coefficients that follow them.
+
+How work is cut:
+
+    tile    TILE elements of one channel, read twice for its moments while they are in L1: a
+            piece of a long run, or several short runs. A run is `x[a, c]`.
+    chunk   neighbouring tiles of one channel, summed by one task
+    piece   PIECE elements of one run, written by one task
 """
 
 from __future__ import annotations
@@ -17,37 +23,54 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from syncbn_core.kernels.cpu.builds import SerialParallelKernel, may_contract, may_reorder, strict
 from syncbn_core.kernels.cpu.numerics import (
-    SerialParallelKernel,
-    doubtful,
-    exact,
+    affine,
+    affine_coefficients,
+    float32_fails,
+    gradient,
+    gradient_coefficients,
     invstd_of,
-    maps,
+    mean_gradients,
     merge,
     narrow,
     power_of,
     rounded,
-    sums,
+    share,
+    value_or,
     widen,
+    xhat_sum,
 )
 
-TILE = 4096  # elements read twice while they are in L1
-MAX_CHUNKS = 64  # independent partial results per channel, at most
-PIECE = 16384  # elements of one plane written by one task
+__all__ = [
+    "planes_backward",
+    "planes_backward_input",
+    "planes_backward_reduce",
+    "planes_forward",
+    "planes_moments",
+    "planes_normalize",
+]
+
+TILE = 4096
+MAX_CHUNKS = 64  # per channel, at most
+PIECE = 16384
 
 
-@sums
+# ----------------------------------------------------------------- loops over runs
+
+
+@may_reorder
 def _sum(run, zero):
-    """The sum, in the dtype of `zero`."""
+    """The sum of a run, in the dtype of `zero`."""
     total = zero
     for i in range(run.shape[0]):
         total += widen(run[i])
     return total
 
 
-@sums
+@may_reorder
 def _deviations(run, shift, zero):
-    """Sums of `d` and `d**2` with `d = run - shift`, in the dtype of `shift` and `zero`."""
+    """`(sum(d), sum(d**2))` with `d = run - shift`, in the dtype of `shift` and `zero`."""
     first = zero
     second = zero
     for i in range(run.shape[0]):
@@ -57,9 +80,9 @@ def _deviations(run, shift, zero):
     return first, second
 
 
-@sums
+@may_reorder
 def _products(x, dy, power, centre):
-    """Sums of `dy` and `dy * (x * power - centre)`."""
+    """`(sum(dy), sum(dy * (x * power - centre)))` of two runs."""
     first = rounded(0, x)
     second = rounded(0, x)
     for i in range(x.shape[0]):
@@ -69,48 +92,51 @@ def _products(x, dy, power, centre):
     return first, second
 
 
-@maps
+@may_contract
 def _affine(source, power, centre, scale, shift, target):
-    """`target = (source * power - centre) * scale + shift` over one run of one channel."""
+    """Write `y` of one run to `target`."""
     for i in range(source.shape[0]):
-        target[i] = narrow((widen(source[i]) * power - centre) * scale + shift, target)
+        target[i] = narrow(affine(source[i], power, centre, scale, shift), target)
 
 
-@maps
+@may_contract
 def _gradient(source, grad, power, centre, of_dy, of_x, shift, target):
-    """`target = grad * of_dy + (source * power - centre) * of_x + shift` over one run."""
+    """Write `dx` of one run to `target`."""
     for i in range(source.shape[0]):
-        d = widen(source[i]) * power - centre
-        target[i] = narrow(widen(grad[i]) * of_dy + (d * of_x + shift), target)
+        dx = gradient(source[i], grad[i], power, centre, of_dy, of_x, shift)
+        target[i] = narrow(dx, target)
 
 
-@maps
+# The next two do the same for all runs of channel `c`. When runs are short, calling the two above
+# once per run would take as long as the work itself.
+
+
+@may_contract
 def _channel_affine(x, c, power, centre, scale, shift, y):
-    """`_affine` over all runs of channel `c`: for short ones a call each would cost as much."""
     for a in range(x.shape[0]):
         source = x[a, c]
         target = y[a, c]
         for i in range(source.shape[0]):
-            target[i] = narrow((widen(source[i]) * power - centre) * scale + shift, target)
+            target[i] = narrow(affine(source[i], power, centre, scale, shift), target)
 
 
-@maps
+@may_contract
 def _channel_gradient(x, dy, c, power, centre, of_dy, of_x, shift, dx):
-    """`_gradient` over all runs of channel `c`."""
     for a in range(x.shape[0]):
         source = x[a, c]
         grad = dy[a, c]
         target = dx[a, c]
         for i in range(source.shape[0]):
-            g = widen(grad[i])
-            target[i] = narrow(
-                g * of_dy + ((widen(source[i]) * power - centre) * of_x + shift), target
-            )
+            value = gradient(source[i], grad[i], power, centre, of_dy, of_x, shift)
+            target[i] = narrow(value, target)
 
 
-@exact
-def _plane_tiles(outer, inner):
-    """`(tiles per channel, runs per tile, pieces per run)`: cut long runs, join short ones."""
+# ------------------------------------------------------------- how work is cut
+
+
+@strict
+def _tiles(outer, inner):
+    """`(tiles per channel, runs per tile, pieces per run)`; `runs` or `pieces` is 1."""
     if inner >= TILE:
         pieces = (inner + TILE - 1) // TILE
         return outer * pieces, 1, pieces
@@ -118,15 +144,37 @@ def _plane_tiles(outer, inner):
     return (outer + runs - 1) // runs, runs, 1
 
 
-@exact
+@strict
 def _chunks(tiles, channels):
-    """Partial results per channel: enough tasks for many cores, a function of the shape only."""
+    """Chunks per channel: enough tasks for many cores."""
     return max(1, min(tiles, (MAX_CHUNKS + channels - 1) // channels))
 
 
-@exact
+@strict
+def _piece(task, channels, inner):
+    """`(a, c, begin, end)`: task number `task` of a map writes `x[a, c, begin:end]`."""
+    pieces = (inner + PIECE - 1) // PIECE
+    plane = task // pieces
+    begin = (task % pieces) * PIECE
+    return plane // channels, plane % channels, begin, min(inner, begin + PIECE)
+
+
+@strict
+def _map_tasks(x):
+    """How many tasks `_piece` cuts `x` into."""
+    outer, channels, inner = x.shape
+    return outer * channels * ((inner + PIECE - 1) // PIECE)
+
+
+# -------------------------------------------------------- sums over a chunk
+
+
+@strict
 def _tile_moments(x, c, t, runs, pieces, zero):
-    """`(count, mean, sum(d), sum(d**2))` of a tile, `d = x - mean` rounded, in `zero`'s dtype."""
+    """`(count, shift, sum(d), sum(d**2))` of tile `t` of channel `c`, with `d = x - shift`.
+
+    `shift` is the mean of the tile, rounded to the dtype of `zero`, in which all is computed.
+    """
     outer, _, inner = x.shape
     if runs == 1:
         start = (t % pieces) * TILE
@@ -150,97 +198,32 @@ def _tile_moments(x, c, t, runs, pieces, zero):
     return np.float64(n), np.float64(shift), np.float64(first), np.float64(second)
 
 
-@exact
+@strict
 def _chunk_moments(x, c, begin, end, runs, pieces):
     """`(count, mean, m2)` of the tiles `begin` to `end` of channel `c`.
 
-    A tile is summed, then its deviations from that (rounded) mean are: the second sum of
-    deviations mends the rounding of the first (the corrected two-pass algorithm).
+    Each tile is summed for its mean, then its deviations from that mean are summed. Their sum is 0
+    but for rounding, and corrects both results (the corrected two-pass algorithm).
     """
     count = 0.0
     mean = 0.0
     m2 = 0.0
     for t in range(begin, end):
         n, shift, first, second = _tile_moments(x, c, t, runs, pieces, rounded(0, x))
-        if doubtful(first, second, n, x):
+        if float32_fails(first, second, n, x):
             n, shift, first, second = _tile_moments(x, c, t, runs, pieces, 0.0)
-        mend = first / n
-        tile_m2 = max(second - mend * first, 0.0 * second)
-        mean, m2 = merge(count, mean, m2, n, shift + mend, tile_m2)
+        correction = first / n
+        tile_m2 = max(second - correction * first, 0.0 * second)  # NaN stays NaN
+        mean, m2 = merge(count, mean, m2, n, shift + correction, tile_m2)
         count += n
     return count, mean, m2
 
 
-@exact
-def _affine_constants(x, mean, invstd, factor, offset):
-    """`(power, centre, scale, shift)` for `_affine`: `(x - mean) * invstd * factor + offset`."""
-    near = rounded(mean, x)
-    power = power_of(invstd, near)
-    slope = invstd * factor
-    shift = (np.float64(near) - mean) * slope + offset
-    centre = rounded(near * power, x)
-    return rounded(power, x), centre, rounded(slope / power, x), rounded(shift, x)
-
-
-@exact
-def _gradient_constants(x, mean, invstd, factor, mean_dy, mean_dy_xhat):
-    """`(power, centre, of_dy, of_x, shift)` for `_gradient`, see `planes_backward_input`."""
-    near = rounded(mean, x)
-    power = power_of(invstd, near)
-    slope = -invstd * (invstd / power) * mean_dy_xhat
-    shift = (np.float64(near) - mean) * power * slope - invstd * mean_dy
-    centre = rounded(near * power, x)
-    of_dy = rounded(invstd * factor, x)
-    return rounded(power, x), centre, of_dy, rounded(slope, x), rounded(shift, x)
-
-
-@SerialParallelKernel
-def planes_moments(x, mean, m2):
-    """`x` [A, C, B] -> `mean`, `m2` (C,)."""
-    outer, channels, inner = x.shape
-    tiles, runs, pieces = _plane_tiles(outer, inner)
-    chunks = _chunks(tiles, channels)
-    counts = np.empty((channels, chunks))
-    means = np.empty((channels, chunks))
-    m2s = np.empty((channels, chunks))
-    for task in prange(channels * chunks):
-        c = task // chunks
-        k = task % chunks
-        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
-        counts[c, k], means[c, k], m2s[c, k] = _chunk_moments(x, c, begin, end, runs, pieces)
-    for c in range(channels):
-        count = counts[c, 0]
-        mean[c] = means[c, 0]
-        m2[c] = m2s[c, 0]
-        for k in range(1, chunks):
-            mean[c], m2[c] = merge(count, mean[c], m2[c], counts[c, k], means[c, k], m2s[c, k])
-            count += counts[c, k]
-
-
-@SerialParallelKernel
-def planes_normalize(x, mean, invstd, weight, bias, y):
-    """`y = (x - mean) * invstd * weight + bias`, `x`, `y` [A, C, B]."""
-    outer, channels, inner = x.shape
-    pieces = (inner + PIECE - 1) // PIECE
-    for task in prange(outer * channels * pieces):
-        plane = task // pieces
-        a = plane // channels
-        c = plane % channels
-        begin = (task % pieces) * PIECE
-        stop = min(inner, begin + PIECE)
-        factor = weight[c] if weight.shape[0] else 1.0
-        offset = bias[c] if bias.shape[0] else 0.0
-        power, centre, scale, shift = _affine_constants(x, mean[c], invstd[c], factor, offset)
-        _affine(x[a, c, begin:stop], power, centre, scale, shift, y[a, c, begin:stop])
-
-
-@exact
+@strict
 def _chunk_products(x, dy, c, mean, invstd, begin, end, runs, pieces):
-    """Sums of `dy` and `dy * (x - mean)`, mean rounded, over the tiles `begin` to `end` of `c`."""
+    """`(sum(dy), sum(dy * (x - rounded_mean)))` of the tiles `begin` to `end` of channel `c`."""
     outer, _, inner = x.shape
-    near = rounded(mean, x)
-    scale = power_of(invstd, near)
-    power, centre = rounded(scale, x), rounded(near * scale, x)
+    power, centre = _power_and_centre(x, mean, invstd)
     first = 0.0
     second = 0.0
     for t in range(begin, end):
@@ -256,21 +239,86 @@ def _chunk_products(x, dy, c, mean, invstd, begin, end, runs, pieces):
                 f, s = _products(x[a, c], dy[a, c], power, centre)
                 first += f
                 second += s
-    return first, second / scale
+    return first, second / power
+
+
+# ------------------------------------------------------ coefficients of one channel
+
+
+@strict
+def _power_and_centre(x, mean, invstd):
+    """`(power, centre)` of one channel, in the computing dtype of `x`; the power stays exact."""
+    rounded_mean = rounded(mean, x)
+    power = power_of(invstd, rounded_mean)
+    return rounded(power, x), rounded(rounded_mean * power, x)
+
+
+@strict
+def _affine_arguments(x, mean, invstd, weight, bias):
+    """`(power, centre, scale, shift)` of one channel, in the computing dtype of `x`."""
+    power, centre = _power_and_centre(x, mean, invstd)
+    scale, shift = affine_coefficients(mean, rounded(mean, x), invstd, weight, power)
+    return power, centre, rounded(scale, x), rounded(shift + bias, x)
+
+
+@strict
+def _gradient_arguments(x, mean, invstd, weight, mean_dy, mean_dy_xhat):
+    """`(power, centre, of_dy, of_x, shift)` of one channel, in the computing dtype of `x`."""
+    power, centre = _power_and_centre(x, mean, invstd)
+    of_dy, of_x, shift = gradient_coefficients(
+        mean, rounded(mean, x), invstd, weight, mean_dy, mean_dy_xhat, power
+    )
+    return power, centre, rounded(of_dy, x), rounded(of_x, x), rounded(shift, x)
+
+
+# -------------------------------------------------------- kernels of one step each
+
+
+@SerialParallelKernel
+def planes_moments(x, mean, m2):
+    """Write the moments of `x` [A, C, B] to `mean`, `m2` (C,)."""
+    outer, channels, inner = x.shape
+    tiles, runs, pieces = _tiles(outer, inner)
+    chunks = _chunks(tiles, channels)
+    counts = np.empty((channels, chunks))
+    means = np.empty((channels, chunks))
+    m2s = np.empty((channels, chunks))
+    for task in prange(channels * chunks):
+        c, k = task // chunks, task % chunks
+        begin, end = share(tiles, k, chunks)
+        counts[c, k], means[c, k], m2s[c, k] = _chunk_moments(x, c, begin, end, runs, pieces)
+    for c in range(channels):
+        count = counts[c, 0]
+        mean[c] = means[c, 0]
+        m2[c] = m2s[c, 0]
+        for k in range(1, chunks):
+            mean[c], m2[c] = merge(count, mean[c], m2[c], counts[c, k], means[c, k], m2s[c, k])
+            count += counts[c, k]
+
+
+@SerialParallelKernel
+def planes_normalize(x, mean, invstd, weight, bias, y):
+    """`y = (x - mean) * invstd * weight + bias`; `x`, `y` [A, C, B]."""
+    _, channels, inner = x.shape
+    for task in prange(_map_tasks(x)):
+        a, c, begin, end = _piece(task, channels, inner)
+        power, centre, scale, shift = _affine_arguments(
+            x, mean[c], invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
+        )
+        _affine(x[a, c, begin:end], power, centre, scale, shift, y[a, c, begin:end])
 
 
 @SerialParallelKernel
 def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [A, C, B]."""
     outer, channels, inner = x.shape
-    tiles, runs, pieces = _plane_tiles(outer, inner)
+    tiles, runs, pieces = _tiles(outer, inner)
     chunks = _chunks(tiles, channels)
     firsts = np.empty((channels, chunks))
     seconds = np.empty((channels, chunks))
     for task in prange(channels * chunks):
-        c = task // chunks
-        k = task % chunks
-        begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+        c, k = task // chunks, task % chunks
+        begin, end = share(tiles, k, chunks)
         firsts[c, k], seconds[c, k] = _chunk_products(
             x, dy, c, mean[c], invstd[c], begin, end, runs, pieces
         )
@@ -280,9 +328,8 @@ def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
         for k in range(chunks):
             first += firsts[c, k]
             second += seconds[c, k]
-        rest = np.float64(rounded(mean[c], x)) - mean[c]
         sum_dy[c] = first
-        sum_dy_xhat[c] = (second + rest * first) * invstd[c]
+        sum_dy_xhat[c] = xhat_sum(first, second, mean[c], rounded(mean[c], x), invstd[c])
 
 
 @SerialParallelKernel
@@ -291,80 +338,73 @@ def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
     """
-    outer, channels, inner = x.shape
-    pieces = (inner + PIECE - 1) // PIECE
-    for task in prange(outer * channels * pieces):
-        plane = task // pieces
-        a = plane // channels
-        c = plane % channels
-        begin = (task % pieces) * PIECE
-        stop = min(inner, begin + PIECE)
-        factor = weight[c] if weight.shape[0] else 1.0
-        power, centre, of_dy, of_x, shift = _gradient_constants(
-            x, mean[c], invstd[c], factor, mean_dy[c], mean_dy_xhat[c]
+    _, channels, inner = x.shape
+    for task in prange(_map_tasks(x)):
+        a, c, begin, end = _piece(task, channels, inner)
+        power, centre, of_dy, of_x, shift = _gradient_arguments(
+            x, mean[c], invstd[c], value_or(weight, c, 1.0), mean_dy[c], mean_dy_xhat[c]
         )
-        source, grad, target = x[a, c, begin:stop], dy[a, c, begin:stop], dx[a, c, begin:stop]
+        source, grad, target = x[a, c, begin:end], dy[a, c, begin:end], dx[a, c, begin:end]
         _gradient(source, grad, power, centre, of_dy, of_x, shift, target)
 
 
-# Both steps of a direction, one channel after the other: for a batch that nobody else has a part
-# of, whose channel is still in a near cache when the second step comes to it. What they compute
-# is bitwise what the two kernels of the direction do.
+# ------------------------------------------------- kernels of a whole direction
+#
+# They serve a batch of which no other member has a part. Each channel goes through both steps while
+# it is in a core's own cache. Results are bitwise those of the two kernels of the steps.
 
 
 @SerialParallelKernel
 def planes_forward(x, weight, bias, eps, clamp, mean, m2, invstd, y):
-    """`planes_moments`, then `planes_normalize` by those; `x`, `y` [A, C, B].
+    """`planes_moments`, then `planes_normalize` with those; `x`, `y` [A, C, B].
 
     `invstd = 1 / sqrt(m2 / n + eps)`, with `clamp` `1 / sqrt(max(m2 / n, eps))`.
     """
     outer, channels, inner = x.shape
-    tiles, runs, pieces = _plane_tiles(outer, inner)
+    tiles, runs, pieces = _tiles(outer, inner)
     chunks = _chunks(tiles, channels)
     for c in prange(channels):
         count, channel_mean, channel_m2 = _chunk_moments(x, c, 0, tiles // chunks, runs, pieces)
         for k in range(1, chunks):
-            begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+            begin, end = share(tiles, k, chunks)
             n, other, other_m2 = _chunk_moments(x, c, begin, end, runs, pieces)
             channel_mean, channel_m2 = merge(count, channel_mean, channel_m2, n, other, other_m2)
             count += n
         mean[c] = channel_mean
         m2[c] = channel_m2
         invstd[c] = invstd_of(channel_m2 / count, eps, clamp)
-        factor = weight[c] if weight.shape[0] else 1.0
-        offset = bias[c] if bias.shape[0] else 0.0
-        power, centre, scale, shift = _affine_constants(x, channel_mean, invstd[c], factor, offset)
+        power, centre, scale, shift = _affine_arguments(
+            x, channel_mean, invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
+        )
         _channel_affine(x, c, power, centre, scale, shift, y)
 
 
 @SerialParallelKernel
-def planes_backward(x, dy, mean, invstd, weight, frozen, sum_dy, sum_dy_xhat, dx):
-    """`planes_backward_reduce`, then `planes_backward_input` by those; all [A, C, B].
+def planes_backward(x, dy, mean, invstd, weight, clamped, sum_dy, sum_dy_xhat, dx):
+    """`planes_backward_reduce`, then `planes_backward_input` with those; all [A, C, B].
 
-    `frozen` (C,) bool: where `invstd` is a constant; empty for nowhere.
+    `clamped` (C,) bool: see `numerics.mean_gradients`; empty if no channel is clamped.
     """
     outer, channels, inner = x.shape
-    tiles, runs, pieces = _plane_tiles(outer, inner)
+    tiles, runs, pieces = _tiles(outer, inner)
     chunks = _chunks(tiles, channels)
     count = outer * inner
     for c in prange(channels):
         first = 0.0
         second = 0.0
         for k in range(chunks):
-            begin, end = tiles * k // chunks, tiles * (k + 1) // chunks
+            begin, end = share(tiles, k, chunks)
             f, s = _chunk_products(x, dy, c, mean[c], invstd[c], begin, end, runs, pieces)
             first += f
             second += s
-        rest = np.float64(rounded(mean[c], x)) - mean[c]
-        second = (second + rest * first) * invstd[c]
+        second = xhat_sum(first, second, mean[c], rounded(mean[c], x), invstd[c])
         sum_dy[c] = first
         sum_dy_xhat[c] = second
-        factor = weight[c] if weight.shape[0] else 1.0
-        mean_dy = first * factor / count
-        mean_dy_xhat = second * factor / count
-        if frozen.shape[0] and frozen[c]:
-            mean_dy_xhat = 0.0
-        power, centre, of_dy, of_x, shift = _gradient_constants(
+        factor = value_or(weight, c, 1.0)
+        mean_dy, mean_dy_xhat = mean_gradients(
+            first, second, factor, count, value_or(clamped, c, False)
+        )
+        power, centre, of_dy, of_x, shift = _gradient_arguments(
             x, mean[c], invstd[c], factor, mean_dy, mean_dy_xhat
         )
         _channel_gradient(x, dy, c, power, centre, of_dy, of_x, shift, dx)

@@ -1,4 +1,4 @@
-"""How CUDA kernels reach memory: raw pointers in, 128-bit accesses where addresses allow.
+"""How CUDA kernels access memory: by raw pointers, 128 bits at a time where addresses allow.
 
 A pointer is a 64-bit integer. Loads and stores are written in LLVM's terms, because only a load
 of a whole vector becomes one access of 128 bits (`LDG.E.128`).
@@ -16,15 +16,16 @@ from syncbn_core.kernels.cuda.kinds import KINDS
 
 __all__ = [
     "barrier",
+    "count_up",
     "device",
     "fence",
     "given",
     "number_access",
+    "product",
     "quotient",
     "read_count",
     "reset",
     "small_quotient",
-    "ticket",
     "vector_access",
     "write_count",
 ]
@@ -93,7 +94,7 @@ def _store_vector(dtype, lanes):
 
     @intrinsic
     def store(typing_context, pointer, index, values):
-        """The opposite of `load`; `values` is a tuple."""
+        """Store the tuple `values` where `load` reads."""
 
         def generate(context, builder, signature, arguments):
             pointer, index, values = arguments
@@ -139,7 +140,7 @@ def _store_number(dtype):
 
     @intrinsic
     def store_one(typing_context, pointer, index, value):
-        """The opposite of `load_one`."""
+        """Store `value` where `load_one` reads."""
 
         def generate(context, builder, signature, arguments):
             pointer, index, value = arguments
@@ -157,7 +158,7 @@ def _store_number(dtype):
 
 
 def _round_to_bfloat16(builder, value):
-    """By integers, for devices of any compute capability: to nearest even, NaN stays NaN."""
+    """To nearest even by integer operations, on any compute capability; NaN stays NaN."""
     bits = builder.bitcast(value, _I32)
     odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
     rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))
@@ -193,8 +194,8 @@ def number_access(dtype):
 
 
 @intrinsic
-def ticket(typing_context, pointer, index):
-    """How many blocks have come before; atomic."""
+def count_up(typing_context, pointer, index):
+    """Add 1 to a block counter (int32), atomically; returns its value before."""
 
     def generate(context, builder, signature, arguments):
         place = _address(builder, *arguments, 4, _I32)
@@ -205,7 +206,7 @@ def ticket(typing_context, pointer, index):
 
 @intrinsic
 def reset(typing_context, pointer, index):
-    """Make the ticket 0 again."""
+    """Set a block counter to 0."""
 
     def generate(context, builder, signature, arguments):
         builder.store(_I32(0), _address(builder, *arguments, 4, _I32), align=4)
@@ -227,7 +228,7 @@ def read_count(typing_context, pointer):
 
 @intrinsic
 def write_count(typing_context, pointer, value):
-    """Store an int64."""
+    """Store an int64 at `pointer`."""
 
     def generate(context, builder, signature, arguments):
         place = builder.inttoptr(arguments[0], ir.PointerType(_I64, 1))
@@ -258,9 +259,21 @@ def small_quotient(typing_context, a, b):
     return types.int64(types.int64, types.int64), generate
 
 
+@intrinsic
+def product(typing_context, a, b):
+    """`a * b` in float64, rounded: the compiler does not join it with a sum that follows."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(_F64, [_F64, _F64])
+        multiply = ir.InlineAsm(kind, "mul.rn.f64 $0, $1, $2;", "=d,d,d", side_effect=False)
+        return builder.call(multiply, arguments)
+
+    return types.float64(types.float64, types.float64), generate
+
+
 @device
 def given(pointer):
-    """Whether an optional pointer is there."""
+    """Whether an optional array is there: its pointer is not 0."""
     return pointer != 0
 
 
@@ -272,5 +285,5 @@ def barrier():
 
 @device
 def fence():
-    """What this thread has written is there before what it writes from now on."""
+    """Make what this thread has written visible to all blocks before what it writes from now on."""
     cuda.threadfence()

@@ -1,4 +1,4 @@
-"""What CUDA kernels use of the device: memory, barriers, and dtypes that are known at run time.
+"""What CUDA kernels need of the device: memory, barriers, and dtypes that are known at run time.
 
 Activations are float16, bfloat16, float32 or float64 in memory and float32 or float64 (`work`)
 in registers; per-channel numbers are float64.
@@ -10,15 +10,16 @@ from numba import types
 
 from syncbn_core.kernels.cuda.intrinsics import (
     barrier,
+    count_up,
     device,
     fence,
     given,
     number_access,
+    product,
     quotient,
     read_count,
     reset,
     small_quotient,
-    ticket,
     vector_access,
     write_count,
 )
@@ -27,6 +28,7 @@ from syncbn_core.kernels.cuda.kinds import KINDS
 __all__ = [
     "KINDS",
     "barrier",
+    "count_up",
     "device",
     "each_lane",
     "fence",
@@ -34,6 +36,7 @@ __all__ = [
     "load_f64",
     "load_parameter",
     "number_access",
+    "product",
     "quotient",
     "read_count",
     "reset",
@@ -41,14 +44,14 @@ __all__ = [
     "store_f64",
     "store_parameter",
     "sum_of_lanes",
-    "ticket",
     "vector_access",
     "write_count",
+    "zeros_of",
 ]
 
 
 def each_lane(lanes, function):
-    """A function that gives the tuple `function(0, *arguments), ... (lanes - 1, *arguments)`."""
+    """A function that gives the tuple `(function(0, *a), ..., function(lanes - 1, *a))`."""
     if lanes == 1:
 
         @device
@@ -114,6 +117,16 @@ def sum_of_lanes(lanes):
     return add
 
 
+def zeros_of(lanes, work):
+    """A function without arguments that gives `lanes` zeros."""
+
+    @device
+    def zero(v):
+        return work(0)
+
+    return each_lane(lanes, zero)
+
+
 load_f32, store_f32 = number_access("float32")
 load_f64, store_f64 = number_access("float64")
 _load_f16, _store_f16 = number_access("float16")
@@ -134,7 +147,7 @@ def load_parameter(code, pointer, index):
 
 @device
 def store_parameter(code, pointer, index, value):
-    """The opposite of `load_parameter`."""
+    """Store a float64 where `load_parameter` reads."""
     if code == 1:
         store_f32(pointer, index, types.float32(value))
     elif code == 2:

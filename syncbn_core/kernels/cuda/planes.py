@@ -1,16 +1,17 @@
 """CUDA kernels for planes: `[A, C, B]` with a channel's numbers in runs of B > 1.
 
-Reductions: a block per (channel, split of it). Its threads walk over *slots*, 16 bytes each,
-four at a time: those numbers stay in registers, are summed, and their deviations from their own
-mean are (the corrected two-pass algorithm); in float64 they are referred to the pivot of the
-channel and added up. The block that finishes last adds the splits in their order. So sums
-depend on the shape alone, and are the same on every run.
+Reductions: a block per (channel, split of it). Its threads walk over *slots* of 16 bytes. A thread
+takes four slots at a time, keeps their numbers in registers, and sums first the numbers and then
+their deviations from their own mean (the corrected two-pass algorithm). It converts these sums, in
+float64, to deviations from the pivot of the channel, and adds them to its own. The block that
+finishes last adds the sums of the splits in their order. So sums depend on the shape alone, and
+are the same on every run.
 
-Where planes do not begin on 16 bytes (`ragged`), slots lie on the grid of addresses, and a
-plane owns a part of its first and last one; those numbers are read one by one.
+Where planes do not begin at multiples of 16 bytes (`ragged`), slots do: then the first and the
+last slot of a plane are only partly its own, and those numbers are read one by one.
 
-Elementwise kernels take the whole activation as one run, a block per piece of it, last piece
-first: what the reduction has read last is still in the L2 cache.
+Elementwise kernels treat the whole activation as one run. Each block has a piece of it, and the
+last piece comes first: what the reduction has read last is still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,26 +25,23 @@ from syncbn_core.kernels.cuda.memory import (
     device,
     each_lane,
     fence,
-    given,
     load_f64,
     number_access,
     quotient,
-    read_count,
     reset,
     small_quotient,
     store_f64,
     sum_of_lanes,
-    ticket,
     vector_access,
-    write_count,
+    zeros_of,
 )
 from syncbn_core.kernels.cuda.statistics import (
     add_up,
-    channel_statistics,
-    gradient_slopes,
-    keep,
-    slope_and_shift,
-    update_running,
+    gradient_coefficients,
+    input_gradient,
+    is_last_block,
+    normalize_coefficients,
+    normalized,
     write_moments,
     write_sums,
 )
@@ -54,13 +52,13 @@ float32, float64, int32, int64 = types.float32, types.float64, types.int32, type
 def _slot_reader(dtype, lanes, ragged):
     """`read_slot(pointer, at, mask)`: the numbers of a slot whose bit is set in `mask`, else 0.
 
-    Only ragged planes have slots of which some numbers are theirs: else it is all or none.
+    Only ragged planes have slots that are partly their own; others have masks of all or of none.
     """
     load, _ = vector_access(dtype, lanes)
     load_one, _ = number_access(dtype)
     work = KINDS[dtype].work
     whole = (1 << lanes) - 1
-    zeros = each_lane(lanes, _zero(work))
+    zeros = zeros_of(lanes, work)
 
     @device
     def number(v, pointer, at, mask):
@@ -77,14 +75,6 @@ def _slot_reader(dtype, lanes, ragged):
         return load(pointer, at) if mask != 0 else zeros()
 
     return read_slot if ragged else read_all_or_none
-
-
-def _zero(work):
-    @device
-    def zero(v):
-        return work(0)
-
-    return zero
 
 
 def _owner(lanes, ragged):
@@ -116,14 +106,57 @@ def _owner(lanes, ragged):
 
 
 @device
+def _first_slot(tid, threads, outer, slots, k, splits):
+    """The first slot of a thread in split `k` of a channel.
+
+    `(j, stop, plane, slot, planes_on, slots_on)`: slot number j of the channel, before `stop`, is
+    slot `slot` of plane `plane`. Slot j + threads is `planes_on` planes and `slots_on` slots on.
+    """
+    total = outer * slots
+    stop = quotient(total * (k + 1), splits)
+    j = quotient(total * k, splits) + tid
+    plane = quotient(j, slots)
+    slot = j - plane * slots
+    planes_on = small_quotient(threads, slots) if slots <= threads else int64(0)
+    slots_on = threads - planes_on * slots
+    return j, stop, plane, slot, planes_on, slots_on
+
+
+@device
 def _next_slot(plane, slot, slots, planes_on, slots_on):
-    """The position that many planes and slots on."""
+    """`(plane, slot)` of the slot that is so many planes and slots on."""
     plane += planes_on
     slot += slots_on
     if slot >= slots:
         slot -= slots
         plane += 1
     return plane, slot
+
+
+@device
+def _is_last_split(partials, block_counters, c, k, splits, tid, firsts, seconds, flag):
+    """Store the sums of split `k` of channel `c`; True if all other splits have stored theirs."""
+    if tid == 0:
+        at = (c * splits + k) * 2
+        store_f64(partials, at, firsts[0])
+        store_f64(partials, at + 1, seconds[0])
+        fence()
+    return is_last_block(block_counters, c, splits, tid, flag)
+
+
+# Numba inlines it: when NVVM does, ptxas needs more registers for the loop over x, and spills.
+@device(inline="always")
+def _sum_splits(partials, c, splits, tid, threads):
+    """`(first, second)`: sums over every `threads`-th split of channel `c`, from `tid` on."""
+    first = 0.0
+    second = 0.0
+    i = tid
+    while i < splits:
+        at = (c * splits + i) * 2
+        first += load_f64(partials, at)
+        second += load_f64(partials, at + 1)
+        i += threads
+    return first, second
 
 
 def planes_moments(dtype, lanes, ragged, threads):
@@ -136,8 +169,8 @@ def planes_moments(dtype, lanes, ragged, threads):
     share = work(1 / (UNROLL * lanes))
 
     @device
-    def refer(mean, n, f, s, pivot, first, second):
-        """Add sums of deviations from `mean` to those from `pivot`."""
+    def add_deviations(mean, n, f, s, pivot, first, second):
+        """Add sums `f`, `s` of n deviations from `mean` and of their squares, as from `pivot`."""
         shift = float64(mean) - pivot
         return first + (f + n * shift), second + (s + shift * (f + f + n * shift))
 
@@ -158,10 +191,10 @@ def planes_moments(dtype, lanes, ragged, threads):
             s1 += d3 * d3
         n = float64(UNROLL * lanes)
         f, s = float64(f0) + float64(f1), float64(s0) + float64(s1)
-        return refer(mean, n, f, s, pivot, first, second)
+        return add_deviations(mean, n, f, s, pivot, first, second)
 
-    # No loop over lanes: the compiler does not unroll one that masks make long, and then looks
-    # each lane up in a chain of branches.
+    # No loop over lanes: masks make its body long, so the compiler would not unroll it, and would
+    # find each lane through a chain of branches.
 
     @device
     def lane_total(v, v0, v1, v2, v3):
@@ -195,23 +228,19 @@ def planes_moments(dtype, lanes, ragged, threads):
         d2, d3 = deviations(v2, m2, mean), deviations(v3, m3, mean)
         f = add_lanes(totals(d0, d1, d2, d3))
         s = add_lanes(squares(d0, d1, d2, d3))
-        return refer(mean, float64(count), float64(f), float64(s), pivot, first, second)
+        return add_deviations(mean, float64(count), float64(f), float64(s), pivot, first, second)
 
-    def kernel(x, skew, outer, channels, inner, slots, splits, partials, tickets, moments):
+    def kernel(x, skew, outer, channels, inner, slots, splits, partials, block_counters, moments):
         firsts = cuda.shared.array(threads, float64)
         seconds = cuda.shared.array(threads, float64)
-        is_last = cuda.shared.array(1, int32)
+        flag = cuda.shared.array(1, int32)
         tid = int64(cuda.threadIdx.x)
         c = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
         pivot = float64(load_one(x, c * inner))
-        total = outer * slots
-        stop = quotient(total * (k + 1), splits)
-        j = quotient(total * k, splits) + tid
-        plane = quotient(j, slots)
-        slot = j - plane * slots
-        planes_on = small_quotient(int64(threads), slots) if slots <= threads else int64(0)
-        slots_on = int64(threads) - planes_on * slots
+        j, stop, plane, slot, planes_on, slots_on = _first_slot(
+            tid, int64(threads), outer, slots, k, splits
+        )
         first = 0.0
         second = 0.0
         while j < stop:
@@ -238,30 +267,14 @@ def planes_moments(dtype, lanes, ragged, threads):
         seconds[tid] = second
         add_up(firsts, seconds, tid, tid, 1, 1, threads)
         if splits > 1:
-            if tid == 0:
-                here = (c * splits + k) * 2
-                store_f64(partials, here, firsts[0])
-                store_f64(partials, here + 1, seconds[0])
-                fence()
-                is_last[0] = int32(ticket(tickets, c) == splits - 1)
-            barrier()
-            if is_last[0] == 0:
+            shared = firsts, seconds, flag
+            if not _is_last_split(partials, block_counters, c, k, splits, tid, *shared):
                 return
-            fence()
-            first = 0.0
-            second = 0.0
-            i = tid
-            while i < splits:
-                here = (c * splits + i) * 2
-                first += load_f64(partials, here)
-                second += load_f64(partials, here + 1)
-                i += threads
-            firsts[tid] = first
-            seconds[tid] = second
+            firsts[tid], seconds[tid] = _sum_splits(partials, c, splits, tid, int64(threads))
             add_up(firsts, seconds, tid, tid, 1, 1, threads)
         if tid == 0:
             if splits > 1:
-                reset(tickets, c)
+                reset(block_counters, c)
             count = float64(outer * inner)
             write_moments(moments, channels, c, count, pivot, firsts[0], seconds[0])
 
@@ -276,12 +289,12 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
     owned = _owner(lanes, ragged)
 
     @device
-    def add(v0, v1, g0, g1, near, first, second):
+    def add(v0, v1, g0, g1, rounded_mean, first, second):
         f = s = work(0)
         for v in range(lanes):
             f += g0[v] + g1[v]
-            s += g0[v] * (v0[v] - near)
-            s += g1[v] * (v1[v] - near)
+            s += g0[v] * (v0[v] - rounded_mean)
+            s += g1[v] * (v1[v] - rounded_mean)
         return first + float64(f), second + float64(s)
 
     def kernel(
@@ -294,29 +307,25 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
         slots,
         splits,
         partials,
-        tickets,
+        block_counters,
         statistics,
         weight,
         weight_code,
-        code,
+        gradient_code,
         sums,
         grad_weight,
         grad_bias,
     ):
         firsts = cuda.shared.array(threads, float64)
         seconds = cuda.shared.array(threads, float64)
-        is_last = cuda.shared.array(1, int32)
+        flag = cuda.shared.array(1, int32)
         tid = int64(cuda.threadIdx.x)
         c = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
-        near = work(load_f64(statistics, 1 + c))
-        total = outer * slots
-        stop = quotient(total * (k + 1), splits)
-        j = quotient(total * k, splits) + tid
-        plane = quotient(j, slots)
-        slot = j - plane * slots
-        planes_on = small_quotient(int64(threads), slots) if slots <= threads else int64(0)
-        slots_on = int64(threads) - planes_on * slots
+        rounded_mean = work(load_f64(statistics, 1 + c))
+        j, stop, plane, slot, planes_on, slots_on = _first_slot(
+            tid, int64(threads), outer, slots, k, splits
+        )
         first = 0.0
         second = 0.0
         while j < stop:
@@ -329,47 +338,31 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
                 m1 = m1 if j + threads < stop else int32(0)
                 v0, v1 = read_slot(x, at0, m0), read_slot(x, at1, m1)
                 g0, g1 = read_slot(dy, at0, m0), read_slot(dy, at1, m1)
-            first, second = add(v0, v1, g0, g1, near, first, second)
+            first, second = add(v0, v1, g0, g1, rounded_mean, first, second)
             j += 2 * threads
             plane, slot = _next_slot(p1, r1, slots, planes_on, slots_on)
         firsts[tid] = first
         seconds[tid] = second
         add_up(firsts, seconds, tid, tid, 1, 1, threads)
         if splits > 1:
-            if tid == 0:
-                here = (c * splits + k) * 2
-                store_f64(partials, here, firsts[0])
-                store_f64(partials, here + 1, seconds[0])
-                fence()
-                is_last[0] = int32(ticket(tickets, c) == splits - 1)
-            barrier()
-            if is_last[0] == 0:
+            shared = firsts, seconds, flag
+            if not _is_last_split(partials, block_counters, c, k, splits, tid, *shared):
                 return
-            fence()
-            first = 0.0
-            second = 0.0
-            i = tid
-            while i < splits:
-                here = (c * splits + i) * 2
-                first += load_f64(partials, here)
-                second += load_f64(partials, here + 1)
-                i += threads
-            firsts[tid] = first
-            seconds[tid] = second
+            firsts[tid], seconds[tid] = _sum_splits(partials, c, splits, tid, int64(threads))
             add_up(firsts, seconds, tid, tid, 1, 1, threads)
         if tid == 0:
             if splits > 1:
-                reset(tickets, c)
+                reset(block_counters, c)
             write_sums(
-                statistics,
-                channels,
                 c,
-                float64(near),
+                channels,
+                float64(rounded_mean),
                 firsts[0],
                 seconds[0],
+                statistics,
                 weight,
                 weight_code,
-                code,
+                gradient_code,
                 sums,
                 grad_weight,
                 grad_bias,
@@ -380,34 +373,34 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
 
 @device
 def _plane_of(at, inner):
-    """`(plane, numbers of it from there on)` of number `at`."""
+    """`(plane, left)`: the plane of number `at`, and how many numbers of it are left from there."""
     i = 0 if at < inner else quotient(at, inner)
     return i, (i + 1) * inner - at
 
 
 def planes_normalize(dtype, lanes, ragged, threads):
-    """`y = (x - mean) * invstd * weight + bias`, statistics kept and running ones updated.
+    """`y = (x - mean) * invstd * weight + bias`; writes statistics and updates running ones.
 
-    Statistics come merged from `size` packed moments; with none of them they are the running
-    ones, which stay as they are. Grid (pieces, 1). `ragged`: a slot may belong to two planes.
+    Statistics are those of `num_parts` packed moments, merged; without parts they are the running
+    ones, which do not change. Grid (pieces, 1). `ragged`: a slot may belong to two planes.
     """
     work = KINDS[dtype].work
     load, store = vector_access(dtype, lanes)
     load_one, store_one = number_access(dtype)
 
     @device
-    def result(v, x, left, i, nears, scales, shifts):
+    def result(v, x, left, i, rounded_means, scales, shifts):
         k = i + 1 if ragged and v >= left else i
-        return (x[v] - nears[k]) * scales[k] + shifts[k]
+        return normalized(x[v], rounded_means[k], scales[k], shifts[k])
 
     results = each_lane(lanes, result)
-    zeros = each_lane(lanes, _zero(work))
+    zeros = zeros_of(lanes, work)
     step = threads * lanes
 
     @device
-    def write(y, at, v, position, inner, nears, scales, shifts):
+    def write(y, at, v, position, inner, rounded_means, scales, shifts):
         i, left = _plane_of(position, inner)
-        store(y, at, results(v, left, i, nears, scales, shifts))
+        store(y, at, results(v, left, i, rounded_means, scales, shifts))
 
     def kernel(
         x,
@@ -420,7 +413,7 @@ def planes_normalize(dtype, lanes, ragged, threads):
         bias,
         bias_code,
         parts,
-        size,
+        num_parts,
         eps,
         clamp,
         running_mean,
@@ -430,7 +423,7 @@ def planes_normalize(dtype, lanes, ragged, threads):
         factor,
         statistics,
     ):
-        nears = cuda.shared.array(TABLE, work)
+        rounded_means = cuda.shared.array(TABLE, work)
         scales = cuda.shared.array(TABLE, work)
         shifts = cuda.shared.array(TABLE, work)
         tid = int64(cuda.threadIdx.x)
@@ -439,46 +432,55 @@ def planes_normalize(dtype, lanes, ragged, threads):
         end = min(begin + UNROLL * step, total)
         whole = end - begin == UNROLL * step
         at = begin + tid * lanes
-        # on their way while the table is made
+        # loaded while the table is made
         v0 = load(x, at) if whole else zeros()
         v1 = load(x, at + step) if whole else zeros()
         plane = quotient(begin, inner)
         i = tid
         while (plane + i) * inner < end:
             c = (plane + i) - quotient(plane + i, channels) * channels
-            count, mean, m2, invstd = channel_statistics(
-                parts, size, channels, c, running_mean, running_var, running_code, eps, clamp
+            # true in one block: that with the first number of the channel
+            writes = (plane + i) * inner >= begin and plane + i < channels
+            rounded_mean, scale, shift = normalize_coefficients(
+                work,
+                c,
+                writes,
+                channels,
+                weight,
+                weight_code,
+                bias,
+                bias_code,
+                parts,
+                num_parts,
+                eps,
+                clamp,
+                running_mean,
+                running_var,
+                running_code,
+                tracked,
+                factor,
+                statistics,
             )
-            near, scale, shift = slope_and_shift(
-                work, c, mean, invstd, weight, weight_code, bias, bias_code
-            )
-            nears[i] = near
+            rounded_means[i] = rounded_mean
             scales[i] = scale
             shifts[i] = shift
-            if (plane + i) * inner >= begin and plane + i < channels:  # one block has that of c
-                keep(statistics, channels, c, count, mean, m2, invstd)
-                if size > 0 and given(running_mean):
-                    update_running(
-                        running_mean, running_var, running_code, tracked, factor, c, count, mean, m2
-                    )
             i += threads
-        if piece == 0 and tid == 0 and given(tracked) and factor >= 0.0:
-            write_count(tracked, read_count(tracked) + 1)
         barrier()
         ahead = begin - plane * inner
         if whole:
             ahead += tid * lanes
-            write(y, at, v0, ahead, inner, nears, scales, shifts)
-            write(y, at + step, v1, ahead + step, inner, nears, scales, shifts)
+            write(y, at, v0, ahead, inner, rounded_means, scales, shifts)
+            write(y, at + step, v1, ahead + step, inner, rounded_means, scales, shifts)
             at, ahead = at + 2 * step, ahead + 2 * step
             v0, v1 = load(x, at), load(x, at + step)
-            write(y, at, v0, ahead, inner, nears, scales, shifts)
-            write(y, at + step, v1, ahead + step, inner, nears, scales, shifts)
+            write(y, at, v0, ahead, inner, rounded_means, scales, shifts)
+            write(y, at + step, v1, ahead + step, inner, rounded_means, scales, shifts)
             return
         at = begin + tid
-        while at < end:  # the last piece, number by number
+        while at < end:  # the last piece is taken number by number
             i = quotient(ahead + at - begin, inner)
-            store_one(y, at, (load_one(x, at) - nears[i]) * scales[i] + shifts[i])
+            v = load_one(x, at)
+            store_one(y, at, normalized(v, rounded_means[i], scales[i], shifts[i]))
             at += threads
 
     return kernel
@@ -491,29 +493,25 @@ def planes_backward_input(dtype, lanes, ragged, threads):
     load_one, store_one = number_access(dtype)
 
     @device
-    def gradient(x, dy, k, nears, of_dys, of_xs, shifts):
-        return dy * of_dys[k] + ((x - nears[k]) * of_xs[k] + shifts[k])
-
-    @device
-    def result(v, x, dy, left, i, nears, of_dys, of_xs, shifts):
+    def result(v, x, dy, left, i, rounded_means, dy_scales, x_scales, shifts):
         k = i + 1 if ragged and v >= left else i
-        return gradient(x[v], dy[v], k, nears, of_dys, of_xs, shifts)
+        return input_gradient(x[v], dy[v], rounded_means[k], dy_scales[k], x_scales[k], shifts[k])
 
     results = each_lane(lanes, result)
-    zeros = each_lane(lanes, _zero(work))
+    zeros = zeros_of(lanes, work)
     step = threads * lanes
 
     @device
-    def write(dx, at, v, g, position, inner, nears, of_dys, of_xs, shifts):
+    def write(dx, at, v, g, position, inner, rounded_means, dy_scales, x_scales, shifts):
         i, left = _plane_of(position, inner)
-        store(dx, at, results(v, g, left, i, nears, of_dys, of_xs, shifts))
+        store(dx, at, results(v, g, left, i, rounded_means, dy_scales, x_scales, shifts))
 
     def kernel(
         x, dy, dx, total, channels, inner, statistics, weight, weight_code, sums, eps, clamp
     ):
-        nears = cuda.shared.array(TABLE, work)
-        of_dys = cuda.shared.array(TABLE, work)
-        of_xs = cuda.shared.array(TABLE, work)
+        rounded_means = cuda.shared.array(TABLE, work)
+        dy_scales = cuda.shared.array(TABLE, work)
+        x_scales = cuda.shared.array(TABLE, work)
         shifts = cuda.shared.array(TABLE, work)
         tid = int64(cuda.threadIdx.x)
         piece = int64(cuda.gridDim.x) - 1 - int64(cuda.blockIdx.x)
@@ -521,38 +519,61 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         end = min(begin + UNROLL * step, total)
         whole = end - begin == UNROLL * step
         at = begin + tid * lanes
-        # on their way while the table is made
+        # loaded while the table is made
         v0, g0 = (load(x, at), load(dy, at)) if whole else (zeros(), zeros())
         v1, g1 = (load(x, at + step), load(dy, at + step)) if whole else (zeros(), zeros())
         plane = quotient(begin, inner)
         i = tid
         while (plane + i) * inner < end:
             c = (plane + i) - quotient(plane + i, channels) * channels
-            near, of_dy, of_x, shift = gradient_slopes(
-                work, statistics, sums, channels, c, weight, weight_code, eps, clamp
+            rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
+                work, c, channels, statistics, weight, weight_code, sums, eps, clamp
             )
-            nears[i] = near
-            of_dys[i] = of_dy
-            of_xs[i] = of_x
+            rounded_means[i] = rounded_mean
+            dy_scales[i] = dy_scale
+            x_scales[i] = x_scale
             shifts[i] = shift
             i += threads
         barrier()
         ahead = begin - plane * inner
         if whole:
             ahead += tid * lanes
-            write(dx, at, v0, g0, ahead, inner, nears, of_dys, of_xs, shifts)
-            write(dx, at + step, v1, g1, ahead + step, inner, nears, of_dys, of_xs, shifts)
+            write(dx, at, v0, g0, ahead, inner, rounded_means, dy_scales, x_scales, shifts)
+            write(
+                dx,
+                at + step,
+                v1,
+                g1,
+                ahead + step,
+                inner,
+                rounded_means,
+                dy_scales,
+                x_scales,
+                shifts,
+            )
             at, ahead = at + 2 * step, ahead + 2 * step
             v0, g0 = load(x, at), load(dy, at)
             v1, g1 = load(x, at + step), load(dy, at + step)
-            write(dx, at, v0, g0, ahead, inner, nears, of_dys, of_xs, shifts)
-            write(dx, at + step, v1, g1, ahead + step, inner, nears, of_dys, of_xs, shifts)
+            write(dx, at, v0, g0, ahead, inner, rounded_means, dy_scales, x_scales, shifts)
+            write(
+                dx,
+                at + step,
+                v1,
+                g1,
+                ahead + step,
+                inner,
+                rounded_means,
+                dy_scales,
+                x_scales,
+                shifts,
+            )
             return
         at = begin + tid
         while at < end:
             i = quotient(ahead + at - begin, inner)
-            a, b = load_one(x, at), load_one(dy, at)
-            store_one(dx, at, gradient(a, b, i, nears, of_dys, of_xs, shifts))
+            v, g = load_one(x, at), load_one(dy, at)
+            coefficients = rounded_means[i], dy_scales[i], x_scales[i], shifts[i]
+            store_one(dx, at, input_gradient(v, g, *coefficients))
             at += threads
 
     return kernel

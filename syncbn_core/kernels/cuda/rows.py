@@ -1,9 +1,9 @@
 """CUDA kernels for rows: `[R, C]`, a row holds all channels (channels_last, `(N, C)`).
 
-A thread owns `lanes` neighbouring channels and walks down the rows; a block is `width` threads
-wide and as many rows high as its threads allow. Where C is not a multiple of the numbers in
-16 bytes a thread owns one channel. Reductions: grid (tiles of channels, splits of the rows),
-elementwise kernels: grid (tiles, pieces of rows), last piece first.
+A thread has `lanes` neighbouring channels and walks down the rows. A block is `width` threads
+wide, which is a tile of channels, and as many rows high as its threads allow. Where C is not a
+multiple of the numbers in 16 bytes, a thread has one channel. Reductions: grid (tiles, splits of
+the rows); elementwise kernels: grid (tiles, pieces of the rows), last piece first.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from syncbn_core.kernels.cuda.memory import (
     device,
     each_lane,
     fence,
-    given,
     load_f64,
     number_access,
     quotient,
-    read_count,
     reset,
     small_quotient,
     store_f64,
-    ticket,
     vector_access,
-    write_count,
+    zeros_of,
 )
 from syncbn_core.kernels.cuda.statistics import (
     add_up,
-    channel_statistics,
-    gradient_slopes,
-    keep,
+    gradient_coefficients,
+    input_gradient,
+    is_last_block,
     merged,
-    slope_and_shift,
-    update_running,
+    normalize_coefficients,
+    normalized,
     write_moments,
     write_sums,
 )
@@ -44,35 +41,28 @@ from syncbn_core.kernels.cuda.statistics import (
 float32, float64, int32, int64 = types.float32, types.float64, types.int32, types.int64
 
 
-def _zero(work):
-    @device
-    def zero(v):
-        return work(0)
-
-    return zero
-
-
 @device
-def _pair(partials, at, span, there):
-    """Two sums of a channel; zeros where there are none."""
-    if not there:
+def _partial(partials, at, span, exists):
+    """Two sums of a channel that another block has stored; zeros if `exists` is false."""
+    if not exists:
         return 0.0, 0.0
     return load_f64(partials, at), load_f64(partials, at + span)
 
 
 @device
-def _put(partials, number, span, tid, firsts, seconds):
-    """The first `span` shared numbers into place `number`, for other blocks."""
+def _store_partials(partials, number, span, tid, firsts, seconds):
+    """Store the first `span` shared numbers as partial sums `number`, for other blocks."""
     if tid < span:
         at = number * 2 * span + tid
         store_f64(partials, at, firsts[tid])
         store_f64(partials, at + span, seconds[tid])
         fence()
+    barrier()  # thread 0 counts the block after all have stored
 
 
 @device
-def _take(partials, number, size, span, tid, threads, firsts, seconds):
-    """Sums over `size` places from `number` on, into the first `span` shared numbers."""
+def _add_partials(partials, number, size, span, tid, threads, firsts, seconds):
+    """Sums over `size` partial sums from `number` on, into the first `span` shared numbers."""
     height = small_quotient(threads, span)
     row = small_quotient(tid, span)
     channel = tid - row * span
@@ -83,11 +73,11 @@ def _take(partials, number, size, span, tid, threads, firsts, seconds):
         # 32 bits, because the compiler divides by the step to unroll the loop
         k, end = int32(row), int32(size)
         at = (number + row) * 2 * span + channel
-        while k < end:  # four on their way: one block alone has few loads to hide latency with
-            a0, b0 = _pair(partials, at, span, True)
-            a1, b1 = _pair(partials, at + step, span, k + height < end)
-            a2, b2 = _pair(partials, at + 2 * step, span, k + 2 * height < end)
-            a3, b3 = _pair(partials, at + 3 * step, span, k + 3 * height < end)
+        while k < end:  # four loads at once, because few other threads hide their latency
+            a0, b0 = _partial(partials, at, span, True)
+            a1, b1 = _partial(partials, at + step, span, k + height < end)
+            a2, b2 = _partial(partials, at + 2 * step, span, k + 2 * height < end)
+            a3, b3 = _partial(partials, at + 3 * step, span, k + 3 * height < end)
             f0, f1, f2, f3 = f0 + a0, f1 + a1, f2 + a2, f3 + a3
             s0, s1, s2, s3 = s0 + b0, s1 + b1, s2 + b2, s3 + b3
             k = int32(k + 4 * height)
@@ -98,43 +88,47 @@ def _take(partials, number, size, span, tid, threads, firsts, seconds):
 
 
 @device
-def _comes_last(tickets, number, size, tid, flag):
-    """Whether `size - 1` blocks have come here before this one, which then sees their numbers."""
-    barrier()
-    if tid == 0:
-        flag[0] = int32(ticket(tickets, number) == size - 1)
-    barrier()
-    if flag[0] == 0:
+def _sum_splits(
+    partials, block_counters, tile, k, splits, group, span, tid, threads, firsts, seconds, flag
+):
+    """Sums over all splits of a tile, in the first `span` shared numbers of the last block.
+
+    Returns whether this block is the last one. Splits are added up in groups, by the last block
+    of each group; groups by the last of those blocks. One block alone would take as long for all
+    splits as all blocks took for the activation.
+    """
+    groups = small_quotient(splits + group - 1, group)
+    first = tile * (splits + groups)  # of the partial sums of this tile
+    counter = tile * (groups + 1)
+    own = small_quotient(k, group)
+    members = min(group, splits - own * group)
+    _store_partials(partials, first + k, span, tid, firsts, seconds)
+    if not is_last_block(block_counters, counter + own, members, tid, flag):
         return False
-    fence()
     if tid == 0:
-        reset(tickets, number)
+        reset(block_counters, counter + own)
+    _add_partials(partials, first + own * group, members, span, tid, threads, firsts, seconds)
+    if groups == 1:
+        return True
+    _store_partials(partials, first + splits + own, span, tid, firsts, seconds)
+    if not is_last_block(block_counters, counter + groups, groups, tid, flag):
+        return False
+    if tid == 0:
+        reset(block_counters, counter + groups)
+    _add_partials(partials, first + splits, groups, span, tid, threads, firsts, seconds)
     return True
 
 
 @device
-def _has_all(partials, tickets, tile, k, splits, group, span, tid, threads, firsts, seconds, flag):
-    """Whether this block is the one that has the sums of all splits of its tile, in shared memory.
-
-    Splits are added up in groups, by the last block of each, and groups by the last of those: one
-    block alone would be as long at it as all blocks were at the activation.
-    """
-    groups = small_quotient(splits + group - 1, group)
-    place = tile * (splits + groups)
-    counter = tile * (groups + 1)
-    mine = small_quotient(k, group)
-    members = min(group, splits - mine * group)
-    _put(partials, place + k, span, tid, firsts, seconds)
-    if not _comes_last(tickets, counter + mine, members, tid, flag):
-        return False
-    _take(partials, place + mine * group, members, span, tid, threads, firsts, seconds)
-    if groups == 1:
-        return True
-    _put(partials, place + splits + mine, span, tid, firsts, seconds)
-    if not _comes_last(tickets, counter + groups, groups, tid, flag):
-        return False
-    _take(partials, place + splits, groups, span, tid, threads, firsts, seconds)
-    return True
+def _sum_threads(own_firsts, own_seconds, lanes, tid, row, width, height, firsts, seconds):
+    """Sums over the rows of the block; thread `tid` finds those of channel `tid` of the tile."""
+    if row < height:
+        for v in range(lanes):
+            firsts[tid * lanes + v] = own_firsts[v]
+            seconds[tid * lanes + v] = own_seconds[v]
+    add_up(firsts, seconds, tid, row, lanes, width, height)
+    if lanes > 1:
+        barrier()  # a thread reads a channel that another one has summed
 
 
 def rows_moments(dtype, lanes, threads):
@@ -143,12 +137,12 @@ def rows_moments(dtype, lanes, threads):
     load, _ = vector_access(dtype, lanes)
     load_one, _ = number_access(dtype)
     share = work(1 / UNROLL)
-    zeros = each_lane(lanes, _zero(work))
-    places = threads * lanes
+    zeros = zeros_of(lanes, work)
+    numbers = threads * lanes
 
-    def kernel(x, rows, channels, width, splits, group, partials, tickets, moments):
-        firsts = cuda.shared.array(places, float64)
-        seconds = cuda.shared.array(places, float64)
+    def kernel(x, rows, channels, width, splits, group, partials, block_counters, moments):
+        firsts = cuda.shared.array(numbers, float64)
+        seconds = cuda.shared.array(numbers, float64)
         flag = cuda.shared.array(1, int32)
         own_firsts = cuda.local.array(lanes, float64)
         own_seconds = cuda.local.array(lanes, float64)
@@ -194,17 +188,11 @@ def rows_moments(dtype, lanes, threads):
                     own_seconds[v] += s + shift * (f + f + n * shift)
                 r += UNROLL * height
                 at += UNROLL * step
+        _sum_threads(own_firsts, own_seconds, lanes, tid, row, width, height, firsts, seconds)
         span = width * lanes
-        if row < height:
-            for v in range(lanes):
-                firsts[tid * lanes + v] = own_firsts[v]
-                seconds[tid * lanes + v] = own_seconds[v]
-        add_up(firsts, seconds, tid, row, lanes, width, height)
-        if lanes > 1:
-            barrier()  # from here on a thread reads a channel that another has summed
+        block = span, tid, int64(threads), firsts, seconds, flag
         if splits > 1:
-            everything = (tile, k, splits, group, span, tid, int64(threads), firsts, seconds, flag)
-            if not _has_all(partials, tickets, *everything):
+            if not _sum_splits(partials, block_counters, tile, k, splits, group, *block):
                 return
         c = tile * span + tid
         if tid < span and c < channels:
@@ -218,8 +206,8 @@ def rows_backward_reduce(dtype, lanes, threads):
     """Sums of dy and `dy * xhat`, and the gradients of weight and bias; grid (tiles, splits)."""
     work = KINDS[dtype].work
     load, _ = vector_access(dtype, lanes)
-    zeros = each_lane(lanes, _zero(work))
-    places = threads * lanes
+    zeros = zeros_of(lanes, work)
+    numbers = threads * lanes
 
     def kernel(
         x,
@@ -230,35 +218,35 @@ def rows_backward_reduce(dtype, lanes, threads):
         splits,
         group,
         partials,
-        tickets,
+        block_counters,
         statistics,
         weight,
         weight_code,
-        code,
+        gradient_code,
         sums,
         grad_weight,
         grad_bias,
     ):
-        firsts = cuda.shared.array(places, float64)
-        seconds = cuda.shared.array(places, float64)
+        firsts = cuda.shared.array(numbers, float64)
+        seconds = cuda.shared.array(numbers, float64)
         flag = cuda.shared.array(1, int32)
         own_firsts = cuda.local.array(lanes, float64)
         own_seconds = cuda.local.array(lanes, float64)
-        nears = cuda.local.array(lanes, work)
+        rounded_means = cuda.local.array(lanes, work)
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
         height = small_quotient(int64(threads), width)
         row = small_quotient(tid, width)
-        base = (tile * width + tid - row * width) * lanes
+        base = (tile * width + tid - row * width) * lanes  # the first channel of this thread
         active = row < height and base < channels
         for v in range(lanes):
             own_firsts[v] = 0.0
             own_seconds[v] = 0.0
-            nears[v] = work(0)
+            rounded_means[v] = work(0)
         if active:
             for v in range(lanes):
-                nears[v] = work(load_f64(statistics, 1 + base + v))
+                rounded_means[v] = work(load_f64(statistics, 1 + base + v))
             stop = quotient(rows * (k + 1), splits)
             r = quotient(rows * k, splits) + row
             step = height * channels
@@ -268,37 +256,31 @@ def rows_backward_reduce(dtype, lanes, threads):
                 v0, g0 = load(x, at), load(dy, at)
                 v1, g1 = (load(x, at + step), load(dy, at + step)) if more else (zeros(), zeros())
                 for v in range(lanes):
-                    # with dy = 0 a missing row adds nothing
-                    d1 = v1[v] - nears[v] if more else work(0)
+                    # a missing row has dy = 0, and adds nothing
+                    d1 = v1[v] - rounded_means[v] if more else work(0)
                     own_firsts[v] += float64(g0[v] + g1[v])
-                    own_seconds[v] += float64(g0[v] * (v0[v] - nears[v]) + g1[v] * d1)
+                    own_seconds[v] += float64(g0[v] * (v0[v] - rounded_means[v]) + g1[v] * d1)
                 r += 2 * height
                 at += 2 * step
+        _sum_threads(own_firsts, own_seconds, lanes, tid, row, width, height, firsts, seconds)
         span = width * lanes
-        if row < height:
-            for v in range(lanes):
-                firsts[tid * lanes + v] = own_firsts[v]
-                seconds[tid * lanes + v] = own_seconds[v]
-        add_up(firsts, seconds, tid, row, lanes, width, height)
-        if lanes > 1:
-            barrier()  # from here on a thread reads a channel that another has summed
+        block = span, tid, int64(threads), firsts, seconds, flag
         if splits > 1:
-            everything = (tile, k, splits, group, span, tid, int64(threads), firsts, seconds, flag)
-            if not _has_all(partials, tickets, *everything):
+            if not _sum_splits(partials, block_counters, tile, k, splits, group, *block):
                 return
         c = tile * span + tid
         if tid < span and c < channels:
-            near = float64(work(load_f64(statistics, 1 + c)))
+            rounded_mean = float64(work(load_f64(statistics, 1 + c)))
             write_sums(
-                statistics,
-                channels,
                 c,
-                near,
+                channels,
+                rounded_mean,
                 firsts[tid],
                 seconds[tid],
+                statistics,
                 weight,
                 weight_code,
-                code,
+                gradient_code,
                 sums,
                 grad_weight,
                 grad_bias,
@@ -307,17 +289,37 @@ def rows_backward_reduce(dtype, lanes, threads):
     return kernel
 
 
+@device
+def _piece(tid, tile, k, rows, channels, width, piece, lanes, threads):
+    """`(column, r, height, stop, at, step)`: the numbers of piece `k` that a thread takes.
+
+    They are its channels, from `column` of the tile on, in the rows `r`, `r + height`, ... below
+    `stop` of the piece; the first is number `at` of x, and from row to row it is `step`.
+    """
+    height = small_quotient(threads, width)
+    row = small_quotient(tid, width)
+    column = (tid - row * width) * lanes
+    base = tile * (width * lanes) + column
+    at = (k * piece + row) * channels + base
+    # 32 bits, because the compiler divides by the step to unroll the loop
+    stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
+    return column, int32(row), int32(height), stop, at, height * channels
+
+
 def rows_normalize(dtype, lanes, threads):
-    """`planes_normalize` for rows; `piece` rows per block. No rows: only the running update."""
+    """`planes_normalize` for rows; `piece` rows per block.
+
+    Without rows it only writes statistics and updates running ones.
+    """
     work = KINDS[dtype].work
     load, store = vector_access(dtype, lanes)
 
     @device
-    def result(v, x, nears, scales, shifts):
-        return (x[v] - nears[v]) * scales[v] + shifts[v]
+    def result(v, x, rounded_means, scales, shifts):
+        return normalized(x[v], rounded_means[v], scales[v], shifts[v])
 
     results = each_lane(lanes, result)
-    zeros = each_lane(lanes, _zero(work))
+    zeros = zeros_of(lanes, work)
 
     @device
     def pick(v, table, at):
@@ -337,7 +339,7 @@ def rows_normalize(dtype, lanes, threads):
         bias,
         bias_code,
         parts,
-        size,
+        num_parts,
         eps,
         clamp,
         running_mean,
@@ -347,55 +349,59 @@ def rows_normalize(dtype, lanes, threads):
         factor,
         statistics,
     ):
-        nears = cuda.shared.array(threads, work)
+        rounded_means = cuda.shared.array(threads, work)
         scales = cuda.shared.array(threads, work)
         shifts = cuda.shared.array(threads, work)
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.gridDim.y) - 1 - int64(cuda.blockIdx.y)
-        height = small_quotient(int64(threads), width)
-        row = small_quotient(tid, width)
-        column = (tid - row * width) * lanes
         span = width * lanes
-        base = tile * span + column
-        # rows of the piece; 32 bits, because the compiler divides by the step to unroll the loop
-        r, high = int32(row), int32(height)
-        stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
-        at = (k * piece + row) * channels + base
-        step = height * channels
-        # on their way while the table is made
+        column, r, height, stop, at, step = _piece(
+            tid, tile, k, rows, channels, width, piece, lanes, int64(threads)
+        )
+        # loaded while the table is made
         v0 = load(x, at) if r < stop else zeros()
-        v1 = load(x, at + step) if int32(r + high) < stop else zeros()
+        v1 = load(x, at + step) if int32(r + height) < stop else zeros()
         c = tile * span + tid
         if tid < span and c < channels:
-            count, mean, m2, invstd = channel_statistics(
-                parts, size, channels, c, running_mean, running_var, running_code, eps, clamp
+            rounded_mean, scale, shift = normalize_coefficients(
+                work,
+                c,
+                k == 0,
+                channels,
+                weight,
+                weight_code,
+                bias,
+                bias_code,
+                parts,
+                num_parts,
+                eps,
+                clamp,
+                running_mean,
+                running_var,
+                running_code,
+                tracked,
+                factor,
+                statistics,
             )
-            near, scale, shift = slope_and_shift(
-                work, c, mean, invstd, weight, weight_code, bias, bias_code
-            )
-            nears[tid] = near
+            rounded_means[tid] = rounded_mean
             scales[tid] = scale
             shifts[tid] = shift
-            if k == 0:
-                keep(statistics, channels, c, count, mean, m2, invstd)
-                if size > 0 and given(running_mean):
-                    update_running(
-                        running_mean, running_var, running_code, tracked, factor, c, count, mean, m2
-                    )
-                if c == 0 and given(tracked) and factor >= 0.0:
-                    write_count(tracked, read_count(tracked) + 1)
         barrier()
         if r >= stop:
             return
-        near, scale, shift = picks(nears, column), picks(scales, column), picks(shifts, column)
+        rounded_mean, scale, shift = (
+            picks(rounded_means, column),
+            picks(scales, column),
+            picks(shifts, column),
+        )
         while r < stop:  # two are loaded while the two before are stored
-            v2 = load(x, at + 2 * step) if int32(r + 2 * high) < stop else zeros()
-            v3 = load(x, at + 3 * step) if int32(r + 3 * high) < stop else zeros()
-            store(y, at, results(v0, near, scale, shift))
-            if int32(r + high) < stop:
-                store(y, at + step, results(v1, near, scale, shift))
-            r = int32(r + 2 * high)
+            v2 = load(x, at + 2 * step) if int32(r + 2 * height) < stop else zeros()
+            v3 = load(x, at + 3 * step) if int32(r + 3 * height) < stop else zeros()
+            store(y, at, results(v0, rounded_mean, scale, shift))
+            if int32(r + height) < stop:
+                store(y, at + step, results(v1, rounded_mean, scale, shift))
+            r = int32(r + 2 * height)
             at += 2 * step
             v0, v1 = v2, v3
 
@@ -408,11 +414,11 @@ def rows_backward_input(dtype, lanes, threads):
     load, store = vector_access(dtype, lanes)
 
     @device
-    def result(v, x, dy, nears, of_dys, of_xs, shifts):
-        return dy[v] * of_dys[v] + ((x[v] - nears[v]) * of_xs[v] + shifts[v])
+    def result(v, x, dy, rounded_means, dy_scales, x_scales, shifts):
+        return input_gradient(x[v], dy[v], rounded_means[v], dy_scales[v], x_scales[v], shifts[v])
 
     results = each_lane(lanes, result)
-    zeros = each_lane(lanes, _zero(work))
+    zeros = zeros_of(lanes, work)
 
     @device
     def pick(v, table, at):
@@ -435,56 +441,50 @@ def rows_backward_input(dtype, lanes, threads):
         eps,
         clamp,
     ):
-        nears = cuda.shared.array(threads, work)
-        of_dys = cuda.shared.array(threads, work)
-        of_xs = cuda.shared.array(threads, work)
+        rounded_means = cuda.shared.array(threads, work)
+        dy_scales = cuda.shared.array(threads, work)
+        x_scales = cuda.shared.array(threads, work)
         shifts = cuda.shared.array(threads, work)
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.gridDim.y) - 1 - int64(cuda.blockIdx.y)
-        height = small_quotient(int64(threads), width)
-        row = small_quotient(tid, width)
-        column = (tid - row * width) * lanes
         span = width * lanes
-        base = tile * span + column
-        # rows of the piece; 32 bits, because the compiler divides by the step to unroll the loop
-        r, high = int32(row), int32(height)
-        stop = int32(min(piece, rows - k * piece) if row < height and base < channels else 0)
-        at = (k * piece + row) * channels + base
-        step = height * channels
-        # on their way while the table is made
+        column, r, height, stop, at, step = _piece(
+            tid, tile, k, rows, channels, width, piece, lanes, int64(threads)
+        )
+        # loaded while the table is made
         v0, g0 = (load(x, at), load(dy, at)) if r < stop else (zeros(), zeros())
         c = tile * span + tid
         if tid < span and c < channels:
-            near, of_dy, of_x, shift = gradient_slopes(
-                work, statistics, sums, channels, c, weight, weight_code, eps, clamp
+            rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
+                work, c, channels, statistics, weight, weight_code, sums, eps, clamp
             )
-            nears[tid] = near
-            of_dys[tid] = of_dy
-            of_xs[tid] = of_x
+            rounded_means[tid] = rounded_mean
+            dy_scales[tid] = dy_scale
+            x_scales[tid] = x_scale
             shifts[tid] = shift
         barrier()
         if r >= stop:
             return
-        near, of_dy = picks(nears, column), picks(of_dys, column)
-        of_x, shift = picks(of_xs, column), picks(shifts, column)
+        rounded_mean, dy_scale = picks(rounded_means, column), picks(dy_scales, column)
+        x_scale, shift = picks(x_scales, column), picks(shifts, column)
         while r < stop:  # the next are loaded while these are stored
-            at_next, r_next = at + step, int32(r + high)
+            at_next, r_next = at + step, int32(r + height)
             there = r_next < stop
             v1, g1 = (load(x, at_next), load(dy, at_next)) if there else (zeros(), zeros())
-            store(dx, at, results(v0, g0, near, of_dy, of_x, shift))
+            store(dx, at, results(v0, g0, rounded_mean, dy_scale, x_scale, shift))
             at, r, v0, g0 = at_next, r_next, v1, g1
 
     return kernel
 
 
 def merge_parts(dtype, lanes, threads):
-    """Packed moments of many members into one; grid (channels / threads, 1)."""
+    """Merges `num_parts` packed moments into one; grid (channels / threads, 1)."""
 
-    def kernel(parts, size, channels, moments):
+    def kernel(parts, num_parts, channels, moments):
         c = int64(cuda.blockIdx.x) * threads + int64(cuda.threadIdx.x)
         if c < channels:
-            count, mean, m2 = merged(parts, size, channels, c)
+            count, mean, m2 = merged(parts, num_parts, channels, c)
             if c == 0:
                 store_f64(moments, 0, count)
             store_f64(moments, 1 + c, mean)

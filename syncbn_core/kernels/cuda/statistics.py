@@ -1,8 +1,12 @@
-"""What the CUDA kernels for planes and rows share: statistics of a channel, sums of a block.
+"""What the CUDA kernels for planes and rows share: formulas per channel, and sums of blocks.
 
-Packed moments are `count, mean[C], m2[C]`, statistics `count, mean[C], m2[C], invstd[C]`, all
-float64. Sums over many values are taken in float64 relative to a *pivot*, one value of the
-channel, so that they add up plainly and in a fixed order.
+    packed moments   float64 [2 C + 1]: count, mean, m2; several of them, one after the other, are
+                     the parts that `merged` merges
+    statistics       float64 [3 C + 1]: count, mean, m2, invstd
+
+Within a kernel, sums over many values are float64 sums of deviations from a *pivot*, one value of
+the channel. All threads and blocks have the same pivot, so their sums only have to be added, in a
+fixed order; moments are made of them once, at the end.
 """
 
 from __future__ import annotations
@@ -13,74 +17,84 @@ from numba import types
 
 from syncbn_core.kernels.cuda.memory import (
     barrier,
+    count_up,
     device,
+    fence,
     given,
     load_f64,
     load_parameter,
+    product,
     read_count,
     store_f64,
     store_parameter,
+    write_count,
 )
 
-float64 = types.float64
+float64, int32, int64 = types.float64, types.int32, types.int64
+
+
+# ------------------------------------------------------------------- statistics of a channel
 
 
 @device
-def merged(parts, size, channels, c):
-    """`(count, mean, m2)` of channel `c` over `size` packed moments, merged in their order."""
+def merged(parts, num_parts, channels, c):
+    """`(count, mean, m2)` of channel `c` over packed moments, in the order of the parts.
+
+        mean = sum(n_i / n * mean_i)
+        m2   = sum(m2_i + n_i * (mean_i - mean)**2)
+
+    The same as `merged` in `syncbn_core/moments.py`, with the same roundings and so the same bits.
+    A single part stays as it is.
+    """
+    if num_parts == 1:
+        return (
+            load_f64(parts, 0),
+            load_f64(parts, 1 + c),
+            load_f64(parts, 1 + channels + c),
+        )
+    stride = 2 * channels + 1
     count = 0.0
+    for p in range(num_parts):
+        count += load_f64(parts, p * stride)
+    divisor = count if count > 0.0 else 1.0
     mean = 0.0
+    at = 0  # counted on: a product gives code with more instructions
+    for _ in range(num_parts):
+        mean += product(load_f64(parts, at) / divisor, load_f64(parts, at + 1 + c))
+        at += stride
     m2 = 0.0
-    for p in range(size):
-        base = p * (2 * channels + 1)
-        n = load_f64(parts, base)
-        if n > 0.0:
-            total = count + n
-            delta = load_f64(parts, base + 1 + c) - mean
-            mean += delta * (n / total)
-            m2 += load_f64(parts, base + 1 + channels + c) + delta * delta * (count * n / total)
-            count = total
+    at = 0
+    for _ in range(num_parts):
+        delta = load_f64(parts, at + 1 + c) - mean
+        between = product(product(load_f64(parts, at), delta), delta)
+        m2 += load_f64(parts, at + 1 + channels + c) + between
+        at += stride
     return count, mean, m2
+
+
+@device
+def is_clamped(var, eps, clamp):
+    """Whether "clamp" makes invstd the constant `1 / sqrt(eps)`, which has no gradient."""
+    return clamp != 0 and var < eps
 
 
 @device
 def inverse_deviation(count, m2, eps, clamp):
     """`1 / sqrt(var + eps)`, or with `clamp` `1 / sqrt(max(var, eps))`; NaN stays NaN."""
     var = m2 / count if count > 0.0 else 0.0
-    if clamp == 0:
-        var += eps
-    elif var < eps:
+    if is_clamped(var, eps, clamp):
         var = eps
+    elif clamp == 0:
+        var += eps
     return 1.0 / math.sqrt(var)
 
 
 @device
-def channel_statistics(parts, size, channels, c, running_mean, running_var, code, eps, clamp):
-    """`(count, mean, m2, invstd)` of channel `c`; with no parts they are the running ones."""
-    if size == 0:
-        count = 1.0
-        mean = load_parameter(code, running_mean, c)
-        m2 = load_parameter(code, running_var, c)
-    else:
-        count, mean, m2 = merged(parts, size, channels, c)
-    return count, mean, m2, inverse_deviation(count, m2, eps, clamp)
-
-
-@device
-def keep(statistics, channels, c, count, mean, m2, invstd):
-    """Write what backward needs of channel `c`."""
-    if c == 0:
-        store_f64(statistics, 0, count)
-    store_f64(statistics, 1 + c, mean)
-    store_f64(statistics, 1 + channels + c, m2)
-    store_f64(statistics, 1 + 2 * channels + c, invstd)
-
-
-@device
 def update_running(running_mean, running_var, code, tracked, factor, c, count, mean, m2):
-    """Blend the batch into the running statistics of channel `c`; all empty: leave them.
+    """Blend the batch into the running statistics of channel `c`; an empty batch changes nothing.
 
-    `factor` is the share of the batch; below zero it is `1 / (tracked + 1)`, the average.
+    `factor` is the share of the batch; below zero the share is `1 / (tracked + 1)`, so that
+    running statistics are the average over all batches.
     """
     if count > 0.0:
         share = factor
@@ -94,27 +108,96 @@ def update_running(running_mean, running_var, code, tracked, factor, c, count, m
 
 
 @device
-def slope_and_shift(work, c, mean, invstd, weight, weight_code, bias, bias_code):
-    """`(near, scale, shift)`: y = (x - near) * scale + shift, in registers' precision.
-
-    `near` is the rounded mean, from which x is subtracted exactly; `shift` has the remainder.
-    """
-    slope = invstd
-    if given(weight):
-        slope *= load_parameter(weight_code, weight, c)
-    near = work(mean)
-    shift = (float64(near) - mean) * slope
-    if given(bias):
-        shift += load_parameter(bias_code, bias, c)
-    return near, work(slope), work(shift)
+def weight_of(weight, code, c):
+    """The weight of channel `c` as float64; 1 without weights."""
+    return load_parameter(code, weight, c) if given(weight) else 1.0
 
 
 @device
-def gradient_slopes(work, statistics, sums, channels, c, weight, weight_code, eps, clamp):
-    """`(near, of_dy, of_x, shift)`: dx = dy * of_dy + (x - near) * of_x + shift.
+def around_rounded_mean(work, mean, scale):
+    """`(rounded_mean, shift)`: `(x - mean) * scale = (x - rounded_mean) * scale + shift`.
 
-    Without `sums` no gradient flows through the statistics; where "clamp" made the deviation a
-    constant none flows through that.
+    `rounded_mean` has the precision of the registers, so that `x - rounded_mean` is exact near it.
+    """
+    rounded_mean = work(mean)
+    return rounded_mean, (float64(rounded_mean) - mean) * scale
+
+
+# ------------------------------------------------------------------------- normalize
+
+
+@device
+def normalized(x, rounded_mean, scale, shift):
+    """y of one value, by the coefficients of its channel."""
+    return (x - rounded_mean) * scale + shift
+
+
+@device
+def normalize_coefficients(
+    work,
+    c,
+    writes,
+    channels,
+    weight,
+    weight_code,
+    bias,
+    bias_code,
+    parts,
+    num_parts,
+    eps,
+    clamp,
+    running_mean,
+    running_var,
+    running_code,
+    tracked,
+    factor,
+    statistics,
+):
+    """`(rounded_mean, scale, shift)` of channel `c`, for `normalized`.
+
+    Statistics are those of the merged parts; without parts they are the running ones. One thread
+    of the grid `writes` the statistics of the channel and updates its running ones.
+    """
+    if num_parts == 0:
+        count = 1.0
+        mean = load_parameter(running_code, running_mean, c)
+        m2 = load_parameter(running_code, running_var, c)
+    else:
+        count, mean, m2 = merged(parts, num_parts, channels, c)
+    invstd = inverse_deviation(count, m2, eps, clamp)
+    scale = invstd * weight_of(weight, weight_code, c)
+    rounded_mean, shift = around_rounded_mean(work, mean, scale)
+    if given(bias):
+        shift += load_parameter(bias_code, bias, c)
+    if writes:
+        if c == 0:
+            store_f64(statistics, 0, count)
+        store_f64(statistics, 1 + c, mean)
+        store_f64(statistics, 1 + channels + c, m2)
+        store_f64(statistics, 1 + 2 * channels + c, invstd)
+        if num_parts > 0 and given(running_mean):
+            update_running(
+                running_mean, running_var, running_code, tracked, factor, c, count, mean, m2
+            )
+        if c == 0 and given(tracked) and factor >= 0.0:
+            write_count(tracked, read_count(tracked) + 1)
+    return rounded_mean, work(scale), work(shift)
+
+
+# -------------------------------------------------------------------------- backward
+
+
+@device
+def input_gradient(x, dy, rounded_mean, dy_scale, x_scale, shift):
+    """dx of one value, by the coefficients of its channel."""
+    return dy * dy_scale + ((x - rounded_mean) * x_scale + shift)
+
+
+@device
+def gradient_coefficients(work, c, channels, statistics, weight, weight_code, sums, eps, clamp):
+    """`(rounded_mean, dy_scale, x_scale, shift)` of channel `c`, for `input_gradient`.
+
+    Without `sums` the statistics are constants: no gradient flows through them.
     """
     mean = load_f64(statistics, 1 + c)
     invstd = load_f64(statistics, 1 + 2 * channels + c)
@@ -125,15 +208,15 @@ def gradient_slopes(work, statistics, sums, channels, c, weight, weight_code, ep
         if count > 0.0:
             mean_dy = load_f64(sums, c) / count
             var = load_f64(statistics, 1 + channels + c) / count
-            if clamp == 0 or not var < eps:
+            if not is_clamped(var, eps, clamp):
                 mean_dy_xhat = load_f64(sums, channels + c) / count
-    of_dy = invstd
-    if given(weight):
-        of_dy *= load_parameter(weight_code, weight, c)
-    of_x = -invstd * invstd * mean_dy_xhat
-    near = work(mean)
-    shift = (float64(near) - mean) * of_x - invstd * mean_dy
-    return near, work(of_dy), work(of_x), work(shift)
+    dy_scale = invstd * weight_of(weight, weight_code, c)
+    x_scale = -invstd * invstd * mean_dy_xhat
+    rounded_mean, shift = around_rounded_mean(work, mean, x_scale)
+    return rounded_mean, work(dy_scale), work(x_scale), work(shift - invstd * mean_dy)
+
+
+# ------------------------------------------------------------- results of the reductions
 
 
 @device
@@ -151,33 +234,36 @@ def write_moments(moments, channels, c, count, pivot, first, second):
 
 @device
 def write_sums(
-    statistics,
-    channels,
     c,
-    near,
+    channels,
+    rounded_mean,
     first,
     second,
+    statistics,
     weight,
     weight_code,
-    code,
+    gradient_code,
     sums,
     grad_weight,
     grad_bias,
 ):
-    """From sums of dy and `dy * (x - near)`: gradients of weight and bias, and sums for dx.
+    """From sums of dy and `dy * (x - rounded_mean)`: gradients of weight and bias, sums for dx.
 
     `sums` are `sum(dy) * weight`, `sum(dy * xhat) * weight`: what the members add up.
     """
     mean = load_f64(statistics, 1 + c)
     invstd = load_f64(statistics, 1 + 2 * channels + c)
-    second = (second + (near - mean) * first) * invstd
+    second = (second + (rounded_mean - mean) * first) * invstd
     if given(grad_weight):
-        store_parameter(code, grad_weight, c, second)
+        store_parameter(gradient_code, grad_weight, c, second)
     if given(grad_bias):
-        store_parameter(code, grad_bias, c, first)
-    scale = load_parameter(weight_code, weight, c) if given(weight) else 1.0
+        store_parameter(gradient_code, grad_bias, c, first)
+    scale = weight_of(weight, weight_code, c)
     store_f64(sums, c, first * scale)
     store_f64(sums, channels + c, second * scale)
+
+
+# ----------------------------------------------------------------- sums of a block, of blocks
 
 
 @device
@@ -185,11 +271,11 @@ def add_up(first, second, tid, row, per, width, height):
     """Sum the rows of two shared tables into their first row, in a fixed order.
 
     A row is `width` threads with `per` neighbouring numbers each; `row` is the thread's. Every
-    thread calls it. Threads of the first row see their own sums; for those of others a barrier
-    must follow.
+    thread calls it. Threads of the first row see their own sums; before a thread reads those of
+    others, a barrier must follow.
     """
     stride = width * per
-    reach = types.int64(1)
+    reach = int64(1)
     while reach < height:
         reach *= 2
     while reach > 1:
@@ -200,3 +286,20 @@ def add_up(first, second, tid, row, per, width, height):
                 i = tid * per + v
                 first[i] += first[i + reach * stride]
                 second[i] += second[i + reach * stride]
+
+
+@device
+def is_last_block(block_counters, index, blocks, tid, flag):
+    """Whether this block is the last of `blocks` that call this with the counter `index`.
+
+    The last one sees what the others wrote before; it has to `reset` the counter. Every thread
+    calls it. A thread that wrote something for the last block calls `fence` before; if other
+    threads than thread 0 wrote, a barrier must follow. `flag`: one shared int32.
+    """
+    if tid == 0:
+        flag[0] = int32(count_up(block_counters, index) == blocks - 1)
+    barrier()
+    if flag[0] == 0:
+        return False
+    fence()
+    return True

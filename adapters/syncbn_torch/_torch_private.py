@@ -1,0 +1,96 @@
+"""The private names of torch that this package uses, each with what it is needed for.
+
+A test for each says what breaks when a release of torch takes it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import CompileContext
+from torch.autograd import forward_ad
+
+__all__ = [
+    "backward_task",
+    "cudnn_enabled",
+    "current_raw_stream",
+    "disable_tracing",
+    "forward_ad_active",
+    "function_transforms_active",
+    "is_tracing",
+    "is_wrapped",
+    "modes_run_other_code",
+    "restored_forward_ad",
+    "run_after_backward",
+    "saving_runs_hooks",
+    "transforming",
+]
+
+# C functions as they are: a Python function around each would cost a small layer as much again.
+# The number of the backward pass that runs in this thread, -1 outside of one:
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+# Whether a transform of torch.func (grad, jvp, vmap) runs in this thread:
+function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# What torch.backends.cudnn.enabled says, without importing it:
+cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
+# The handle of the stream that is current on the CUDA device of that number (absent without CUDA):
+current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+def run_after_backward(callback: Callable[[], None]) -> None:
+    """Call it when the present backward pass ends; not when it fails, then it is only dropped."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def saving_runs_hooks() -> bool:
+    """Whether code of the user's runs, and may raise, when tensors are saved for backward.
+
+    Torch before 2.8 does not say: then it may.
+    """
+    return torch.is_grad_enabled() and (_top_hooks is None or _top_hooks(True) is not None)
+
+
+def modes_run_other_code() -> bool:
+    """Whether a torch dispatch or function mode sees each operation."""
+    return bool(torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack())
+
+
+def forward_ad_active() -> bool:
+    """Whether tensors may have tangents: the level of forward AD is one for all threads."""
+    return forward_ad._current_level >= 0
+
+
+def transforming() -> bool:
+    """Whether tensors of this thread may have tangents, or be wrapped by a function transform."""
+    return forward_ad_active() or function_transforms_active()
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a function transform, or the vmap of is_grads_batched, has wrapped the tensor."""
+    return _is_functorch_wrapped(tensor) or _is_legacy_batched(tensor)
+
+
+def restored_forward_ad() -> Callable[[], AbstractContextManager[Any]]:
+    """A mode for other threads: forward AD on or off as in this one."""
+    enabled = torch._C._is_fwd_grad_enabled()
+    return lambda: forward_ad._set_fwd_grad_enabled(enabled)
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile traces a program now, in any of its passes."""
+    return CompileContext.try_get() is not None
+
+
+def disable_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which torch.compile calls as it is: the graph breaks there."""
+    disabled: Callable[..., Any] = torch._dynamo.disable(function)
+    return disabled

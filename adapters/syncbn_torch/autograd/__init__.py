@@ -1,0 +1,1 @@
+"""The autograd graph: one member per process, or replicas that are threads of one."""

@@ -1,0 +1,335 @@
+"""The autograd nodes of replicas that share a process.
+
+Statistics are shared by all replicas, so are the two sums of backward. A barrier inside backward
+would deadlock: one `backward()` runs every replica of a device on one autograd thread. So the graph
+itself synchronizes:
+
+    x_i -> LocalMoments_i -> edge_i ─┐              ┌─> edge_i -> Normalize_i(x_i) -> y_i
+    x_j -> LocalMoments_j -> edge_j ─┴─> AllReduce ─┴─> edge_j -> Normalize_j(x_j) -> y_j
+
+The edges are empty tensors: they order the nodes. Numbers travel forward in the
+`StatisticsExchange` that the replicas share, and backward in a `BackwardPass`: `Normalize` leaves
+dy and `[sum(dy), sum(dy * xhat)] * weight` there, `AllReduce` adds up, `LocalMoments` writes
+`dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)` in one pass. Nothing waits, a
+loss may use any of the outputs, and only x and O(C) numbers are kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
+from syncbn_core.device_moments import DeviceMoments
+from syncbn_core.errors import ShapeError, StateError
+from syncbn_core.moment_exchange import exchange_moments
+from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
+from syncbn_torch._torch_private import saving_runs_hooks
+from syncbn_torch.autograd.exchange import (
+    BackwardPass,
+    BackwardPasses,
+    Processes,
+    needs_plain_backward,
+)
+from syncbn_torch.autograd.single import needed
+from syncbn_torch.autograd.stream_handoff import StreamHandoff
+from syncbn_torch.backends import plain
+from syncbn_torch.backends.memory import as_tensor
+
+__all__ = ["ReplicaRecord", "StatisticsExchange", "measure", "merge_replicas", "normalize"]
+
+
+class ReplicaRecord:
+    """One replica's share in an exchange.
+
+    Attributes:
+        operations: the steps for its x.
+        shape: of x.
+        part: the moments of x; from `measure`.
+        exchange, statistics: what came of it, and what backward needs besides x; from `settle`.
+    """
+
+    __slots__ = ("_node", "exchange", "operations", "part", "shape", "statistics")
+
+    def __init__(self, operations: Operations, x: Tensor) -> None:
+        self.operations = operations
+        self.shape = tuple(x.shape)
+        self.part: Any
+        self.exchange: StatisticsExchange
+        self.statistics: Any
+        self._node: weakref.ref[Any] | None = None
+
+    def measure(self, x: Tensor, node: Any = None) -> None:
+        """Compute the moments of x; `node`: the ctx of the `LocalMoments` that has its graph."""
+        self._node = None if node is None else weakref.ref(node)
+        self.part = self.operations.serial.moments(x)
+
+    def settle(self, exchange: StatisticsExchange, statistics: Any) -> None:
+        """The exchange has taken place, and y has been computed."""
+        self.exchange = exchange
+        self.statistics = statistics
+
+    def live_x(self) -> Tensor | None:
+        """x with its graph, or None where no gradient flows to it."""
+        node = None if self._node is None else self._node()
+        return None if node is None else node.saved_tensors[0]
+
+
+class StatisticsExchange:
+    """One exchange of statistics between replicas, once it has taken place.
+
+    Attributes:
+        rule, processes: the settings of the layer; its processes besides the replicas, or None.
+        context: what the copies of the layer share in this forward.
+        records: of all replicas, in their order.
+        total: moments of the whole batch.
+        call: the number of the exchange over processes, 0 for none.
+    """
+
+    __slots__ = (
+        "_moments_by_device",
+        "_passes",
+        "call",
+        "context",
+        "processes",
+        "records",
+        "rule",
+        "total",
+    )
+
+    def __init__(
+        self,
+        records: Sequence[ReplicaRecord],
+        rule: NormRule,
+        processes: Processes | None,
+        context: Any,
+    ) -> None:
+        self.records = list(records)
+        self.rule = rule
+        self.processes = processes
+        self.context = context
+        self._passes = BackwardPasses()
+        operations = records[0].operations
+        total = operations.merge([record.part for record in records])
+        self.call = 0
+        if processes is not None:
+            one = operations.one_row(total)
+            (total,), self.call = exchange_moments(processes.communicator, [one], processes.site)
+        require_more_than_one_value(total.known_count, records[0].shape)
+        self.total: Moments | DeviceMoments = total
+        # Here, in the thread whose streams all that has been computed so far is on.
+        self._moments_by_device: dict[Any, Any] = {}
+        if isinstance(total, DeviceMoments):
+            devices = {total.rows.device, *(record.part.rows.device for record in records)}
+            rows = total.rows.contiguous()
+            self._moments_by_device = {
+                device: total.with_rows(rows.to(device), total.known_count) for device in devices
+            }
+        else:
+            self._moments_by_device[None] = operations.statistics(total, rule)
+
+    def statistics_for(self, x: Tensor) -> Any:
+        """Statistics of the whole batch where x is."""
+        if isinstance(self.total, DeviceMoments):
+            return self._moments_by_device[x.device]
+        known: Statistics = self._moments_by_device[None]
+        if isinstance(known.invstd, Tensor) and known.invstd.device != x.device:
+            return plain.plain_statistics(known, x.device)
+        return known
+
+    def plain_statistics_for(self, x: Tensor) -> Statistics:
+        """The same as tensors; with gradients on, as a function of each x that has a graph."""
+        operations = plain.OPERATIONS
+        parts: list[Any] = [self.total]
+        if torch.is_grad_enabled():
+            known = [(record.live_x(), record.part) for record in self.records]
+            parts = [part if live is None else operations.moments(live) for live, part in known]
+        on_host = [part.wait() if isinstance(part, DeviceMoments) else part for part in parts]
+        moments = [plain.plain_moments(part, x.device) for part in on_host]
+        return operations.statistics(operations.merge(moments), self.rule)
+
+    def current_pass(self) -> BackwardPass:
+        """The backward pass that this thread is in."""
+        if self.context is not None and not self.context.is_over():
+            raise StateError(
+                f"expected the backward of {self.context.name} after the forward of all replicas, "
+                "got one inside a replica (autograd.grad or backward() in forward), which can't be "
+                "synchronized; compute gradients outside of DataParallelWithCallback"
+            )
+        return self._passes.current()
+
+    def all_reduce(self, sums: Any) -> Any:
+        """Sums of all replicas, added up over the processes of the group, if there is one."""
+        return sums if self.processes is None else self.processes.all_reduce(sums, self.call)
+
+
+class LocalMoments(Function):
+    """x -> an edge; the record gets the moments of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, record: ReplicaRecord) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.record = record
+        record.measure(x, ctx)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, edge: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        record: ReplicaRecord = ctx.record
+        exchange = record.exchange
+        current = exchange.current_pass()
+        dy, weight, _ = current.pending_grads.pop(record, (None, None, None))
+        if dy is None:  # this replica's y is not part of the loss, but its x shaped the others'
+            dy = torch.zeros_like(x)
+        total = current.total.on(x.device)
+        operations, statistics = record.operations, record.statistics
+        if needs_plain_backward(exchange.processes, dy, total):
+            operations, statistics = plain.OPERATIONS, exchange.plain_statistics_for(x)
+            total = _as_tensor(total).to(x.device)
+        dx = operations.backward_input(x, dy, statistics, Affine(weight), exchange.rule, total)
+        return dx, None
+
+
+class AllReduce(Function):
+    """An edge from every replica -> an edge to every replica."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: StatisticsExchange, *edges: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.edges = [edge.detach() for edge in edges]
+        return tuple(edge.new_empty(0) for edge in edges)
+
+    @staticmethod
+    def backward(ctx: Any, *edges: Tensor) -> tuple[Any, ...]:
+        exchange: StatisticsExchange = ctx.exchange
+        current = exchange.current_pass()
+        pending = current.pending_grads
+        left = [pending[record][2] for record in exchange.records if record in pending]
+        if any(isinstance(sums.value, Tensor) for sums in left):
+            left = [one if one.stream else StreamHandoff(_as_tensor(one.value)) for one in left]
+        with left[0].current(), np.errstate(invalid="ignore", over="ignore"):
+            total = left[0].value
+            for sums in left[1:]:
+                total = total + (sums.on(total.device) if isinstance(total, Tensor) else sums.value)
+            current.total = StreamHandoff(exchange.all_reduce(total))
+        return None, *ctx.edges
+
+
+class Normalize(Function):
+    """x (detached), an edge, weight, bias -> y; updates `running` on its way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        edge: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        record: ReplicaRecord,
+        exchange: StatisticsExchange,
+        running: RunningStatistics | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.record = record
+        known, affine = exchange.statistics_for(x), Affine(weight, bias)
+        done = record.operations.serial.forward(x, known, affine, exchange.rule, running)
+        record.settle(exchange, done.statistics)
+        y: Tensor = done.y
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        record: ReplicaRecord = ctx.record
+        exchange = record.exchange
+        operations, statistics = record.operations, record.statistics
+        if needs_plain_backward(exchange.processes, dy):
+            if torch.is_grad_enabled():
+                live = record.live_x()
+                x = x if live is None else live
+            operations, statistics = plain.OPERATIONS, exchange.plain_statistics_for(x)
+        sums: Sums = operations.backward_reduce(x, dy, statistics, Affine(weight), exchange.rule)
+        edge = None
+        if ctx.needs_input_grad[1]:
+            left = (dy, weight, StreamHandoff(sums.exchange))
+            exchange.current_pass().pending_grads[record] = left
+            edge = dy.new_empty(0)
+        own = needed(ctx, 2, sums.grad_weight, sums.grad_bias)
+        return None, edge, *own, None, None, None
+
+
+def measure(operations: Operations, x: Tensor) -> tuple[ReplicaRecord, Tensor]:
+    """First half of a replica's forward: its record, and the edge to the node of all replicas.
+
+    With differentiable operations torch has the graph itself, and the edge is no part of it.
+    """
+    record = ReplicaRecord(operations, x)
+    if operations is plain.DIFFERENTIABLE:
+        record.measure(x)
+        return record, x.new_empty(0)
+    edge: Tensor = LocalMoments.apply(x, record)
+    return record, edge
+
+
+class ReplicaMessage(NamedTuple):
+    """What a replica brings to the exchange of a layer."""
+
+    record: ReplicaRecord
+    edge: Tensor
+    rule: NormRule
+    processes: Processes | None
+    context: Any
+
+
+def merge_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
+    """Master callback of a layer: a `ReplicaMessage` from each, `(edge, exchange)` to each.
+
+    Settings are those of the first message, the master's. Raises `BatchSizeError` for one value
+    per channel in all, `ShapeError` for unequal channels.
+    """
+    first: ReplicaMessage = messages[0][1]
+    channels = {identifier: message.record.shape[1] for identifier, message in messages}
+    if len(set(channels.values())) > 1:
+        raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
+    records = [message.record for _, message in messages]
+    exchange = StatisticsExchange(records, first.rule, first.processes, first.context)
+    edges = AllReduce.apply(exchange, *(message.edge for _, message in messages))
+    return [
+        (identifier, (edge, exchange))
+        for (identifier, _), edge in zip(messages, edges, strict=True)
+    ]
+
+
+def normalize(
+    x: Tensor,
+    edge: Tensor,
+    affine: Affine,
+    record: ReplicaRecord,
+    exchange: StatisticsExchange,
+    running: RunningStatistics | None,
+) -> Tensor:
+    """Second half of a replica's forward, once the exchange has taken place: y.
+
+    Updates `running` if that is given.
+    """
+    operations = record.operations
+    if operations is plain.DIFFERENTIABLE:
+        known = exchange.statistics_for(x)
+        y: Tensor = operations.forward(x, known, affine, exchange.rule, running).y
+        return y
+    on_the_way = None if saving_runs_hooks() else running
+    y = Normalize.apply(x.detach(), edge, *affine, record, exchange, on_the_way)
+    if running is not None and on_the_way is None:
+        operations.update_running(running, record.statistics)
+    return y
+
+
+def _as_tensor(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else as_tensor(values)

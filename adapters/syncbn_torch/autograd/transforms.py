@@ -1,0 +1,79 @@
+"""Tensors that are more than their memory: with a tangent, or wrapped by a function transform.
+
+Forward-mode AD (`torch.autograd.forward_ad`) gives tensors a tangent. `torch.func` wraps them, and
+so do `is_grads_batched` and `jacobian(vectorize=True)`, by an older vmap. Kernels, which go by the
+address, see neither. So a step on such tensors takes plain differentiable operations of torch, of
+any size and in any mode, or is refused where numbers leave torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from syncbn_core.errors import StateError
+from syncbn_torch._torch_private import (
+    forward_ad_active,
+    function_transforms_active,
+    is_wrapped,
+)
+
+__all__ = [
+    "among_replicas",
+    "beyond_memory",
+    "needs_plain_forward",
+    "refuse_over_processes",
+]
+
+
+def beyond_memory(*tensors: Any) -> bool:
+    """Whether one of `tensors` has a tangent or is wrapped; other objects are plain."""
+    dual = forward_ad_active()
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            if is_wrapped(tensor):
+                return True
+            if dual and forward_ad.unpack_dual(tensor).tangent is not None:
+                return True
+    return False
+
+
+def needs_plain_forward(
+    name: Callable[[], str], replicas: bool, processes: bool, *operands: Tensor | None
+) -> bool:
+    """Whether a forward takes plain operations; `StateError` where that can't be synchronized.
+
+    The same for all replicas, whose messages have to go together.
+    """
+    wrapped = function_transforms_active()
+    if not (wrapped or forward_ad_active()):
+        return False
+    if processes:
+        if wrapped or beyond_memory(*operands):
+            refuse_over_processes(name())
+        return False
+    if wrapped and replicas:
+        among_replicas(name())
+    return True
+
+
+def refuse_over_processes(who: str) -> None:
+    """Raise the `StateError` for tensors beyond memory in `who`."""
+    raise StateError(
+        f"expected plain tensors in {who}, which synchronizes over processes, got some of "
+        "forward-mode AD or of a function transform (torch.func, is_grads_batched, "
+        "vectorize=True), which can't be sent; compute those derivatives in one process"
+    )
+
+
+def among_replicas(who: str) -> None:
+    """Raise `StateError` inside a function transform, which is that of one thread."""
+    if function_transforms_active():
+        raise StateError(
+            f"expected {who} outside of function transforms (torch.func.grad, jvp, vmap, ...), "
+            "which don't reach the threads of replicas; transform the model without its wrapper, "
+            "or use torch.autograd, forward_ad included"
+        )

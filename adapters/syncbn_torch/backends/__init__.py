@@ -1,0 +1,1 @@
+"""The steps of batch normalization for tensors: on the CPU, on CUDA devices, anywhere."""

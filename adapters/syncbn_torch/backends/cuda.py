@@ -1,0 +1,136 @@
+"""CUDA tensors as the steps of `syncbn_core.backends.cuda` take them, by raw pointers.
+
+Memory is torch's allocator's. DLPack both ways takes longer than the launch of a kernel, and CuPy
+need not be installed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda.grid import SIZES
+from syncbn_core.backends.cuda.operations import CudaOperations
+from syncbn_core.layout import Layout, layout_of_strides
+from syncbn_torch._torch_private import current_raw_stream
+from syncbn_torch.backends import plain
+
+__all__ = ["OPERATIONS", "TensorDeviceMemory", "takes"]
+
+_NAMES = {getattr(torch, name): name for name in (*SIZES, "int32", "int64")}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether the kernels take this tensor; warns once where something is missing for them."""
+    return (
+        tensor.device.type == "cuda"
+        and type(tensor) in (Tensor, Parameter)  # a subclass may have no data of its own
+        and _NAMES.get(tensor.dtype) in SIZES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and _ready(tensor.device.index, tensor.dtype)
+    )
+
+
+@cache
+def _ready(device: int, dtype: torch.dtype) -> bool:
+    # bfloat16 is rounded by an instruction of that capability
+    oldest = (8, 0) if dtype is torch.bfloat16 else driver.OLDEST
+    return not _missing() and driver.compute_capability(device) >= oldest
+
+
+@cache
+def _missing() -> tuple[str, ...]:
+    lacks = tuple(driver.missing())
+    if lacks:
+        warnings.warn(
+            "syncbn runs CUDA tensors in plain torch operations, which is slow, because "
+            + "; ".join(lacks),
+            stacklevel=2,
+        )
+    return lacks
+
+
+class TensorDeviceMemory:
+    """`DeviceMemory` of CUDA tensors."""
+
+    plain = plain.OPERATIONS
+
+    def device_of(self, array: Tensor) -> int:
+        return -1 if array.device.index is None else array.device.index
+
+    def on_device(self, index: int) -> AbstractContextManager[Any]:
+        return _HERE if torch.cuda.current_device() == index else torch.cuda.device(index)
+
+    def stream(self, index: int) -> int:
+        return int(current_raw_stream(index))
+
+    def is_captured(self, stream: int) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def pointer(self, array: Tensor) -> Any:
+        return array.data_ptr()
+
+    def dtype_name(self, array: Tensor) -> str:
+        return _NAMES.get(array.dtype, str(array.dtype))
+
+    def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
+        return torch.empty(shape, dtype=_DTYPES[dtype], device=torch.device("cuda", index))
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
+        return torch.zeros(shape, dtype=_DTYPES[dtype], device=torch.device("cuda", index))
+
+    def join(self, arrays: list[Tensor]) -> Tensor:
+        home = arrays[0].device
+        return torch.cat([array.to(home) for array in arrays])
+
+    def is_contiguous(self, array: Tensor) -> bool:
+        return array.is_contiguous()
+
+    def contiguous(self, array: Tensor) -> Tensor:
+        return array if array.is_contiguous() else array.detach().contiguous()
+
+    def dense(self, x: Tensor) -> tuple[Tensor, Layout]:
+        x = x.detach()
+        layout = layout_of_strides(x.shape, x.stride())
+        if layout is None:
+            x = x.contiguous()
+            layout = layout_of_strides(x.shape, x.stride())
+            assert layout is not None
+        return x, layout
+
+    def like(self, other: Tensor, dense: Tensor, layout: Layout) -> Tensor:
+        same = other.dtype == dense.dtype
+        if (
+            same
+            and layout_of_strides(other.shape, other.stride()) == layout
+            and not other.is_neg()
+            and type(other) in (Tensor, Parameter)
+        ):
+            return other.detach()
+        return torch.empty_like(dense).copy_(other)
+
+    def target(
+        self, dense: Tensor, layout: Layout, out: Tensor | None, *operands: Tensor
+    ) -> Tensor:
+        return torch.empty_like(dense)
+
+    def cast_to_output(self, result: Tensor, out: Tensor | None) -> Tensor:
+        return result
+
+    def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+
+
+OPERATIONS = CudaOperations(TensorDeviceMemory())

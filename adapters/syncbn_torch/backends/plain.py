@@ -1,0 +1,78 @@
+"""The steps in differentiable tensor operations: for devices without kernels, for second
+derivatives, and for what forward-mode AD and function transforms hand in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn_core.backends.base import RunningStatistics
+from syncbn_core.backends.plain import PlainOperations
+from syncbn_core.moments import Moments, Statistics
+from syncbn_torch.backends.memory import as_tensor
+
+__all__ = ["DIFFERENTIABLE", "OPERATIONS", "TensorNamespace", "plain_moments", "plain_statistics"]
+
+
+class TensorNamespace:
+    """`Namespace` of torch."""
+
+    xp = torch
+
+    @staticmethod
+    def cast(values: Tensor, dtype: Any) -> Tensor:
+        return values.to(dtype)
+
+    @staticmethod
+    def widest(values: Tensor) -> torch.dtype:
+        return torch.float32 if values.device.type == "mps" else torch.float64
+
+    @staticmethod
+    def number(value: Any, like: Tensor) -> Tensor:
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+
+    @staticmethod
+    def constant(values: Tensor) -> Tensor:
+        return values.detach()
+
+
+class TensorOperations(PlainOperations):
+    """Plain operations that write running statistics in place, and merge over devices."""
+
+    def merge(self, parts: Sequence[Moments]) -> Moments:
+        home = parts[0].mean.device
+        return super().merge([plain_moments(part, home) for part in parts])
+
+    def update_running(
+        self, running: RunningStatistics, statistics: Statistics
+    ) -> RunningStatistics:
+        if running.mean is not None:
+            statistics = plain_statistics(statistics, running.mean.device)
+        new = super().update_running(running, statistics)
+        pairs = [(own, n) for own, n in zip(running[:3], new[:3], strict=True) if own is not None]
+        # in one call of C: between two writes no interrupt can come
+        deque(map(Tensor.copy_, *zip(*pairs, strict=True)) if pairs else (), maxlen=0)
+        return running
+
+
+OPERATIONS = TensorOperations(TensorNamespace())  # within the nodes of `autograd`
+DIFFERENTIABLE = TensorOperations(TensorNamespace())  # instead of them: torch has the graph
+
+
+def plain_moments(moments: Moments, device: torch.device) -> Moments:
+    """Moments as tensors on a device."""
+    return Moments(moments.count, _on(moments.mean, device), _on(moments.m2, device))
+
+
+def plain_statistics(statistics: Statistics, device: torch.device) -> Statistics:
+    """Statistics as tensors on a device."""
+    return Statistics(plain_moments(statistics.moments, device), _on(statistics.invstd, device))
+
+
+def _on(values: Any, device: torch.device) -> Tensor:
+    return (values if isinstance(values, Tensor) else as_tensor(values)).to(device)

@@ -1,0 +1,89 @@
+"""Torch's own kernel, which writes running statistics while it normalizes.
+
+They have to be written all or not at all, so it may write them itself only where nothing can go
+wrong after it; elsewhere it writes copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from itertools import starmap
+from operator import call
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from syncbn_core.backends.base import RunningStatistics
+from syncbn_core.moments import averaging_factor, require_more_than_one_value
+from syncbn_torch._torch_private import (
+    backward_task,
+    cudnn_enabled,
+    modes_run_other_code,
+    saving_runs_hooks,
+    transforming,
+)
+from syncbn_torch.backends.memory import PLAIN
+
+__all__ = ["batch_norm"]
+
+_PLAIN = {*PLAIN, type(None)}
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: RunningStatistics | None,
+    eps: float,
+) -> Tensor:
+    """y of a batch that is x alone; `running`, if there is one, is updated by it.
+
+    A recomputation updates nothing.
+    """
+    if running is None:
+        return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+    mean, var, counter, momentum = running
+    factor = averaging_factor(momentum, counter)
+    if torch.compiler.is_compiling():
+        y = F.batch_norm(x, mean, var, weight, bias, True, factor, eps)
+        if counter is not None:
+            counter.add_(1)
+        return y
+    recomputed = backward_task() != -1
+    # transforms, subclasses, modes and hooks run code that may raise after the kernel has written
+    kinds = {type(x), type(weight), type(bias), type(mean), type(var), type(counter)}
+    more = transforming() or not kinds <= _PLAIN or saving_runs_hooks()
+    more = more or modes_run_other_code()
+    if recomputed or more or mean is None or var is None or counter is None:
+        new_mean, new_var = (None if own is None else own.clone() for own in (mean, var))
+        y = F.batch_norm(x, new_mean, new_var, weight, bias, True, factor, eps)
+        if not recomputed:
+            _write(running, new_mean, new_var)
+        return y
+    if x.numel() <= x.shape[1]:
+        require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
+    increment_version(mean)  # a graph of eval that has kept them must learn of it
+    increment_version(var)
+    # The graph of this forward keeps them too, and does not need them: by `data`, which has a
+    # version of its own, it does not mind that the next forward changes them.
+    settings = (mean.data, var.data, True, factor, eps, cudnn_enabled())
+    steps: Any = (partial(torch.batch_norm, x, weight, bias, *settings), partial(counter.add_, 1))
+    result: Tensor
+    result, _ = map(call, steps)  # in C: no interrupt can come between the two
+    return result
+
+
+def _write(running: RunningStatistics, mean: Tensor | None, var: Tensor | None) -> None:
+    """Set what is not None, and count the batch.
+
+    All three in one call of C: between the writes no interrupt can come.
+    """
+    counter: Any = running.num_batches_tracked
+    counted = None if counter is None else counter + 1
+    pairs = [(running.mean, mean), (running.var, var), (counter, counted)]
+    written = [(own, new) for own, new in pairs if own is not None and new is not None]
+    deque(starmap(Tensor.copy_, written), maxlen=0)

@@ -1,0 +1,1 @@
+"""Replicas of a model in threads of one process."""

@@ -1,0 +1,170 @@
+"""How a replica of a layer reaches the other replicas, and what it does when they are gone."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from syncbn_core.backends.base import Affine, Operations, RunningStatistics
+from syncbn_core.comm import SyncMaster
+from syncbn_core.device_moments import DeviceMoments
+from syncbn_core.errors import CheckpointError, CommAborted, StateError
+from syncbn_core.moments import NormRule
+from syncbn_torch._torch_private import backward_task
+from syncbn_torch.autograd.exchange import Processes
+from syncbn_torch.autograd.replicas import (
+    ReplicaMessage,
+    StatisticsExchange,
+    measure,
+    merge_replicas,
+    normalize,
+)
+from syncbn_torch.data_parallel.replicate import CallbackContext
+from syncbn_torch.module_names import name_of
+
+__all__ = ["ReplicaSync", "Unconnected", "adopted"]
+
+
+class ReplicaSync:
+    """A replica's way to the other replicas, for one forward of the replicated model."""
+
+    def __init__(self, context: CallbackContext, copy_id: int) -> None:
+        self.context = context
+        self.is_master = copy_id == 0
+        if self.is_master:
+            context.sync_master = SyncMaster(merge_replicas, name=context.name)
+        else:
+            self.pipe = context.sync_master.register_slave(copy_id)
+        self._history: list[tuple[Any, StatisticsExchange, bool]] = []
+
+    def check(self) -> None:
+        """Raise if nobody waits for this replica any more."""
+        if self.context.disowned:
+            raise CommAborted(
+                f"{self.context.name}: the forward that this replica belonged to was given up: "
+                f"{self.context.disowned}"
+            )
+
+    def forward(
+        self,
+        operations: Operations,
+        x: Tensor,
+        affine: Affine,
+        rule: NormRule,
+        processes: Processes | None,
+        running: RunningStatistics | None,
+    ) -> Tensor:
+        """y by the statistics of all replicas; the master's updates `running`."""
+        record, edge = measure(operations, x)
+        weight, bias = affine
+        learns = any(p is not None and p.requires_grad for p in (weight, bias))
+        if processes is not None and learns and torch.is_grad_enabled():
+            # other processes wait for the sums, whether or not x needs a gradient here
+            edge.requires_grad_()
+        if self.context.is_over():
+            # The others can't be reached any more; what runs then is activation checkpointing,
+            # and gets the statistics of the first time.
+            exchange, running = self._earlier_exchange(record.part), None
+        else:
+            message = ReplicaMessage(record, edge, rule, processes, self.context)
+            if self.is_master:
+                edge, exchange = self.context.sync_master.run_master(message)
+            else:
+                edge, exchange = self.pipe.run_slave(message)
+                running = None
+            self._history.append((record.part, exchange, torch.is_grad_enabled()))
+        return normalize(x, edge, affine, record, exchange, running)
+
+    def _earlier_exchange(self, part: Any) -> StatisticsExchange:
+        found = [(one, graph) for seen, one, graph in self._history if _same_bits(seen, part)]
+        if not found:
+            raise CheckpointError(
+                f"{self.context.name} of a replica was called after the forward of its "
+                "DataParallelWithCallback, with an input that it had not seen; call the wrapped "
+                "model instead, and keep random numbers (dropout) out of what is checkpointed in "
+                "replicas: they share one generator"
+            )
+        if torch.is_grad_enabled() and not all(graph for _, graph in found):
+            raise CheckpointError(
+                f"{self.context.name} was recomputed by a reentrant checkpoint, one replica at a "
+                "time, which can't be synchronized; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        exchange = found[0][0]
+        if not all(_same_bits(exchange.total, other.total) for other, _ in found):
+            raise CheckpointError(
+                f"{self.context.name} was recomputed with an input that a replica had in several "
+                "calls, whose statistics over all replicas differ; checkpoint these calls apart "
+                "from each other by layers of their own, or not at all"
+            )
+        return exchange
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    """Whether two moments of one kind are the same, NaN like any other number."""
+    if type(a) is not type(b) or a.known_count != b.known_count:
+        return False
+    names = ("rows",) if isinstance(a, DeviceMoments) else ("mean", "m2")
+    pairs = [(getattr(a, name), getattr(b, name)) for name in names]
+    return all(
+        p.shape == q.shape
+        and (
+            torch.equal(p.view(torch.uint8), q.view(torch.uint8))
+            if isinstance(p, Tensor)
+            else p.tobytes() == q.tobytes()
+        )
+        for p, q in pairs
+    )
+
+
+class Unconnected:
+    """The link of a copy to which no replication callback has come yet: `nn.DataParallel`'s."""
+
+    is_master = False
+
+    def __init__(self, original: nn.Module) -> None:
+        self.original = original
+
+    def check(self) -> None:
+        """Nothing is wrong until the other copies are needed."""
+
+    def forward(self, *_: Any) -> NoReturn:
+        """Raise: the other copies are needed now."""
+        raise StateError(
+            f"{name_of(self.original)} runs in a replica that can't reach the others: no "
+            "replication callback came; use DataParallelWithCallback instead of nn.DataParallel, "
+            "or call patch_replication_callback on it"
+        )
+
+
+class _Name:
+    """What errors call a layer; looked for when it is printed, as that takes time."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __str__(self) -> str:
+        return name_of(self.layer)
+
+
+class _BareContext(CallbackContext):
+    """For wrappers of other projects, which tell neither size nor end of a forward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(cast(str, _Name(layer)))
+
+    def is_over(self) -> bool:
+        """What runs in backward is a recomputation."""
+        return backward_task() != -1
+
+
+def adopted(context: Any, layer: nn.Module) -> CallbackContext:
+    """`context`, or one of ours that the copies of `layer` share through any other object."""
+    if isinstance(context, CallbackContext):
+        return context
+    own: CallbackContext | None = getattr(context, "syncbn_context", None)
+    if own is None:
+        own = context.syncbn_context = _BareContext(layer)
+    return own

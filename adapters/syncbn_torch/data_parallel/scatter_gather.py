@@ -1,0 +1,132 @@
+"""Nested arguments split into parts, nested results joined: as `nn.DataParallel` does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn_core.errors import ShapeError
+from syncbn_torch._torch_private import forward_ad_active
+from syncbn_torch.autograd.transforms import among_replicas
+
+__all__ = ["join", "split"]
+
+
+def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
+    """At most `parts` trees like `tree`, with each tensor in it split by axis `dim`.
+
+    Tensors are cut like `torch.chunk`; scalars (0 axes) and objects that are no tensors go to
+    every part. Tuples, named tuples, lists and dictionaries nest. Raises `ShapeError` when two
+    tensors give different numbers of parts: a part would miss some of its arguments. `StateError`
+    inside a function transform.
+    """
+    leaves: list[Tensor] = []
+    _collect(tree, leaves)
+    sizes = {}
+    for leaf in leaves:
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ShapeError(f"expected tensors with an axis {dim}, got shape {tuple(leaf.shape)}")
+        sizes[leaf.shape[dim]] = len(leaf.chunk(parts, dim))
+    if len(set(sizes.values())) > 1:
+        raise ShapeError(
+            f"expected tensors that split alike over {parts} replicas, got sizes "
+            f"{sorted(sizes)} on axis {dim}; give what every replica needs whole as a non-tensor"
+        )
+    count = next(iter(sizes.values()), parts if _has_anything(tree) else 1)
+    if count > 1:
+        among_replicas("DataParallelWithCallback")
+    return _parts(tree, count, dim, device)
+
+
+def _has_anything(tree: Any) -> bool:
+    args, kwargs = tree
+    return bool(args) or bool(kwargs)
+
+
+def _collect(tree: Any, leaves: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        if tree.dim() > 0:
+            leaves.append(tree)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _collect(value, leaves)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _collect(value, leaves)
+
+
+def _parts(tree: Any, count: int, dim: int, device: torch.device) -> list[Any]:
+    """`count` trees. Each tensor is cut once: its gradient is then put together once."""
+    if isinstance(tree, Tensor):
+        if tree.dim() == 0 or count == 1:
+            return [tree.to(device)] * count
+        # Chunks share one version counter: a replica that changes its input in place would seem
+        # to have changed everybody's. `data` has another one, but neither graph nor tangent.
+        pieces = tree.chunk(count, dim)
+        copied = tree.requires_grad or forward_ad_active()
+        return [(p.clone() if copied else p.data).to(device) for p in pieces]
+    if isinstance(tree, Mapping):
+        cut = {key: _parts(value, count, dim, device) for key, value in tree.items()}
+        return [_like(tree, {key: cut[key][i] for key in tree}) for i in range(count)]
+    if isinstance(tree, (list, tuple)):
+        several = [_parts(value, count, dim, device) for value in tree]
+        return [_like(tree, [values[i] for values in several]) for i in range(count)]
+    return [tree] * count
+
+
+def _like(tree: Any, values: Any) -> Any:
+    """`values` in a container of the type of `tree`."""
+    if isinstance(tree, MutableMapping):
+        filled = copy.copy(tree)  # with its settings, such as the factory of a defaultdict
+        filled.update(values)
+        return filled
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*values)
+    if type(values) is type(tree):
+        return values
+    return type(tree)(values)
+
+
+def join(outputs: Sequence[Any], dim: int, device: torch.device) -> Any:
+    """One tree from the outputs of all parts: tensors concatenated by axis `dim`.
+
+    Scalars become a vector with one entry per part; None stays None; other objects stay when
+    they are equal in all parts. Raises `ShapeError` for outputs that differ in structure.
+    """
+    first = outputs[0]
+    if any(type(output) is not type(first) for output in outputs):
+        kinds = [type(output).__name__ for output in outputs]
+        raise ShapeError(f"expected outputs of one type from all replicas, got {kinds}")
+    if isinstance(first, Tensor):
+        moved = [output.to(device) for output in outputs]
+        if first.dim() == 0:
+            return torch.stack(moved)
+        return moved[0] if len(moved) == 1 else torch.cat(moved, dim)
+    if isinstance(first, Mapping):
+        if any(output.keys() != first.keys() for output in outputs):
+            keys = [sorted(map(str, output)) for output in outputs]
+            raise ShapeError(f"expected dictionaries with the same keys, got {keys}")
+        return _like(first, {k: join([o[k] for o in outputs], dim, device) for k in first})
+    if isinstance(first, (list, tuple)):
+        lengths = [len(output) for output in outputs]
+        if len(set(lengths)) > 1:
+            raise ShapeError(f"expected sequences of one length from all replicas, got {lengths}")
+        return _like(first, [join(list(o), dim, device) for o in zip(*outputs, strict=True)])
+    if not all(_same(output, first) for output in outputs):
+        raise ShapeError(
+            f"expected tensors, or the same {type(first).__name__} from all replicas, got "
+            f"{outputs!r:.200}"
+        )
+    return first
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two objects are equal, NaN like any other; arrays have no single answer to that."""
+    try:
+        return a is b or bool(a == b) or bool(a != a and b != b)
+    except (ValueError, RuntimeError):
+        return False

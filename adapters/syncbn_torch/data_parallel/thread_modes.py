@@ -1,0 +1,53 @@
+"""What replica threads take over from the thread that calls the model: modes, device, stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from syncbn_torch._torch_private import restored_forward_ad
+
+__all__ = ["call_within", "modes_of_caller", "place_of"]
+
+Modes = list[Callable[[], AbstractContextManager[Any]]]
+
+
+def modes_of_caller() -> Modes:
+    """Gradient, inference and autocast modes of this thread, which others do not inherit."""
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    modes: Modes = [
+        partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        restored_forward_ad(),
+    ]
+    for kind in kinds:
+        settings: dict[str, Any] = {
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        modes.append(partial(torch.autocast, kind, **settings))
+    return modes
+
+
+def place_of(device: torch.device) -> Modes:
+    """A GPU, and the stream on it that is current in the calling thread."""
+    if device.type != "cuda":
+        return []
+    stream = torch.cuda.current_stream(device)
+    return [partial(torch.cuda.device, device), partial(torch.cuda.stream, stream)]
+
+
+def call_within(modes: Modes, call: Callable[[], Any]) -> Any:
+    """`call()` within all of `modes`, the first one outside.
+
+    No ExitStack and no generator: these assign `__traceback__`, which an error may refuse.
+    """
+    if not modes:
+        return call()
+    with modes[0]():
+        return call_within(modes[1:], call)

@@ -1,0 +1,184 @@
+"""Which way a layer's forward takes, decided once per call.
+
+    eval with running statistics                     torch's kernel
+    replica                                          `autograd.replicas`
+    several processes                                `autograd.single`, one collective per direction
+    alone, being traced or transformed               torch's kernel
+    alone, where torch's kernel is as fast (below)   torch's kernel
+    alone, else                                      `autograd.single`
+
+and which implementation computes it:
+
+    plain tensor on the CPU, of 64, 32 or 16 bits    `backends.cpu`
+    plain tensor on CUDA, with what kernels need     `backends.cuda`
+    any other tensor                                 `backends.plain`
+    tangents or function transforms                  `backends.plain`, differentiated by torch
+
+Our kernels are faster than torch's, alone, from so many elements per thread on (by measurement,
+forward and backward together, on one thread and on two; docs/speed.md):
+
+    float32, float64; contiguous, 3-D or more        150,000
+    16 bits; contiguous planes of at most 64         500,000
+    any, where huge pages are given on request       24 MiB in all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from syncbn_core.backends.base import Operations
+from syncbn_core.moment_exchange import CallSite
+from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
+from syncbn_torch._torch_private import disable_tracing, saving_runs_hooks, transforming
+from syncbn_torch.autograd.exchange import Processes
+from syncbn_torch.autograd.single import BatchNormFunction, LayerCall, batch_norm_with_hooks
+from syncbn_torch.autograd.transforms import needs_plain_forward
+from syncbn_torch.backends import cuda, memory, plain, torch_kernel
+from syncbn_torch.module_names import name_of
+from syncbn_torch.process_group import communicator_for
+from syncbn_torch.validation import (
+    check_floating,
+    check_for_torch,
+    check_input,
+    check_operands,
+    checked_running,
+    checked_running_once,
+)
+
+if TYPE_CHECKING:
+    from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+
+__all__ = ["always_ours", "forward", "operations_for", "processes_of", "torch_is_faster"]
+
+KERNEL_SIZE = 150_000
+KERNEL_SIZE_16_BITS = 500_000
+HUGE_SIZE = 24 << 20
+SHORT = 64
+
+_ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
+
+
+@contextmanager
+def always_ours(on: bool = True) -> Iterator[None]:
+    """Within it, a layer alone uses our kernels for inputs of any size: to compare the two."""
+    token = _ours_always.set(on)
+    try:
+        yield
+    finally:
+        _ours_always.reset(token)
+
+
+def forward(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
+    """Normalized x, same shape, dtype and memory layout; running statistics are updated."""
+    check_input(layer, x)
+    mean, var = layer.running_mean, layer.running_var
+    if not layer.training and mean is not None and var is not None:
+        return _eval(layer, x, mean, var)
+    if torch.compiler.is_compiling():
+        if _surely_alone(layer) and layer.effective_eps_mode == "plus":
+            return _by_torch(layer, x)
+        # kernels and messages are no torch operations: the graph breaks here
+        return disable_tracing(forward)(layer, x)  # type: ignore[no-any-return]
+    sync, processes, mode = layer._replica_sync, processes_of(layer, x), layer.effective_eps_mode
+    if sync is None and processes is None and torch_is_faster(x, mode):
+        return _by_torch(layer, x)
+    operations = operations_for(x)
+    affine = check_operands(layer, x, operations is not plain.OPERATIONS)
+    running = checked_running_once(layer)
+    if transforming() and needs_plain_forward(
+        partial(name_of, layer), sync is not None, processes is not None, x, *affine
+    ):
+        operations = plain.DIFFERENTIABLE
+    rule = NormRule(layer.eps, mode)
+    if sync is not None:
+        return sync.forward(operations, x, affine, rule, processes, running)
+    if operations is plain.DIFFERENTIABLE:
+        require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
+        y: Tensor = operations.forward_single(x, affine, rule, running).y
+        return y
+    node = batch_norm_with_hooks if saving_runs_hooks() else BatchNormFunction.apply
+    (y,) = node([LayerCall(operations, rule, running)], processes, [], x, *affine)
+    return y
+
+
+def operations_for(x: Tensor) -> Operations:
+    """The implementation of the steps for x."""
+    if memory.takes(x):
+        return _cpu()
+    return cuda.OPERATIONS if cuda.takes(x) else plain.OPERATIONS
+
+
+@cache
+def _cpu() -> Operations:
+    """On first use: Numba takes as long to import as all else."""
+    found: Operations = import_module("syncbn_torch.backends.cpu").OPERATIONS
+    return found
+
+
+def processes_of(layer: _SynchronizedBatchNorm, x: Tensor) -> Processes | None:
+    """The processes to synchronize with; in eval they need not run the same batches."""
+    communicator = communicator_for(layer.process_group) if layer.training else None
+    if communicator is None:
+        return None
+    original = layer._original
+    dtype = str(x.dtype).removeprefix("torch.")  # as NumPy calls it
+    return Processes(communicator, CallSite(partial(name_of, original), (dtype,), original))
+
+
+def _surely_alone(layer: _SynchronizedBatchNorm) -> bool:
+    """Whether there is nobody to synchronize with; asked while torch.compile traces."""
+    processes = layer.process_group is not None or (dist.is_available() and dist.is_initialized())
+    return layer._replica_sync is None and not (layer.training and processes)
+
+
+def _eval(layer: _SynchronizedBatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """y by running statistics.
+
+    "clamp" is torch's kernel with the clamped variance, and an eps that vanishes beside it.
+    """
+    weight, bias, eps = layer.weight, layer.bias, layer.eps
+    check_floating(weight, bias, mean, var)
+    if layer.effective_eps_mode == "clamp":
+        var, eps = var.clamp(min=eps), eps * 1e-30
+    return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+
+def _by_torch(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
+    running = checked_running(layer)
+    weight, bias = layer.weight, layer.bias  # each costs a search
+    check_for_torch(x, weight, bias, running)
+    return torch_kernel.batch_norm(x, weight, bias, running, layer.eps)
+
+
+def torch_is_faster(x: Tensor, eps_mode: EpsMode) -> bool:
+    """Whether torch's own kernel does the same for a batch that is x alone, and in less time."""
+    if eps_mode != "plus":
+        return False
+    if transforming():
+        return True  # a kernel that is no torch operation can't be transformed
+    if _ours_always.get():
+        return False
+    return not (_is_large(x) and memory.takes(x))
+
+
+def _is_large(x: Tensor) -> bool:
+    """Whether our kernels for the CPU are faster than torch's, as the table says."""
+    size, bytes_each = x.numel(), x.element_size()
+    if size * bytes_each >= HUGE_SIZE and memory.huge_pages_on_request():
+        return True
+    if x.dim() < 3 or not x.is_contiguous():
+        return False
+    if bytes_each > 2:
+        return size >= KERNEL_SIZE * torch.get_num_threads()
+    short = size <= SHORT * x.shape[0] * x.shape[1]
+    return short and size >= KERNEL_SIZE_16_BITS * torch.get_num_threads()

@@ -1,0 +1,93 @@
+"""Several layers whose inputs are ready together share one message between processes.
+
+Branches of a block, levels of a pyramid: what a small message costs is its latency, so five layers
+in one cost as much as one layer (docs/scaling.md has the measurement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+from torch.nn.modules import module as modules
+
+from syncbn_core.comm import Communicator
+from syncbn_core.errors import ShapeError
+from syncbn_core.moment_exchange import CallSite
+from syncbn_core.moments import NormRule
+from syncbn_torch._torch_private import saving_runs_hooks
+from syncbn_torch.autograd.exchange import Processes
+from syncbn_torch.autograd.single import BatchNormFunction, LayerCall, batch_norm_with_hooks
+from syncbn_torch.autograd.transforms import needs_plain_forward
+from syncbn_torch.backends import plain
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.data_parallel import originals
+from syncbn_torch.dispatch import operations_for, processes_of
+from syncbn_torch.module_names import name_of
+from syncbn_torch.validation import check_input, check_operands, checked_running_once
+
+__all__ = ["forward_together"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def forward_together(
+    layers: Sequence[_SynchronizedBatchNorm], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """`[layer(x) for layer, x in zip(layers, inputs)]`, with one exchange between processes.
+
+    In training over one process group that is one all_gather for all layers forward and one
+    all_reduce backward, which runs when the gradients of all outputs are there. Everywhere else
+    (eval, one process, replicas, unlike groups or devices, hooks, subclasses) the layers
+    run one after the other; every process has to come to the same of the two. `ShapeError` unless
+    there are as many inputs as layers, each of them once; else the errors of the layers.
+    """
+    if len(layers) != len(inputs) or len(set(layers)) != len(layers):
+        raise ShapeError(
+            f"expected one input for each of several layers, got {len(inputs)} inputs for "
+            f"{len(set(layers))} layers; a layer that is used twice runs twice"
+        )
+    communicator = _common_communicator(layers, inputs)
+    if communicator is None or len({(type(x), x.device) for x in inputs}) > 1:
+        return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+    for layer, x in zip(layers, inputs, strict=True):
+        check_input(layer, x)
+    for layer, x in zip(layers, inputs, strict=True):
+        needs_plain_forward(partial(name_of, layer), False, True, x, layer.weight, layer.bias)
+    calls: list[LayerCall] = []
+    operands: list[Tensor | None] = []
+    for layer, x in zip(layers, inputs, strict=True):
+        operations = operations_for(x)
+        affine = check_operands(layer, x, operations is not plain.OPERATIONS)
+        rule = NormRule(layer.eps, layer.effective_eps_mode)
+        calls.append(LayerCall(operations, rule, checked_running_once(layer)))
+        operands += [x, *affine]
+    dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
+    site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0])
+    node = batch_norm_with_hooks if saving_runs_hooks() else BatchNormFunction.apply
+    return list(node(calls, Processes(communicator, site), [], *operands))
+
+
+def _common_communicator(
+    layers: Sequence[_SynchronizedBatchNorm], inputs: Sequence[Tensor]
+) -> Communicator | None:
+    """That of all layers, if they can share a message."""
+    if any(layer._replica_sync or _runs_other_code(layer) for layer in layers):
+        return None
+    if originals.current() is not None:  # in a replica: its own layers synchronize
+        return None
+    found = [processes_of(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+    communicators = [None if one is None else one.communicator for one in found]
+    same = len(layers) > 1 and all(one is communicators[0] for one in communicators)
+    return communicators[0] if same else None
+
+
+def _runs_other_code(layer: _SynchronizedBatchNorm) -> bool:
+    """Whether calling the layer runs more than its own forward: hooks, or that of a subclass."""
+    return (
+        type(layer).forward is not _SynchronizedBatchNorm.forward
+        or "forward" in layer.__dict__
+        or any(getattr(layer, hooks) for hooks in _HOOKS)
+        or any(getattr(modules, f"_global{hooks}") for hooks in _HOOKS)
+    )

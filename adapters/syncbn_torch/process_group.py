@@ -1,0 +1,267 @@
+"""The `Communicator` protocol over torch.distributed: one member per process."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
+from syncbn_core.comm.process_group import grace_after
+from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
+from syncbn_torch import message_arrays  # noqa: F401  (registers tensors)
+
+__all__ = ["DistributedCommunicator", "communicator_for", "create_syncbn_process_group"]
+
+Values = Any  # numpy.ndarray or Tensor
+
+
+class DistributedCommunicator(ProcessCommunicator):
+    """A process group as a communicator, for arrays and for tensors.
+
+    Args:
+        group: a `torch.distributed` process group, a `DeviceMesh` of one dimension
+            (`mesh["data"]`), or None for the default group. `CommError` if this process is not
+            in it.
+        check_order: before each call compare what the ranks are about to do; None: as the
+            environment variable SYNCBN_CHECK_ORDER says. See `ProcessCommunicator`.
+
+    Takes NumPy arrays and tensors on any device. A call waits as long as the group's own timeout
+    says and then raises `CommTimeout`; when a connection breaks, it raises `CommAborted` at once.
+    Both name the call and the ranks that gave no sign. (NCCL does not wait on the host: there
+    torch's watchdog ends the process.)
+    """
+
+    def __init__(self, group: Any = None, *, check_order: bool | None = None) -> None:
+        super().__init__(_GroupTransport(group_of(group)), check_order=check_order)
+
+
+class _GroupTransport:
+    """Tensors and arrays through a process group, which is not kept alive."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        if self.rank < 0:
+            raise CommError(
+                f"expected a process_group that this process belongs to, got one without rank "
+                f"{dist.get_rank()} of the world; give each process its own group"
+            )
+        self._group = weakref.ref(group)
+        types = getattr(group, "_device_types", None) or ()
+        self._types = {device.type for device in types}
+
+    def all_gather(self, values: Values, call: CollectiveCall) -> Values:
+        own = self._wire(values)
+        rows = own.new_empty(self.size * own.numel())
+        group = self._alive(call)
+        self._run(_gather, call, rows, own, group)
+        return _like(rows.view(self.size, *own.shape), values)
+
+    def all_reduce(self, values: Values, call: CollectiveCall) -> Values:
+        total = self._wire(values).contiguous().clone()
+        group = self._alive(call)
+        self._run(_reduce, call, total, group)
+        return _like(total, values)
+
+    def _wire(self, values: Values) -> Tensor:
+        """`values` on a device that the group's backend takes."""
+        tensor = _tensor_of(values)
+        if not self._types or tensor.device.type in self._types:
+            return tensor
+        # messages are small: those that are elsewhere are copied there and back
+        return tensor.to("cpu" if "cpu" in self._types else min(self._types))
+
+    def _alive(self, call: CollectiveCall) -> Any:
+        group = self._group()
+        if group is None:
+            raise CommError(
+                f"expected a process group in {call}, it has been destroyed since; call "
+                "destroy_process_group after the last step"
+            )
+        return group
+
+    def _run(self, collective: Any, call: CollectiveCall, *arguments: Any) -> None:
+        begin = time.monotonic()
+        try:
+            collective(*arguments)
+        except (RuntimeError, ValueError) as error:
+            group = arguments[-1]
+            text = str(error).partition("\n")[0]
+            who = f"rank {self.rank} of {self.size}{_in_world(group, self.rank)}"
+            seconds = time.monotonic() - begin
+            silent = _silent_ranks(group, self.rank, self.size, call, grace_after(seconds))
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                raise CommTimeout(
+                    f"{who} waited {seconds:.3g} s in {call}; {silent}; look there for the first "
+                    "error, or run with SYNCBN_CHECK_ORDER=1"
+                ) from error
+            raise CommAborted(f"{who} lost its group in {call}: {text}; {silent}") from error
+
+
+def _gather(rows: Tensor, own: Tensor, group: Any) -> None:
+    # the older name of the same call warns where there is a newer one
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(rows, own.contiguous(), group=group)
+
+
+def _reduce(total: Tensor, group: Any) -> None:
+    dist.all_reduce(total, group=group)
+
+
+def _tensor_of(values: Values) -> Tensor:
+    """`values` as a tensor; of an array over the same memory, where torch can have it so."""
+    if isinstance(values, Tensor):
+        return values
+    return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+
+
+def _like(result: Tensor, values: Values) -> Values:
+    """`result` as an array if `values` are one, else as a tensor on their device."""
+    if isinstance(values, np.ndarray):
+        return result.cpu().numpy()
+    return result.to(values.device)
+
+
+def _in_world(group: Any, rank: int) -> str:
+    """The rank's number in the world, where that is another."""
+    try:
+        in_world = dist.get_global_rank(group, rank)
+    except (RuntimeError, ValueError):
+        return ""
+    return "" if in_world == rank else f" (rank {in_world} of the world)"
+
+
+def _silent_ranks(group: Any, rank: int, size: int, call: CollectiveCall, grace: float) -> str:
+    """Which ranks don't say, within `grace` seconds, that the group has failed for them too.
+
+    They say it in the store by which they once found each other; that may be gone as well.
+    """
+    heard: dict[int, int] = {}
+    others = [other for other in range(size) if other != rank]
+
+    def ask() -> None:
+        store = _store_of(group)
+        name = f"syncbn/{group.group_name}"
+        store.set(f"{name}/{rank}", str(call.number))
+        deadline = time.monotonic() + grace
+        while len(heard) < len(others) and time.monotonic() < deadline:
+            for other in others:
+                if other not in heard and store.check([f"{name}/{other}"]):
+                    heard[other] = int(store.get(f"{name}/{other}"))
+            time.sleep(0.01)
+
+    gone = []
+
+    def ask_quietly() -> None:
+        try:
+            ask()
+        except Exception as error:  # no store any more
+            gone.append(error)
+
+    thread = threading.Thread(target=ask_quietly, daemon=True)
+    thread.start()
+    thread.join(grace + 1.0)  # a store that hangs must not
+    if gone or thread.is_alive():
+        return "which ranks are missing is not known, as their store is gone too"
+    said = dict(heard)
+    missing = [f"{other}{_in_world(group, other)}" for other in others if other not in said]
+    missing += [
+        f"{other}{_in_world(group, other)} (which waited in call {number})"
+        for other, number in said.items()
+        if number != call.number
+    ]
+    if not missing:
+        return "all others say that they waited in the same call"
+    return f"no sign in this call of rank {', '.join(missing)}"
+
+
+def _store_of(group: Any) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_of(process_group: Any) -> Any:
+    """The `ProcessGroup` that is meant: given, of a mesh, or the default one."""
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise CommError(
+                "expected torch.distributed to be initialized; call init_process_group first"
+            )
+        return dist.group.WORLD
+    if hasattr(process_group, "get_group") and hasattr(process_group, "ndim"):  # a DeviceMesh
+        if process_group.ndim != 1:
+            raise ArgumentError(
+                f"expected a DeviceMesh of one dimension, got {process_group}; take one of its "
+                f'dimensions, as in mesh["{(process_group.mesh_dim_names or ("name",))[0]}"]'
+            )
+        return process_group.get_group()
+    known = isinstance(process_group, dist.ProcessGroup)
+    if not known and process_group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError(
+            "expected process_group to be a torch.distributed group, one dimension of a "
+            f"DeviceMesh, a DistributedCommunicator or None, got {process_group!r}"
+        )
+    return process_group
+
+
+_communicators: weakref.WeakKeyDictionary[Any, DistributedCommunicator] = (
+    weakref.WeakKeyDictionary()
+)
+_making = threading.Lock()
+
+
+def communicator_for(process_group: Any) -> Communicator | None:
+    """What a layer with this `process_group` synchronizes by; None for a single process.
+
+    One communicator per group, so that its calls are numbered over all layers.
+    """
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+    else:
+        kind: type = type(process_group)
+        if _is_communicator(kind):
+            return process_group  # type: ignore[no-any-return]
+    group = group_of(process_group)
+    known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
+    if known is None:
+        with _making:  # replicas come here at the same time
+            known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
+            if known is None:
+                known = DistributedCommunicator(group)
+                _communicators[group] = known
+    return known if known.size > 1 else None
+
+
+@cache
+def _is_communicator(kind: type) -> bool:
+    """Whether this is a class of communicators, ours or the user's, and no class of torch's."""
+    return hasattr(kind, "all_gather") and hasattr(kind, "all_reduce")
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """This process's group, of the world cut into groups of `group_size` neighbouring ranks.
+
+    For `process_group` of layers that shall synchronize within groups: a node, say. Every process
+    of the world has to call it. `ArgumentError` where the world can't be cut so. As in apex, 0 is
+    the whole world: None, the default group.
+    """
+    if group_size == 0:
+        return None
+    world = dist.get_world_size()
+    if not 1 <= group_size <= world or world % group_size:
+        raise ArgumentError(
+            f"expected a group_size that divides the number of processes, {world}, "
+            f"got {group_size!r}"
+        )
+    group, _ = dist.new_subgroups(group_size=group_size)
+    return group

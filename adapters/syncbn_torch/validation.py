@@ -1,0 +1,184 @@
+"""What a layer checks before anything is computed or written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from syncbn_core.backends.base import Affine, RunningStatistics
+from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
+from syncbn_torch._torch_private import backward_task
+from syncbn_torch.backends.memory import PLAIN, check_storage
+
+if TYPE_CHECKING:
+    from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+
+__all__ = [
+    "check_floating",
+    "check_for_torch",
+    "check_input",
+    "check_operands",
+    "check_savable",
+    "checked_running",
+    "checked_running_once",
+]
+
+_COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_NAMES = ("weight", "bias", "running_mean", "running_var")
+
+
+def check_input(layer: _SynchronizedBatchNorm, x: Any) -> None:
+    """Raise `DTypeError`, `ShapeError` or `DeviceError` for an input that the layer can't take."""
+    if not isinstance(x, Tensor):
+        raise DTypeError(
+            f"expected a torch.Tensor, got {type(x).__module__}.{type(x).__name__}; "
+            "arrays have a layer of their own, syncbn_core.BatchNorm"
+        )
+    layer._check_input_dim(x)
+    if x.shape[1] != layer.num_features:
+        raise ShapeError(
+            f"expected {layer.num_features} channels on axis 1 (num_features="
+            f"{layer.num_features}), got shape {tuple(x.shape)}; check the layer before"
+        )
+    if not x.is_floating_point():
+        raise DTypeError(
+            f"expected a floating dtype, got {x.dtype}; convert it first with input.float()"
+        )
+    own = layer.weight if layer.weight is not None else layer.running_mean
+    if own is None:
+        return
+    if own.device != x.device:
+        raise DeviceError(
+            f"expected input on {own.device}, where the layer is, got {x.device}; "
+            "move one of them with .to(device)"
+        )
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    if own.dtype != x.dtype and not (half and own.dtype == torch.float32):
+        check_floating(layer.weight, layer.bias, layer.running_mean, layer.running_var)
+        raise DTypeError(
+            f"expected input of dtype {own.dtype}, as the layer's, got {x.dtype}; "
+            f"convert one of them with .to({own.dtype}) or layer.to({x.dtype})"
+        )
+
+
+def check_for_torch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None
+) -> None:
+    """Raise what torch's kernel would misread; sizes and devices it checks itself."""
+    mean, var = (None, None) if running is None else running[:2]
+    check_floating(weight, bias, mean, var)
+    check_storage(x, weight, bias)
+    if not torch.compiler.is_compiling():
+        check_savable(x, weight, bias)
+
+
+def check_operands(layer: _SynchronizedBatchNorm, x: Tensor, by_address: bool) -> Affine:
+    """Weight and bias for our kernels, which don't look at sizes and devices themselves.
+
+    `by_address`: whether the kernels take plain tensors only.
+    """
+    weight, bias = layer.weight, layer.bias
+    size = (layer.num_features,)
+    tensors = (weight, bias, layer.running_mean, layer.running_var)
+    for name, own in zip(_NAMES, tensors, strict=True):
+        if own is None:
+            continue
+        if own.shape != size:
+            raise ShapeError(
+                f"expected {name} of shape {size}, as num_features, got {tuple(own.shape)}; "
+                "set num_features with them"
+            )
+        if own.device != x.device:
+            raise DeviceError(
+                f"expected {name} on {x.device}, where the input is, got {own.device}; "
+                "move the layer with .to(device)"
+            )
+        if not own.is_floating_point():
+            raise _not_floating(name, own)
+        if by_address and type(own) not in PLAIN:
+            raise DTypeError(
+                f"expected {name} to be a plain tensor, as the input is, got "
+                f"{type(own).__name__}; convert one of them"
+            )
+    check_savable(x, weight, bias)
+    return Affine(weight, bias)
+
+
+def checked_running_once(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
+    """As `checked_running`; None for a forward that runs again in backward (checkpointing)."""
+    return checked_running(layer) if backward_task() == -1 else None
+
+
+def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
+    """What a training batch updates, or None where the layer tracks nothing.
+
+    Raises `StateError`, before anything is written, for what can't be all written.
+    """
+    if not (layer.training and layer.track_running_stats):
+        return None
+    mean, var, counter = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    running = RunningStatistics(mean, var, counter, layer.momentum)
+    if torch.compiler.is_compiling():
+        return running
+    for own in (mean, var, counter):
+        if own is not None and (own.requires_grad or own.is_inference() or not own.is_contiguous()):
+            _check_writable(own)
+    if (mean is None) != (var is None):
+        raise StateError(
+            "expected running_mean and running_var together or neither, got only "
+            + ("running_var" if mean is None else "running_mean")
+        )
+    if counter is not None and (counter.dtype not in _COUNTERS or counter.numel() != 1):
+        raise StateError(
+            "expected num_batches_tracked to be one integer, such as torch.tensor(0), got "
+            f"dtype {counter.dtype} and shape {tuple(counter.shape)}"
+        )
+    check_storage(mean, var, counter)
+    return running
+
+
+def check_savable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise `StateError` for what torch would refuse to save for backward, when all is done."""
+    if not (x.is_inference() or (weight is not None and weight.is_inference())):
+        return
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
+        raise StateError(
+            "expected tensors that can be saved for backward, got one made in "
+            "torch.inference_mode(); clone() it outside, or run the layer in torch.no_grad()"
+        )
+
+
+def _check_writable(own: Tensor) -> None:
+    if own.is_inference() and not torch.is_inference_mode_enabled():
+        raise StateError(
+            "expected running statistics that can be updated, got those of a layer built "
+            "in torch.inference_mode(); build it outside, or train it in there too"
+        )
+    if own.requires_grad:
+        raise StateError(
+            "expected running statistics without gradients, got some with "
+            "requires_grad=True; register them as buffers, detached"
+        )
+    if 0 in own.stride() and not own.is_contiguous():
+        raise StateError(
+            "expected running statistics with memory for each value, got some of shape "
+            f"{tuple(own.shape)} and strides {own.stride()}; clone() what expand() gave"
+        )
+
+
+def check_floating(*tensors: Tensor | None) -> None:
+    """Raise unless weight, bias, running_mean and running_var are None or real numbers."""
+    for name, own in zip(_NAMES, tensors, strict=True):
+        if own is not None and not own.is_floating_point():
+            raise _not_floating(name, own)
+
+
+def _not_floating(name: str, own: Tensor) -> DTypeError:
+    return DTypeError(
+        f"expected {name} of a floating dtype, got {own.dtype}; convert the layer with "
+        ".to(torch.float32), or give it real numbers"
+    )

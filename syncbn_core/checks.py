@@ -1,0 +1,203 @@
+"""What is checked before anything is computed or written: shapes, dtypes, devices, settings.
+
+Each function raises with what was expected, what came, and what to do; else it returns its
+argument, or nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, get_args
+
+from syncbn_core.backends import operations_for
+from syncbn_core.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    ReadOnlyError,
+    ShapeError,
+)
+from syncbn_core.moments import EpsMode, NormRule
+
+__all__ = [
+    "check_dy",
+    "check_eps",
+    "check_eps_mode",
+    "check_input",
+    "check_momentum",
+    "check_num_features",
+    "check_out",
+    "check_per_channel",
+    "check_rule",
+    "check_running",
+]
+
+Array = Any
+
+
+def check_eps(eps: float) -> float:
+    """`eps` as a float, or `ArgumentError` unless it is finite and positive."""
+    if not (isinstance(eps, Real) and math.isfinite(eps) and eps > 0):
+        raise ArgumentError(f"expected eps to be a finite number > 0, got {eps!r}")
+    return float(eps)
+
+
+def check_eps_mode(eps_mode: str) -> EpsMode:
+    """`eps_mode`, or `ArgumentError` unless it is "plus" or "clamp"."""
+    if eps_mode not in get_args(EpsMode):
+        raise ArgumentError(
+            f'expected eps_mode "plus" (1/sqrt(var + eps)) or "clamp" '
+            f"(1/sqrt(max(var, eps))), got {eps_mode!r}"
+        )
+    return eps_mode  # type: ignore[return-value]
+
+
+def check_momentum(momentum: float | None) -> float | None:
+    """`momentum`, or `ArgumentError` unless it is None or a number from 0 to 1."""
+    if momentum is not None and not (isinstance(momentum, Real) and 0 <= momentum <= 1):
+        raise ArgumentError(
+            "expected momentum to be None (cumulative average) or a number from 0 to 1 "
+            f"(the share of the new batch), got {momentum!r}"
+        )
+    return momentum
+
+
+def check_rule(eps: float, eps_mode: str) -> NormRule:
+    """The rule of both settings, or `ArgumentError`."""
+    return NormRule(check_eps(eps), check_eps_mode(eps_mode))
+
+
+def check_input(x: Array) -> None:
+    """Raise unless x is a floating `(N, C, *spatial)` array."""
+    shape = tuple(x.shape)
+    if len(shape) < 2:
+        raise ShapeError(
+            f"expected an array (N, C, *spatial) of rank 2 or more, got shape {shape}; "
+            "a batch of scalars is x[:, None]"
+        )
+    if not _is_floating(x.dtype) or x.dtype.itemsize > 8:
+        raise DTypeError(
+            f"expected float16, bfloat16, float32 or float64, got {x.dtype}; convert it first, for "
+            "example with x.astype(numpy.float32)"
+        )
+
+
+def check_num_features(x: Array, num_features: int) -> None:
+    """Raise if x is an array with another number of channels on axis 1."""
+    shape = tuple(getattr(x, "shape", ()))
+    if len(shape) > 1 and shape[1] != num_features:
+        raise ShapeError(
+            f"expected {num_features} channels on axis 1 (num_features={num_features}), got "
+            f"shape {shape}; check the layer before"
+        )
+
+
+def _is_floating(dtype: Any) -> bool:
+    return bool(dtype.kind == "f" or dtype.name == "bfloat16")
+
+
+def _is_writable(array: Array) -> bool:
+    return bool(getattr(array.flags, "writeable", True))  # on a device every array is
+
+
+def _check_device(name: str, array: Array, x: Array) -> None:
+    """Raise unless `array` is an array of the kind of x, on its device."""
+    places = [getattr(a, "device", None) for a in (array, x)]
+    if operations_for(array) is not operations_for(x) or places[0] != places[1]:
+        raise DeviceError(
+            f"expected {name} to be of the kind of x ({_kind(x)}), got {_kind(array)}; "
+            "move both to one device"
+        )
+
+
+def _kind(array: Array) -> str:
+    kind = type(array)
+    return f"{kind.__module__}.{kind.__name__} on {getattr(array, 'device', None) or 'cpu'}"
+
+
+def check_per_channel(x: Array, **arrays: Array | None) -> None:
+    """Raise unless each of `arrays` is None or a floating `(C,)` array of x's kind."""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        _check_device(name, array, x)
+        if tuple(array.shape) != (x.shape[1],):
+            raise ShapeError(
+                f"expected {name} of shape ({x.shape[1]},), one value per channel of x "
+                f"{tuple(x.shape)}, got {tuple(array.shape)}"
+            )
+        if not _is_floating(array.dtype):
+            raise DTypeError(f"expected {name} of a floating dtype, got {array.dtype}")
+
+
+def check_running(
+    x: Array,
+    running_mean: Array | None,
+    running_var: Array | None,
+    num_batches_tracked: Array | None,
+    momentum: float | None,
+) -> None:
+    """Raise unless the running statistics fit x and can be updated in place."""
+    check_momentum(momentum)
+    if (running_mean is None) != (running_var is None):
+        raise ArgumentError(
+            "expected running_mean and running_var together or neither, got only "
+            + ("running_var" if running_mean is None else "running_mean")
+        )
+    check_per_channel(x, running_mean=running_mean, running_var=running_var)
+    if momentum is None and running_mean is not None and num_batches_tracked is None:
+        raise ArgumentError(
+            "expected num_batches_tracked with momentum=None, the average over all batches; "
+            "give an integer array of shape (), or a momentum"
+        )
+    if num_batches_tracked is not None:
+        _check_device("num_batches_tracked", num_batches_tracked, x)
+        if tuple(num_batches_tracked.shape) != ():
+            raise ShapeError(
+                "expected num_batches_tracked of shape (), an integer array such as "
+                f"numpy.zeros((), int), got {tuple(num_batches_tracked.shape)}"
+            )
+        if num_batches_tracked.dtype.kind not in "iu":
+            raise DTypeError(
+                f"expected num_batches_tracked of an integer dtype, got {num_batches_tracked.dtype}"
+            )
+    named = {
+        "running_mean": running_mean,
+        "running_var": running_var,
+        "num_batches_tracked": num_batches_tracked,
+    }
+    for name, array in named.items():
+        if array is not None and not _is_writable(array):
+            raise ReadOnlyError(
+                f"expected a writable {name}, which training updates in place, got a read-only "
+                "array; copy it first"
+            )
+        if array is not None and array.size > 1 and 0 in array.strides:
+            raise ReadOnlyError(
+                f"expected {name} with memory for each value, got strides {array.strides}; copy it "
+                "first"
+            )
+
+
+def check_dy(x: Array, dy: Array) -> None:
+    """Raise unless `dy` can be the gradient by a result like x."""
+    if tuple(dy.shape) != tuple(x.shape):
+        raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")
+    _check_device("dy", dy, x)
+    if not _is_floating(dy.dtype):
+        raise DTypeError(f"expected dy of a floating dtype, got {dy.dtype}")
+
+
+def check_out(x: Array, out: Array | None) -> None:
+    """Raise unless `out` is None or can take a result like x."""
+    if out is None:
+        return
+    _check_device("out", out, x)
+    if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
+        raise ShapeError(
+            f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, as x, got "
+            f"{tuple(out.shape)} and {out.dtype}"
+        )
+    if not _is_writable(out):
+        raise ReadOnlyError("expected a writable out, got a read-only array")

@@ -1,0 +1,217 @@
+"""A group of threads of one process: NumPy arrays, or CuPy arrays of any device and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from syncbn_core.comm.device_message import (
+    DeviceMessage,
+    Reply,
+    add_messages,
+    gather_messages,
+    is_on_device,
+)
+from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
+from syncbn_core.comm.protocol import SAME_CALLS, CollectiveCall, CommunicatorBase
+from syncbn_core.errors import ArgumentError, DeviceError, DTypeError, ProtocolError, ShapeError
+
+__all__ = ["ThreadCommunicator", "thread_group"]
+
+Array = Any
+
+
+class _Message(NamedTuple):
+    """What a member brings to a call. `value`: an array on the host, or a `DeviceMessage`."""
+
+    operation: str
+    value: Any
+    call: CollectiveCall | None
+    note: Any
+    combine: Callable[[Array], Any] | None
+
+    @property
+    def kind(self) -> tuple[str, int | None]:
+        """What has to be the same on all members."""
+        return self.operation, None if self.call is None else self.call.key
+
+    @property
+    def array(self) -> Array:
+        return self.value.array if isinstance(self.value, DeviceMessage) else self.value
+
+    def __str__(self) -> str:
+        return self.operation if self.call is None else self.call.what()
+
+
+class ThreadCommunicator(CommunicatorBase):
+    """A member of a group of threads; made by `thread_group`, one per thread.
+
+    Rank 0 is the master of a `SyncMaster`, so waits end as described there. Members in unlike
+    calls all get a `ProtocolError`, and the group can go on. Unlike shapes are a `ShapeError`,
+    unlike dtypes a `DTypeError`, members on host and device a `DeviceError`, for rank 0, and a
+    `CommAborted` that names it for the others.
+    """
+
+    def __init__(self, rank: int, size: int, master: SyncMaster, pipe: SlavePipe | None) -> None:
+        self.rank = rank
+        self.size = size
+        self._master = master
+        self._pipe = pipe
+
+    def all_gather(self, values: Array, call: CollectiveCall | None = None) -> Array:
+        """As in `Communicator`; NumPy arrays come back read-only."""
+        return self.all_gather_with(values, call)[0]
+
+    def all_gather_with(
+        self,
+        values: Array,
+        call: CollectiveCall | None = None,
+        *,
+        note: Any = None,
+        combine: Callable[[Array], Any] | None = None,
+    ) -> tuple[Any, list[Any]]:
+        """`(what all_gather returns, the notes of all members in the order of ranks)`.
+
+        `note`: any object, for what is known on the host while arrays are on devices. `combine`:
+        with NumPy arrays, called with what `all_gather` would return, by one member for all, who
+        get its result instead: threads take turns at the interpreter, so where each did the
+        same work, all would wait for it. It should not raise.
+        """
+        reply, notes = self._exchange("all_gather", values, (self.size,), call, note, combine)
+        return reply.array if isinstance(reply, Reply) else reply, notes
+
+    def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
+        """As in `Communicator`, added in the order of ranks."""
+        reply, _ = self._exchange("all_reduce", values, (), call)
+        return reply.own() if isinstance(reply, Reply) else reply.copy()
+
+    def abort(self, error: BaseException) -> None:
+        """Release every member: this one can't go on because of `error`."""
+        self._master.abort(error)
+
+    def leave(self) -> None:
+        """Say that this member makes no more calls; who waits for one is released."""
+        self._master.leave(self.rank)
+
+    def _exchange(
+        self,
+        operation: str,
+        values: Array,
+        prefix: tuple[int, ...],
+        call: CollectiveCall | None,
+        note: Any = None,
+        combine: Callable[[Array], Any] | None = None,
+    ) -> tuple[Any, list[Any]]:
+        """`(array, or Reply with one on a device, notes of all members)`.
+
+        The array has the shape `(*prefix, *values.shape)`, if nothing combines it.
+        """
+        if is_on_device(values):
+            value: Any = DeviceMessage(values, prefix)
+        elif isinstance(values, (np.ndarray, np.generic)):
+            value = values
+        else:
+            kind = f"{type(values).__module__}.{type(values).__name__}"
+            raise DeviceError(
+                f"expected NumPy or CuPy arrays in a group of threads, got {kind}; convert it "
+                "first, for example with numpy.asarray"
+            )
+        message = _Message(operation, value, call, note, combine)
+        self.calls += 1
+        pipe = self._pipe
+        reply = self._master.run_master(message) if pipe is None else pipe.run_slave(message)
+        if isinstance(reply, ProtocolError):  # one for each member, as each adds its traceback
+            raise ProtocolError(str(reply))
+        result, notes = reply
+        if isinstance(result, Reply):
+            result.open()
+        return result, notes
+
+
+def thread_group(
+    size: int, *, name: str = "thread group", timeout: float | None = None
+) -> list[ThreadCommunicator]:
+    """One communicator for each of `size` threads of this process, in the order of ranks.
+
+    `timeout`: seconds that a member waits for the others at most; None: the process's default.
+    """
+    if size < 1:
+        raise ArgumentError(f"expected a group of 1 or more members, got size={size}")
+    master = SyncMaster(_combine, name=name, timeout=timeout)
+    pipes = [master.register_slave(rank) for rank in range(1, size)]
+    return [
+        ThreadCommunicator(rank, size, master, pipe) for rank, pipe in enumerate([None, *pipes])
+    ]
+
+
+def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, Any]]:
+    """The master's callback: `(result, notes of all)`, or an error to raise, to each member."""
+    messages = [message for _, message in ranked]
+    kind = messages[0].kind
+    if any(message.kind != kind for message in messages):
+        per_rank = {rank: str(message) for rank, message in ranked}
+        remedy = next((message.call.remedy for message in messages if message.call), SAME_CALLS)
+        error = ProtocolError(
+            f"expected every member in the same operation, got {per_rank}; {remedy}"
+        )
+        return [(rank, error) for rank, _ in ranked]  # so that all can go on
+    _require_alike(messages)
+    gathers = messages[0].operation == "all_gather"
+    values = [message.value for message in messages]
+    notes = [message.note for message in messages]
+    if isinstance(values[0], DeviceMessage):
+        replies = gather_messages(values) if gathers else add_messages(values)
+        return [(rank, (reply, notes)) for (rank, _), reply in zip(ranked, replies, strict=True)]
+    result = _stacked(values) if gathers else _added(values)
+    result.flags.writeable = False  # the members share it
+    combine = messages[0].combine
+    if combine is not None:
+        result = combine(result)
+    return [(rank, (result, notes)) for rank, _ in ranked]
+
+
+def _require_alike(messages: list[_Message]) -> None:
+    """Raise unless all arrays are of one kind, shape and dtype."""
+    arrays = [message.array for message in messages]
+    first = arrays[0]
+    if all(
+        type(array) is type(first) and array.shape == first.shape and array.dtype == first.dtype
+        for array in arrays
+    ):
+        return
+    on_device = sum(isinstance(message.value, DeviceMessage) for message in messages)
+    if 0 < on_device < len(messages):
+        raise DeviceError(
+            f"expected arrays on the host or on GPUs from all members, got {on_device} of "
+            f"{len(messages)} on GPUs; move them to one side"
+        )
+    shapes = {array.shape for array in arrays}
+    if len(shapes) > 1:
+        raise ShapeError(
+            f"expected arrays of one shape from every member, got shapes {sorted(shapes)} in "
+            f"{messages[0]}"
+        )
+    dtypes = {str(array.dtype) for array in arrays}
+    if len(dtypes) > 1:
+        raise DTypeError(
+            f"expected one dtype from every member, got {', '.join(sorted(dtypes))} in "
+            f"{messages[0]}"
+        )
+
+
+def _stacked(values: list[Array]) -> Array:
+    """NumPy arrays as rows of a new one."""
+    rows = np.empty((len(values), *values[0].shape), values[0].dtype)
+    for index, value in enumerate(values):
+        rows[index] = value
+    return rows
+
+
+def _added(values: list[Array]) -> Array:
+    """The sum of NumPy arrays, in their order."""
+    total = np.array(values[0])
+    for value in values[1:]:
+        total += value
+    return total

@@ -1,0 +1,140 @@
+"""How the CPU kernels are compiled: serial and parallel builds, and their cache on disk.
+
+A kernel is a `SerialParallelKernel`. The functions that it calls carry one of three decorators,
+which say what the compiler may do with their arithmetic:
+
+    strict        nothing: every operation is rounded as it is written
+    may_contract  turn `a * b + c` into one instruction that rounds once
+    may_reorder   that, and add numbers in another order, without which sums are not vectorized
+
+Each decorated function is compiled once and linked into both builds of all its callers, so the
+serial and the parallel build of a kernel give the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numba
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+    ZipCacheLocator,
+)
+
+__all__ = ["SerialParallelKernel", "may_contract", "may_reorder", "strict"]
+
+CONTRACT_FLAGS = {"contract"}
+# Never plain `fastmath=True`: it assumes that NaN and infinity do not occur and drops them.
+REORDER_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def _stamp() -> int:
+    """A checksum of all kernel files.
+
+    Numba's cache compares only the file that a function stands in, not those of the functions
+    that it calls.
+    """
+    try:
+        sources = sorted(Path(__file__).parent.glob("*.py"))
+        return zlib.crc32(b"".join(source.read_bytes() for source in sources))
+    except OSError:  # imported from an archive
+        return 0
+
+
+_STAMP = _stamp()
+
+
+_LOCATORS: list[type[object]] = [UserProvidedCacheLocator, UserWideCacheLocator, ZipCacheLocator]
+
+
+class _CacheFiles(CompileResultCacheImpl):
+    """Puts the cache into `NUMBA_CACHE_DIR`, else into the user's cache folder.
+
+    Numba's own choice is the folder of the source. An uninstaller would leave that folder behind,
+    and Python could still import it.
+    """
+
+    _locator_classes = _LOCATORS
+
+
+class _Cache(FunctionCache):
+    _impl_class = _CacheFiles
+
+
+def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit` with an on-disk cache where there is a place to write it."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        function = _renamed(function, f"_{_STAMP:08x}")
+        dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+        with suppress(RuntimeError):  # no folder can be written, as in a read-only container
+            dispatcher._cache = _Cache(function)  # what `cache=True` does
+        dispatcher._compile_for_args = partial(_uninterrupted, dispatcher._compile_for_args)
+        return dispatcher
+
+    return decorate
+
+
+def _renamed(function: Callable[..., Any], suffix: str) -> Callable[..., Any]:
+    """A copy under another name: Numba's disk cache tells builds apart by their names only."""
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__)
+    copy.__qualname__ = function.__qualname__ + suffix
+    copy.__module__ = function.__module__
+    return copy
+
+
+def _uninterrupted(compile_for: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """`compile_for(...)`, moved from the main thread, which Ctrl-C interrupts, to one of its own.
+
+    An interrupted compilation leaves Numba's tables half filled, and every later one fails.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return compile_for(*arguments, **named)
+    outcome: list[Any] = []
+    done = threading.Lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            outcome.append(compile_for(*arguments, **named))
+        except BaseException as error:
+            outcome.append(_Failed(error))
+        finally:
+            done.release()
+
+    threading.Thread(target=run, name="compile", daemon=True).start()
+    with done:
+        (result,) = outcome
+    if isinstance(result, _Failed):
+        raise result.error
+    return result
+
+
+class _Failed:
+    """Holds the exception that a compilation raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class SerialParallelKernel:
+    """The serial and the parallel build of one kernel; each compiles when it is first called."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.serial = _jit()(function)
+        self.parallel = _jit(parallel=True)(_renamed(function, "_parallel"))
+
+
+strict = _jit()
+may_contract = _jit(fastmath=CONTRACT_FLAGS)
+may_reorder = _jit(fastmath=REORDER_FLAGS)

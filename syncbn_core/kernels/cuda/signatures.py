@@ -1,0 +1,47 @@
+"""The arguments of each CUDA kernel, in their order; imports nothing.
+
+Backends launch and compile kernels by this table, and a test compares it with the kernels. Names
+of pointers: `x`, `y`, `dy`, `dx`, `weight`, `bias`, `parts`, `statistics`, `moments`, `sums`,
+`running_mean`, `running_var`, `tracked`, `grad_weight`, `grad_bias`, `partials`, `block_counters`;
+of a dtype's code (`constants.CODES`): those that end with `_code`. All others are sizes and
+settings. A pointer is 0 where an optional array is missing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["SIGNATURES", "codes_of"]
+
+_FLOATS: Final = ("eps", "factor")  # float64; all other arguments are int64
+
+_PLANES_REDUCTION = "skew outer channels inner slots splits partials block_counters"
+_ROWS_REDUCTION = "rows channels width splits group partials block_counters"
+_PLANES_ELEMENTWISE = "total channels inner"
+_ROWS_ELEMENTWISE = "rows channels width piece"
+_NORMALIZE = (
+    "weight weight_code bias bias_code parts num_parts eps clamp "
+    "running_mean running_var running_code tracked factor statistics"
+)
+_BACKWARD_REDUCE = "statistics weight weight_code gradient_code sums grad_weight grad_bias"
+_BACKWARD_INPUT = "statistics weight weight_code sums eps clamp"
+
+SIGNATURES: Final = {
+    name: tuple(arguments.split())
+    for name, arguments in {
+        "planes_moments": f"x {_PLANES_REDUCTION} moments",
+        "planes_normalize": f"x y {_PLANES_ELEMENTWISE} {_NORMALIZE}",
+        "planes_backward_reduce": f"x dy {_PLANES_REDUCTION} {_BACKWARD_REDUCE}",
+        "planes_backward_input": f"x dy dx {_PLANES_ELEMENTWISE} {_BACKWARD_INPUT}",
+        "rows_moments": f"x {_ROWS_REDUCTION} moments",
+        "rows_normalize": f"x y {_ROWS_ELEMENTWISE} {_NORMALIZE}",
+        "rows_backward_reduce": f"x dy {_ROWS_REDUCTION} {_BACKWARD_REDUCE}",
+        "rows_backward_input": f"x dy dx {_ROWS_ELEMENTWISE} {_BACKWARD_INPUT}",
+        "merge_parts": "parts num_parts channels moments",
+    }.items()
+}
+
+
+def codes_of(kernel: str) -> str:
+    """A letter per argument: "q" for an int64 (pointers, sizes, codes), "d" for a float64."""
+    return "".join("d" if name in _FLOATS else "q" for name in SIGNATURES[kernel])

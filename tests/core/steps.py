@@ -1,0 +1,75 @@
+"""The steps of an implementation by mean and invstd, as functions: for tests that compare them."""
+
+from typing import Any
+
+import numpy as np
+
+from syncbn_core.backends.base import Affine, Operations
+from syncbn_core.moments import Moments, NormRule, Statistics
+
+Array = np.ndarray[Any, Any]
+RULE = NormRule()
+
+
+class Steps:
+    """`Steps(operations)`: each step with plain arguments; `parallel=False` in one thread."""
+
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
+
+    def chosen(self, parallel: bool) -> Operations:
+        return self.operations if parallel else self.operations.serial
+
+    def moments(self, x: Array, *, parallel: bool = True) -> Moments:
+        moments: Moments = self.chosen(parallel).moments(x)
+        return moments
+
+    def normalize(
+        self,
+        x: Array,
+        mean: Array,
+        invstd: Array,
+        weight: Array | None,
+        bias: Array | None,
+        *,
+        out: Array | None = None,
+        parallel: bool = True,
+    ) -> Array:
+        """`y = (x - mean) * invstd * weight + bias`."""
+        affine = Affine(weight, bias)
+        done = self.chosen(parallel).forward(x, known(mean, invstd), affine, RULE, None, out)
+        y: Array = done.y
+        return y
+
+    def backward_reduce(
+        self, x: Array, dy: Array, mean: Array, invstd: Array, *, parallel: bool = True
+    ) -> tuple[Array, Array]:
+        """`(sum(dy), sum(dy * xhat))`."""
+        operations = self.chosen(parallel)
+        sums = operations.backward_reduce(x, dy, known(mean, invstd), Affine(), RULE)
+        return sums.exchange[0], sums.exchange[1]
+
+    def backward_input(
+        self,
+        x: Array,
+        dy: Array,
+        mean: Array,
+        invstd: Array,
+        weight: Array | None,
+        mean_dy: Array,
+        mean_dy_xhat: Array,
+        *,
+        out: Array | None = None,
+        parallel: bool = True,
+    ) -> Array:
+        """`dx = invstd * (weight * dy - mean_dy - xhat * mean_dy_xhat)`."""
+        total = np.stack([mean_dy, mean_dy_xhat])  # over a count of 1
+        operands = (x, dy, known(mean, invstd), Affine(weight), RULE, total, out)
+        dx: Array = self.chosen(parallel).backward_input(*operands)
+        return dx
+
+
+def known(mean: Array, invstd: Array) -> Statistics:
+    """Statistics of one value per channel."""
+    mean, invstd = (np.array(values, np.float64) for values in (mean, invstd))
+    return Statistics(Moments(1, mean, np.zeros_like(mean)), invstd)
