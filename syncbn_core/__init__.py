@@ -1,7 +1,8 @@
-"""syncbn_core: synchronized batch normalization for arrays, with no framework.
+"""syncbn_core: synchronized batch normalization for NumPy and CuPy arrays, without a framework.
 
-`functional` is the array API, `layers.BatchNorm` the layer, `comm` the communication between
-members, `moments` the maths. Importing this costs NumPy; Numba loads with the first call.
+`functional` holds the functions, `layers` the layer `BatchNorm`, `comm` the communication between
+members, `moments` the arithmetic of batch statistics. The import needs only NumPy; Numba is
+imported in the first call.
 """
 
 from syncbn_core import comm, errors, functional

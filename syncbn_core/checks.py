@@ -1,7 +1,6 @@
-"""What is checked before anything is computed or written: shapes, dtypes, devices, settings.
+"""Checks of shapes, dtypes, devices and settings, made before anything is computed or written.
 
-Each function raises with what was expected, what came, and what to do; else it returns its
-argument, or nothing.
+Each function raises an error that states what was expected, what was given, and what to do.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ Array = Any
 
 
 def check_eps(eps: float) -> float:
-    """`eps` as a float, or `ArgumentError` unless it is finite and positive."""
+    """`eps` as a float; raises `ArgumentError` unless it is finite and > 0."""
     if not (isinstance(eps, Real) and math.isfinite(eps) and eps > 0):
         raise ArgumentError(f"expected eps to be a finite number > 0, got {eps!r}")
     return float(eps)
 
 
 def check_eps_mode(eps_mode: str) -> EpsMode:
-    """`eps_mode`, or `ArgumentError` unless it is "plus" or "clamp"."""
+    """`eps_mode`; raises `ArgumentError` unless it is "plus" or "clamp"."""
     if eps_mode not in get_args(EpsMode):
         raise ArgumentError(
             f'expected eps_mode "plus" (1/sqrt(var + eps)) or "clamp" '
@@ -54,7 +53,7 @@ def check_eps_mode(eps_mode: str) -> EpsMode:
 
 
 def check_momentum(momentum: float | None) -> float | None:
-    """`momentum`, or `ArgumentError` unless it is None or a number from 0 to 1."""
+    """`momentum`; raises `ArgumentError` unless it is None or a number from 0 to 1."""
     if momentum is not None and not (isinstance(momentum, Real) and 0 <= momentum <= 1):
         raise ArgumentError(
             "expected momentum to be None (cumulative average) or a number from 0 to 1 "
@@ -64,17 +63,17 @@ def check_momentum(momentum: float | None) -> float | None:
 
 
 def check_rule(eps: float, eps_mode: str) -> NormRule:
-    """The rule of both settings, or `ArgumentError`."""
+    """The `NormRule` of both settings; raises `ArgumentError` if one is invalid."""
     return NormRule(check_eps(eps), check_eps_mode(eps_mode))
 
 
 def check_input(x: Array) -> None:
-    """Raise unless x is a floating `(N, C, *spatial)` array."""
+    """Check x: `ShapeError` unless it is `(N, C, *spatial)`, `DTypeError` unless it is floating."""
     shape = tuple(x.shape)
     if len(shape) < 2:
         raise ShapeError(
             f"expected an array (N, C, *spatial) of rank 2 or more, got shape {shape}; "
-            "a batch of scalars is x[:, None]"
+            "for a batch of scalars pass x[:, None]"
         )
     if not _is_floating(x.dtype) or x.dtype.itemsize > 8:
         raise DTypeError(
@@ -84,7 +83,7 @@ def check_input(x: Array) -> None:
 
 
 def check_num_features(x: Array, num_features: int) -> None:
-    """Raise if x is an array with another number of channels on axis 1."""
+    """Raise `ShapeError` if x is an array with another number of channels on axis 1."""
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) > 1 and shape[1] != num_features:
         raise ShapeError(
@@ -98,11 +97,11 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def _is_writable(array: Array) -> bool:
-    return bool(getattr(array.flags, "writeable", True))  # on a device every array is
+    return bool(getattr(array.flags, "writeable", True))  # CuPy arrays are always writable
 
 
 def _check_device(name: str, array: Array, x: Array) -> None:
-    """Raise unless `array` is an array of the kind of x, on its device."""
+    """Raise `DeviceError` unless `array` has the library and the device of x."""
     places = [getattr(a, "device", None) for a in (array, x)]
     if operations_for(array) is not operations_for(x) or places[0] != places[1]:
         raise DeviceError(
@@ -117,7 +116,10 @@ def _kind(array: Array) -> str:
 
 
 def check_per_channel(x: Array, **arrays: Array | None) -> None:
-    """Raise unless each of `arrays` is None or a floating `(C,)` array of x's kind."""
+    """Check that each of `arrays` is None or a floating `(C,)` array on the device of x.
+
+    Raises `DeviceError`, `ShapeError` or `DTypeError`.
+    """
     for name, array in arrays.items():
         if array is None:
             continue
@@ -138,7 +140,10 @@ def check_running(
     num_batches_tracked: Array | None,
     momentum: float | None,
 ) -> None:
-    """Raise unless the running statistics fit x and can be updated in place."""
+    """Check that the running statistics fit x and can be updated in place.
+
+    Raises `ArgumentError`, `DeviceError`, `ShapeError`, `DTypeError` or `ReadOnlyError`.
+    """
     check_momentum(momentum)
     if (running_mean is None) != (running_var is None):
         raise ArgumentError(
@@ -148,8 +153,8 @@ def check_running(
     check_per_channel(x, running_mean=running_mean, running_var=running_var)
     if momentum is None and running_mean is not None and num_batches_tracked is None:
         raise ArgumentError(
-            "expected num_batches_tracked with momentum=None, the average over all batches; "
-            "give an integer array of shape (), or a momentum"
+            "expected num_batches_tracked with momentum=None (average over all batches), got None; "
+            "pass an integer array of shape (), or a momentum"
         )
     if num_batches_tracked is not None:
         _check_device("num_batches_tracked", num_batches_tracked, x)
@@ -175,13 +180,16 @@ def check_running(
             )
         if array is not None and array.size > 1 and 0 in array.strides:
             raise ReadOnlyError(
-                f"expected {name} with memory for each value, got strides {array.strides}; copy it "
-                "first"
+                f"expected {name} with its own memory for each value, got strides {array.strides}; "
+                "copy it first"
             )
 
 
 def check_dy(x: Array, dy: Array) -> None:
-    """Raise unless `dy` can be the gradient by a result like x."""
+    """Check that `dy` is floating, with the shape and device of x.
+
+    Raises `ShapeError`, `DeviceError` or `DTypeError`.
+    """
     if tuple(dy.shape) != tuple(x.shape):
         raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")
     _check_device("dy", dy, x)
@@ -190,14 +198,17 @@ def check_dy(x: Array, dy: Array) -> None:
 
 
 def check_out(x: Array, out: Array | None) -> None:
-    """Raise unless `out` is None or can take a result like x."""
+    """Check that `out` is None or a writable array like x.
+
+    Raises `DeviceError`, `ShapeError` or `ReadOnlyError`.
+    """
     if out is None:
         return
     _check_device("out", out, x)
     if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
         raise ShapeError(
-            f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, as x, got "
+            f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, like x, got "
             f"{tuple(out.shape)} and {out.dtype}"
         )
     if not _is_writable(out):
-        raise ReadOnlyError("expected a writable out, got a read-only array")
+        raise ReadOnlyError("expected a writable out, got a read-only array; pass another")

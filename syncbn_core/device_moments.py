@@ -1,8 +1,8 @@
-"""Moments that stay on a device, until a kernel merges them.
+"""`DeviceMoments`: moments that stay on a device until a kernel merges them.
 
-Merging two parts takes half a dozen small operations, each as slow to launch as a kernel over the
-whole activation. So parts are only joined here, `[P, 2 C + 1]` float64 with a row `count, mean, m2`
-per part, and the kernel that normalizes merges them, in their order.
+To merge two parts takes about six small array operations. Each of them takes as long to launch as
+a kernel over the whole activation. So parts are only joined here, as rows of a float64 array
+`(P, 2 C + 1)`, and the kernel that normalizes merges them in their order.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ Array = Any  # of CuPy or torch
 
 
 class DeviceMoments(NamedTuple):
-    """Moments of one part of the batch or of several, on a device.
+    """The moments of P parts of the batch, on a device.
 
-    `rows`: `[P, 2 C + 1]` float64. `known_count`: values per channel over all parts, None where
-    only the device knows. `join`: the array library's function that joins a list of such arrays
-    along their first axis, where the first one is.
+    Attributes:
+        rows: float64 `(P, 2 C + 1)`; each row holds count, mean and m2 of a part.
+        known_count: values per channel over all parts; None if only the device knows it.
+        join: the library's function that concatenates a list of such arrays along axis 0, on the
+            device of the first.
     """
 
     rows: Array
@@ -31,15 +33,18 @@ class DeviceMoments(NamedTuple):
 
     @property
     def num_features(self) -> int:
-        """C."""
+        """The number of channels C."""
         return (int(self.rows.shape[1]) - 1) // 2
 
     def with_rows(self, rows: Array, known_count: int | None) -> DeviceMoments:
-        """Other rows of the same library."""
+        """The moments in other `rows` of the same library."""
         return DeviceMoments(rows, known_count, self.join)
 
     def wait(self) -> Moments:
-        """The moments of all parts together, on the device; waits for it to know the count."""
+        """The moments of all parts together, as arrays on the device.
+
+        Waits for the device if `known_count` is None.
+        """
         rows, channels = self.rows, self.num_features
         count = int(rows[:, 0].sum()) if self.known_count is None else self.known_count
         if len(rows) == 1:
@@ -49,7 +54,7 @@ class DeviceMoments(NamedTuple):
 
 
 def join_rows(parts: Sequence[DeviceMoments]) -> DeviceMoments:
-    """The rows of all parts, in their order."""
+    """All parts as rows of one `DeviceMoments`, in their order."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -1,8 +1,8 @@
-"""Every error a user can meet, one class per cause.
+"""All errors that syncbn raises, one class per cause.
 
-All of them are `SyncBNError`; each is also the built-in error that a caller would catch for
-that cause (`ValueError`, `TypeError`, `RuntimeError`, `TimeoutError`). A call that raises one
-of these has changed nothing: running statistics, parameters and pipes are as they were.
+Every class derives from `SyncBNError` and from the matching built-in error (`ValueError`,
+`TypeError`, `RuntimeError`, `TimeoutError`). A call that raises one of them leaves running
+statistics and parameters unchanged.
 """
 
 from __future__ import annotations
@@ -30,51 +30,51 @@ class SyncBNError(Exception):
 
 
 class ArgumentError(SyncBNError, ValueError):
-    """A setting is out of its range: eps, momentum, eps_mode, a timeout, a number of replicas."""
+    """A setting has an invalid value: eps, momentum, eps_mode, a timeout, a number of replicas."""
 
 
 class ShapeError(SyncBNError, ValueError):
-    """An array has the wrong rank, or the wrong number of channels on axis 1."""
+    """An array has a wrong shape, such as a wrong number of channels on axis 1."""
 
 
 class DTypeError(SyncBNError, TypeError):
-    """An array has a dtype that batch normalization does not take, or dtypes do not go together."""
+    """The dtype of an array is not supported, or the dtypes of several arrays do not match."""
 
 
 class DeviceError(SyncBNError, RuntimeError):
-    """Arrays of one call live on different devices."""
+    """The arrays of one call are on different devices, or of a library that is not supported."""
 
 
 class ReadOnlyError(SyncBNError, ValueError):
-    """An array that has to be written (running statistics, `out`) is read-only."""
+    """An array that must be written (running statistics, `out`) is read-only."""
 
 
 class BatchSizeError(SyncBNError, ValueError):
-    """Training needs more than one value per channel, counted over all members."""
+    """Training got one value per channel, over all members; a variance needs more."""
 
 
 class StateError(SyncBNError, RuntimeError):
-    """A call came in the wrong order, or a state dictionary does not fit the layer."""
+    """Calls were made in the wrong order, or a state dictionary does not fit the layer."""
 
 
 class BackendError(SyncBNError, RuntimeError):
-    """No backend takes this kind of array, or its backend can't run here."""
+    """No backend supports this type of array, or the backend can't run on this machine."""
 
 
 class CommError(SyncBNError, RuntimeError):
-    """Members could not exchange their messages; base of the causes below."""
+    """Members could not exchange their messages; base of the three classes below."""
 
 
 class CommTimeout(CommError, TimeoutError):
-    """A deadline passed; the message names the layer, the call number and who is missing."""
+    """A member waited too long; the text names the call and, if known, the missing members."""
 
 
 class CommAborted(CommError):
-    """Another member failed or left, so this member was released; `__cause__` says why."""
+    """Another member failed or left, so this call can't complete; `__cause__` holds its error."""
 
 
 class ProtocolError(CommError):
-    """Members disagree: replies of a wrong form, two threads on one pipe, unlike operations."""
+    """The rules of an exchange were broken: members in different calls, two threads on one pipe."""
 
 
 class CheckpointError(SyncBNError, RuntimeError):

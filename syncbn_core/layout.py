@@ -1,15 +1,15 @@
-"""Any dense `(N, C, *spatial)` array as `[A, C, B]`, without a copy.
+"""`Layout`: views any dense `(N, C, *spatial)` array as `[A, C, B]`, without a copy.
 
-Batch normalization cares about one axis. Sort the axes by stride; everything outside the
-channel axis collapses to A, everything inside it to B:
+Only the channel axis C matters for batch normalization. If the axes are sorted by stride, those
+outside the channel axis become A, and those inside become B:
 
     NCHW (8, 64, 56, 56)            -> [8, 64, 3136]
     channels_last (8, 64, 56, 56)   -> [8 * 3136, 64, 1]
     (N, C) row-major                -> [N, C, 1]
     (N, C) column-major             -> [1, C, N]
 
-B == 1 is called *rows* (a row holds all channels), else *planes*. Arrays with gaps,
-overlaps, negative strides or foreign byte order have no such view and are copied first.
+If B is 1 the view is called *rows* (a row holds all channels), else *planes*. Arrays with gaps,
+overlaps or negative strides have no such view; callers copy them first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a dense array lies in memory: `axes` outermost first, and the three sizes."""
+    """The memory order of a dense array: `axes`, outermost first, and the sizes A, C, B."""
 
     axes: tuple[int, ...]
     outer: int
@@ -36,12 +36,12 @@ class Layout:
     inner: int
 
     def view(self, array: Array) -> Array:
-        """`array` (of this layout) as `[outer, channels, inner]`; shares memory."""
+        """`array`, which has this layout, as `[outer, channels, inner]`; shares memory."""
         return array.transpose(self.axes).reshape(self.outer, self.channels, self.inner)
 
 
 def layout_of(array: Array) -> Layout | None:
-    """Layout of an `(N, C, *spatial)` array of rank 2 or more, or None when it is not dense."""
+    """The layout of an `(N, C, *spatial)` array of rank 2 or more; None if it is not dense."""
     return layout_of_strides(array.shape, array.strides, array.itemsize)
 
 
@@ -49,10 +49,14 @@ def layout_of(array: Array) -> Layout | None:
 def layout_of_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1
 ) -> Layout | None:
-    """`layout_of` for strides in units of so many per element: in elements, as torch has them."""
-    if 0 in shape:  # nothing lies anywhere; CuPy gives strides of 0
+    """`layout_of` from shape and strides.
+
+    `unit`: the stride of adjacent elements; 1 for strides in elements (torch), the itemsize for
+    strides in bytes (NumPy, CuPy).
+    """
+    if 0 in shape:  # empty: strides mean nothing; those of CuPy are 0
         return Layout(tuple(range(len(shape))), shape[0], shape[1], prod(shape[2:]))
-    # Axes of size 1 have arbitrary strides; outermost, they leave a single channel one long run.
+    # Axes of size 1 have arbitrary strides. As outermost axes they let a single channel be one run.
     long_axes = [axis for axis, size in enumerate(shape) if size != 1]
     long_axes.sort(key=lambda axis: -strides[axis])
     run = unit
@@ -72,7 +76,7 @@ def layout_of_strides(
 
 
 class _Interface:
-    """Carries an `__array_interface__`, and keeps its array alive."""
+    """Holds an `__array_interface__` with write access, and keeps the array alive."""
 
     def __init__(self, array: Array) -> None:
         self.owner = array
@@ -83,8 +87,8 @@ class _Interface:
 
 
 def writable_view(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A NumPy array over the same memory without its read-only mark; for those who only read it.
+    """A writable view of `array`, which may be read-only; do not write to it.
 
-    Numba takes a read-only array for another type and compiles every kernel once more.
+    Numba treats read-only arrays as another type and would compile every kernel a second time.
     """
     return array if array.flags.writeable else np.asarray(_Interface(array))

@@ -1,19 +1,19 @@
-"""The maths of batch statistics, in one place.
+"""The arithmetic of batch statistics.
 
-Per channel, a part of the batch is `(count, mean, m2)` with `m2 = sum((x - mean)**2)`. Parts merge
-exactly, as the total of squared deviations splits into those within parts and those between them
-("analysis of variance"; Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for
-computing sample variances", give the same for two parts):
+Per channel, a part of the batch has the moments `(count, mean, m2)` with
+`m2 = sum((x - mean)**2)`. Moments of parts merge exactly, because the sum of squared deviations is
+the sum within the parts plus the sum between them ("analysis of variance"; for two parts see Chan,
+Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances"):
 
     n    = sum(n_i)
     mean = sum(n_i / n * mean_i)
     m2   = sum(m2_i + n_i * (mean_i - mean)**2)
 
-Everything here is float64 and always in the order of the parts, so that every member of a group,
-and every run, gets bitwise the same statistics. Sums of squares are never formed:
-`E[x**2] - E[x]**2` has lost all digits of float32 at mean 1e3, std 1.
+The computation is in float64 and in the order of the parts, so all members and all runs get
+bitwise the same statistics. `E[x**2] - E[x]**2` is never used: in float32 it loses all digits at
+mean 1e3, std 1.
 
-The functions use arithmetic operators and methods that NumPy, CuPy, torch and JAX spell alike.
+`merged` and `blend` use only operators and methods that NumPy, CuPy, torch and JAX have in common.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 class NormRule(NamedTuple):
-    """How a variance becomes an inverse standard deviation: a setting, the same for all members.
+    """How a variance becomes an inverse standard deviation; the same for all members.
 
     `mode` "plus": `1 / sqrt(var + eps)`; "clamp": `1 / sqrt(max(var, eps))`.
     """
@@ -53,24 +53,28 @@ class NormRule(NamedTuple):
 
     @property
     def clamps(self) -> bool:
-        """Whether small variances are replaced by eps."""
+        """Whether variances less than eps are replaced by eps."""
         return self.mode == "clamp"
 
     def invstd(self, var: Array) -> Array:
-        """`1 / sqrt(var + eps)` or `1 / sqrt(max(var, eps))`; NaN stays NaN in both."""
+        """`1 / sqrt(var + eps)` or `1 / sqrt(max(var, eps))`, `(C,)`; NaN stays NaN."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return 1.0 / np.sqrt(np.maximum(var, self.eps) if self.clamps else var + self.eps)
 
     def clamped(self, var: Array) -> Array | None:
-        """`(C,)` bool: where invstd is a constant and passes no gradient on; None for nowhere."""
+        """`(C,)` bool: channels whose invstd is constant, without a gradient; None for "plus"."""
         return var < self.eps if self.clamps else None
 
 
 class Moments(NamedTuple):
-    """Moments of one part of the batch: `count` values per channel, `mean` and `m2` `(C,)` float64.
+    """The moments of one part of the batch.
 
-    An empty part is `count == 0` with zeros, and merges like any other. `count` is an array ()
-    where a library traces the computation.
+    Attributes:
+        count: values per channel, an int; an array `()` if the array library traces the code.
+        mean: `(C,)` float64.
+        m2: `(C,)` float64, the sum of squared deviations from `mean`.
+
+    An empty part has count 0 and zeros, and merges like any other.
     """
 
     count: Any
@@ -79,45 +83,48 @@ class Moments(NamedTuple):
 
     @classmethod
     def empty(cls, num_features: int) -> Moments:
-        """The empty part."""
+        """The moments of an empty part, in NumPy."""
         return cls(0, np.zeros(num_features), np.zeros(num_features))
 
     @property
     def known_count(self) -> int | None:
-        """`count` where it is a number, else None."""
+        """`count` if it is an int, else None."""
         return self.count if isinstance(self.count, int) else None
 
     @property
     def num_features(self) -> int:
-        """C."""
+        """The number of channels C."""
         return int(self.mean.shape[0])
 
     @property
     def var(self) -> Array:
-        """Biased variance `m2 / count`, `(C,)`; zeros for an empty part."""
+        """The biased variance `m2 / count`, `(C,)`; zeros for an empty part."""
         return self.m2 / max(self.count, 1)
 
     @property
     def unbiased_var(self) -> Array:
-        """`m2 / (count - 1)`, `(C,)`: what running statistics take. Needs `count > 1`."""
+        """The unbiased variance `m2 / (count - 1)`, `(C,)`, which running statistics use.
+
+        Raises `BatchSizeError` if `count` is 1.
+        """
         require_more_than_one_value(self.count)
         return self.m2 / (self.count - 1)
 
 
 class Statistics(NamedTuple):
-    """Statistics of the whole batch on the host: its `moments`, and `invstd` `(C,)` float64."""
+    """Statistics of the whole batch: its `moments`, and `invstd` `(C,)`, both float64."""
 
     moments: Moments
     invstd: Array
 
     @property
     def mean(self) -> Array:
-        """`(C,)` float64."""
+        """Per channel, `(C,)` float64."""
         return self.moments.mean
 
 
 def merge_moments(parts: Sequence[Moments]) -> Moments:
-    """Moments of `parts` (NumPy, one or more) together, added up in their order."""
+    """The moments of one or more `parts` together, in NumPy, merged in their order."""
     if len(parts) == 1:
         return parts[0]
     rows = np.array([[part.count] for part in parts], np.float64)
@@ -126,9 +133,9 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
 
 
 def merged(counts: Array, means: Array, m2s: Array) -> tuple[Array, Array]:
-    """`(mean, m2)` of P parts in their order: `counts` (P, 1), `means` and `m2s` (P, C)."""
-    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is a NaN for the output
-        # shares first: then one part among empty ones keeps its mean to the bit
+    """`(mean, m2)`, each `(C,)`, of P parts: `counts` `(P, 1)`, `means` and `m2s` `(P, C)`."""
+    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf gives NaN, as wanted
+        # Divide first: then the only non-empty part keeps exactly its mean.
         total = counts.sum(0)
         mean = (counts / (total + (total == 0)) * means).sum(0)
         deviations = means - mean
@@ -136,19 +143,20 @@ def merged(counts: Array, means: Array, m2s: Array) -> tuple[Array, Array]:
 
 
 def mean_gradients(sums: Array, count: int, clamped: Array | None) -> tuple[Array, Array]:
-    """What `sum(dy), sum(dy * xhat)` times weight, (2, C), over all members, give each value.
+    """`(sum_dy / n, sum_dy_xhat / n)`, each `(C,)`: the terms that backward subtracts.
 
-    `clamped`: as `NormRule.clamped` gives it.
+    `sums`: `(2, C)`, `sum(dy)` and `sum(dy * xhat)`, times weight, over all members. `count`: n.
+    `clamped`: from `NormRule.clamped`; the second term is 0 in these channels.
     """
     mean_dy, mean_dy_xhat = sums / max(count, 1)
     return mean_dy, mean_dy_xhat if clamped is None else np.where(clamped, 0.0, mean_dy_xhat)
 
 
 def averaging_factor(momentum: float | None, num_batches_tracked: Any | None) -> float:
-    """Share of the new batch in the running statistics.
+    """The share of the new batch in the running statistics.
 
-    `momentum`, or for None the cumulative average `1 / (num_batches_tracked + 1)`: the counter does
-    not count the new batch yet. Without a counter nothing can be averaged, and the share is 0.
+    It is `momentum`, or for None `1 / (num_batches_tracked + 1)`, the cumulative average; the
+    counter does not include the new batch yet. If both are None it is 0.
     """
     if momentum is not None:
         return momentum
@@ -161,9 +169,10 @@ def blend(running: Array, batch: Array, factor: float) -> Array:
 
 
 def require_more_than_one_value(count: int | None, shape: Sequence[int] | None = None) -> None:
-    """Raise `BatchSizeError` when a batch of `count` values per channel can't be trained on.
+    """Raise `BatchSizeError` if `count`, the values per channel of a training batch, is 1.
 
-    None, a count that only a device knows, is not asked for: that would wait.
+    A count of None, known only to the device, is not checked, because the host would have to wait.
+    `shape`: the shape of x for the error message.
     """
     if count == 1:
         size = f", got input size torch.Size({list(shape)})" if shape is not None else ""

@@ -1,6 +1,6 @@
-"""Devices and array libraries: `base` is what each implements, `operations_for` chooses one.
+"""Backends: one implementation of `base.Operations` per array library and device.
 
-Implementations are found by the type of the array and imported on first use.
+`operations_for` finds the implementation by the type of an array and imports it on first use.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["operations_for"]
 
 Array = Any
 
-# Root package of the array type -> module with the `OPERATIONS` for it.
+# Root package of the array type -> module that holds `OPERATIONS` for it.
 _MODULES = {"cupy": "syncbn_core.backends.cuda.cupy", "numpy": "syncbn_core.backends.cpu.numpy"}
-# NumPy's own that are no arrays to us: masks would be ignored, matrices stay 2-D, scalars are
-# not written in place.
+# Types of NumPy that are rejected: masks would be ignored, matrices are always 2-D, and scalars
+# can't be written in place.
 _UNLIKE_ARRAYS = {"MaskedArray", "matrix", "generic"}
 
 
 def operations_for(array: Array) -> Operations:
-    """The implementation for arrays of this type, or `BackendError` when there is none."""
+    """The implementation for arrays of this type; raises `BackendError` if there is none."""
     kind: type = type(array)
     return _operations_for_type(kind)
 

@@ -1,23 +1,23 @@
-"""The contract: the steps of batch normalization that each device and array library implements.
+"""`Operations`: the steps of batch normalization that every backend implements.
 
-A group normalizes one batch, of which each member holds a part x `(N, C, *spatial)`:
+A group of members normalizes one batch. Each member holds one part of it, x `(N, C, *spatial)`:
 
     moments           x                      -> count, mean, m2 of this part
-                      (exchange: the parts of all members, merged in rank order)
+                      (exchange: the moments of all parts, merged in rank order)
     statistics        moments of the batch   -> mean, invstd
     forward           x, statistics          -> y; running statistics are updated
     backward_reduce   x, dy, statistics      -> sum(dy), sum(dy * xhat) of this part
                       (exchange: both sums, added up over all members)
     backward_input    x, dy, statistics, sums of the batch -> dx
 
-`forward_single` and `backward_single` are the same for a group of one, where an implementation may
-be able to do more in one pass. The formulas are those of `syncbn_core.functional`.
+`forward_single` and `backward_single` do all steps for a group of one member, where a backend may
+need fewer passes over x. `syncbn_core.functional` states the formulas.
 
-An implementation is an object with these methods for the arrays of one library on one kind of
-device. It is chosen once per call and passed on. It allocates results, knows nothing of members or
-communication, and checks nothing: callers have checked shapes, dtypes and devices.
+A backend handles the arrays of one library on one kind of device. It is chosen once per call and
+passed on. It allocates results, and knows nothing of members or communication. It checks nothing:
+callers have checked shapes, dtypes and devices.
 
-Options travel in `NormRule` and `Affine`, so that a new one changes no signature.
+Settings are passed in `NormRule` and `Affine`, so that a new setting changes no signature.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ __all__ = ["Affine", "Forward", "Gradients", "Operations", "RunningStatistics", 
 
 Array = Any
 PartMoments = Any  # `Moments` on the host, `DeviceMoments` on a device
-Statistics = Any  # what the implementation's own `statistics` and `forward` return
+Statistics = Any  # what `statistics` and `forward` of the same backend return
 
 
 class Affine(NamedTuple):
-    """`y = xhat * weight + bias`; each `(C,)` floating, or None for ones and zeros."""
+    """`y = xhat * weight + bias`; each `(C,)` floating; None means ones or zeros."""
 
     weight: Array | None = None
     bias: Array | None = None
 
 
 class RunningStatistics(NamedTuple):
-    """What a training forward updates.
+    """The running statistics that a training forward updates.
 
-    `mean`, `var`: `(C,)` floating, both or neither. `num_batches_tracked`: one integer, or None.
-    `momentum`: share of the new batch, or None for the average over all batches so far.
+    Attributes:
+        mean, var: `(C,)` floating; both or neither are None.
+        num_batches_tracked: an integer array `()`, or None.
+        momentum: the share of the new batch; None for the average over all batches so far.
     """
 
     mean: Array | None
@@ -56,10 +58,13 @@ class RunningStatistics(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Results of a forward.
+    """The results of a forward.
 
-    `y`: like x. `statistics`: what backward needs besides x. `running`: the updated running
-    statistics, the same objects where the library writes in place; None if none were given.
+    Attributes:
+        y: shape, dtype and device of x.
+        statistics: what backward needs besides x.
+        running: the updated running statistics: the given arrays if the library writes in place,
+            else new ones; None if none were given.
     """
 
     y: Array
@@ -68,11 +73,13 @@ class Forward(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Results of the first half of backward.
+    """The results of `backward_reduce`, over this member's part.
 
-    `exchange`: `(2, C)`, `sum(dy)` and `sum(dy * xhat)`, each times weight, to be added up over
-    all members. `grad_weight`, `grad_bias`: `(C,)` in the dtype of weight, else of x; they are
-    this member's own share.
+    Attributes:
+        exchange: `(2, C)`: `sum(dy) * weight` and `sum(dy * xhat) * weight`, which the members
+            then add up.
+        grad_weight: `(C,)`, this member's share, in the dtype of weight, else of x.
+        grad_bias: like `grad_weight`.
     """
 
     exchange: Array
@@ -81,7 +88,7 @@ class Sums(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of one member: `x` like x; `weight`, `bias` (C,), this member's own share."""
+    """Gradients of one member: `x` like x; `weight` and `bias` `(C,)`, this member's share."""
 
     x: Array
     weight: Array
@@ -89,28 +96,28 @@ class Gradients(NamedTuple):
 
 
 class Operations(ABC):
-    """The steps for the arrays of one library on one kind of device."""
+    """A backend: the steps for the arrays of one library on one kind of device."""
 
     @property
     def serial(self) -> Operations:
-        """The same steps, each within the calling thread: for members that are threads."""
+        """The same steps, computed in the calling thread only; for members that are threads."""
         return self
 
     @abstractmethod
     def moments(self, x: Array) -> PartMoments:
-        """Moments of this member's part; an empty x gives the empty part."""
+        """Moments of this member's part x; count 0 and zeros if x is empty."""
 
     @abstractmethod
     def merge(self, parts: Sequence[PartMoments]) -> PartMoments:
-        """Moments of several parts (one or more) together, added up in their order."""
+        """The moments of one or more parts together, merged in their order."""
 
     def one_row(self, part: PartMoments) -> PartMoments:
-        """What `merge` has joined, as one part that can be sent."""
+        """The result of `merge` as a single part, the form in which members send it."""
         return part
 
     @abstractmethod
     def statistics(self, total: PartMoments, rule: NormRule) -> Statistics:
-        """Statistics of the whole batch, given its moments."""
+        """The statistics of the whole batch from its moments."""
 
     @abstractmethod
     def forward(
@@ -122,9 +129,9 @@ class Operations(ABC):
         running: RunningStatistics | None = None,
         out: Array | None = None,
     ) -> Forward:
-        """`y = (x - mean) * invstd * weight + bias`; updates `running` if given.
+        """`y = (x - mean) * invstd * weight + bias`; updates `running` if it is given.
 
-        `out`: where to write y; may be x itself.
+        `out`: an array like x to write y into, or None; may be x itself.
         """
 
     @abstractmethod
@@ -136,13 +143,13 @@ class Operations(ABC):
         rule: NormRule,
         out: Array | None = None,
     ) -> Forward:
-        """y by running statistics, which stay as they are."""
+        """y from the running statistics, which do not change. `out` as in `forward`."""
 
     @abstractmethod
     def backward_reduce(
         self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
     ) -> Sums:
-        """`sum(dy)` and `sum(dy * xhat)` of this part."""
+        """`sum(dy)` and `sum(dy * xhat)` over this part, and the gradients of weight and bias."""
 
     @abstractmethod
     def backward_input(
@@ -157,19 +164,21 @@ class Operations(ABC):
     ) -> Array:
         """`dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)`.
 
-        `total`: `Sums.exchange` added up over all members, None for constant statistics (eval).
-        The last term is left out in channels where "clamp" made invstd a constant. `out`: where
-        to write dx; may be dy itself.
+        The last term is 0 in channels where eps_mode "clamp" made invstd a constant.
+
+        `total`: `Sums.exchange` added up over all members, `(2, C)`; None for constant statistics
+        (eval), where both sums count as 0. `out`: an array like x to write dx into, or None; may be
+        dy itself.
         """
 
     @abstractmethod
     def update_running(
         self, running: RunningStatistics, statistics: Statistics
     ) -> RunningStatistics:
-        """Running statistics after this batch: `(1 - factor) * old + factor * new`.
+        """The running statistics after this batch: `(1 - factor) * old + factor * new`.
 
-        For callers whose forward could not update them yet. Running statistics take the unbiased
-        variance; of an empty batch only the counter moves.
+        For callers that run `forward` without `running`. `new` is the mean and the unbiased
+        variance. An empty batch only increments the counter.
         """
 
     def forward_single(
@@ -180,7 +189,7 @@ class Operations(ABC):
         running: RunningStatistics | None = None,
         out: Array | None = None,
     ) -> Forward:
-        """Forward of a batch that is x alone."""
+        """Training forward of a group of one member: x is the whole batch."""
         statistics = self.statistics(self.moments(x), rule)
         return self.forward(x, statistics, affine, rule, running, out)
 
@@ -193,7 +202,7 @@ class Operations(ABC):
         rule: NormRule,
         out: Array | None = None,
     ) -> Gradients:
-        """Backward of a batch that is x alone."""
+        """Backward of a group of one member: x is the whole batch."""
         sums = self.backward_reduce(x, dy, statistics, affine, rule)
         dx = self.backward_input(x, dy, statistics, affine, rule, sums.exchange, out)
         return Gradients(dx, sums.grad_weight, sums.grad_bias)

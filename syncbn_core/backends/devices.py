@@ -1,4 +1,4 @@
-"""Where arrays live: the array library of a device, and arrays moved to the kind of another."""
+"""Devices by name ("cpu", "cuda:0"), and copies of arrays between NumPy and CuPy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Array = Any
 
 @contextmanager
 def array_library(device: str) -> Iterator[Any]:
-    """NumPy for "cpu"; CuPy, with that device the current one, for "cuda" or "cuda:<number>".
+    """Context manager: NumPy for "cpu"; CuPy for "cuda" or "cuda:<number>".
 
-    Raises `ArgumentError` for other words, and `BackendError` that says what is missing and what
-    to install where CuPy's arrays can't be computed with.
+    Inside the block that CUDA device is the current one. Raises `ArgumentError` for other names,
+    and `BackendError` if the device does not exist or something is missing; its text says what to
+    install.
     """
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device) if isinstance(device, str) else None
     if found is None:
@@ -33,13 +34,13 @@ def array_library(device: str) -> Iterator[Any]:
     count = cupy.cuda.runtime.getDeviceCount()
     number = cupy.cuda.runtime.getDevice() if found[1] is None else int(found[1])
     if number >= count:
-        raise BackendError(f"expected one of {count} CUDA devices (from 0 on), got {device!r}")
+        raise BackendError(f"expected one of {count} CUDA devices (from number 0), got {device!r}")
     with cupy.cuda.Device(number):
         yield cupy
 
 
 def _cupy() -> Any:
-    """CuPy, on a machine where everything that the kernels need is there."""
+    """The module CuPy; raises `BackendError` if anything that the kernels need is missing."""
     from syncbn_core.backends.cuda.compiler import INSTALL
     from syncbn_core.backends.cuda.driver import missing
 
@@ -50,7 +51,7 @@ def _cupy() -> Any:
         absent = getattr(error, "name", None) == "cupy"
         lack = "CuPy is not installed" if absent else f"CuPy can't be imported ({error})"
         hinted = [number for number, other in enumerate(lacks) if INSTALL in other]
-        if hinted:  # one hint is enough
+        if hinted:  # both have the same remedy: state it once
             lacks.insert(hinted[0], lack)
         else:
             lacks.append(f"{lack}: {INSTALL}")
@@ -60,18 +61,18 @@ def _cupy() -> Any:
 
 
 def device_of(array: Array) -> AbstractContextManager[Any]:
-    """Makes the device of a CuPy array the current one, as CuPy's own operations want it."""
+    """Context manager: the device of a CuPy array is current, as CuPy's operations need it."""
     device: AbstractContextManager[Any] = array.device if _is_cupy(array) else nullcontext()
     return device
 
 
 def to_numpy(array: Any) -> Any:
-    """A CuPy array as a NumPy array; anything else as it is."""
+    """A NumPy copy of a CuPy array; any other object unchanged."""
     return array.get() if _is_cupy(array) else array
 
 
 def place_like(values: np.ndarray[Any, Any], array: Array) -> Array:
-    """NumPy's `values` as an array of the kind of `array`, on its device."""
+    """The NumPy array `values` as an array of the library and device of `array`."""
     if isinstance(array, np.ndarray):
         return values
     import cupy

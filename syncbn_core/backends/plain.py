@@ -1,12 +1,12 @@
-"""The steps in plain array operations: one text for NumPy, torch, JAX and their like.
+"""`PlainOperations`: the steps in plain array operations, shared by NumPy, torch, JAX and others.
 
     mean, m2 = moments of the batch           invstd = 1 / sqrt(m2 / n + eps)
     xhat     = (x - mean) * invstd            y      = xhat * weight + bias
     dx       = weight * invstd * (dy - sum_dy / n - xhat * sum_dy_xhat / n)
 
-Nothing here asks an array for a number or writes into one, so the steps can be traced, compiled,
-mapped, and differentiated by the library, once and twice. Everything is computed in the widest
-dtype of the device, float64 where there is one.
+The code never reads a number out of an array and never writes in place (unless `out` is given), so
+a library can trace, compile, vectorize and differentiate the steps, also twice. It computes in the
+widest floating dtype of the device, float64 if there is one.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ Array = Any
 
 
 class Namespace(Protocol):
-    """An array library: `xp` holds what all spell alike, the methods what they don't."""
+    """One array library: `xp` is its module; the methods are what libraries name differently."""
 
     @property
     def xp(self) -> Any:
         """The module with `sqrt`, `stack`, `where`, `concatenate`."""
 
     def cast(self, values: Array, dtype: Any) -> Array:
-        """`values` in a dtype of the library."""
+        """`values` converted to `dtype`, a dtype of the library."""
 
     def widest(self, values: Array) -> Any:
-        """float64, or the widest floating dtype that the device of `values` has."""
+        """The widest floating dtype on the device of `values`, float64 if it has that."""
 
     def number(self, value: Any, like: Array) -> Array:
-        """A number, perhaps a traced one, as an array () of the dtype and device of `like`."""
+        """A number, which may be traced, as an array `()` with the dtype and device of `like`."""
 
     def constant(self, values: Array) -> Array:
-        """`values`, through which no gradient flows."""
+        """`values`, detached: no gradient flows through the result."""
 
 
 class PlainOperations(Operations):
-    """The steps over a namespace. Running statistics come back as new arrays."""
+    """The steps for the library of `namespace`. Returns new arrays as running statistics."""
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -70,12 +70,16 @@ class PlainOperations(Operations):
         return self.merge_rows(self.xp.stack([self.row(part) for part in parts]), parts)
 
     def row(self, part: Moments) -> Array:
-        """`part` as one row of 2 C + 1 numbers: count, mean, m2."""
+        """`part` as one row `(2 C + 1,)`: count, mean, m2."""
         count = self.namespace.number(part.count, part.mean).reshape(1)
         return self.xp.concatenate([count, part.mean, part.m2])
 
     def merge_rows(self, rows: Array, parts: Sequence[Moments] = ()) -> Moments:
-        """Moments of the parts behind `rows` (P, 2 C + 1); of `parts`, whose counts are numbers."""
+        """Merge P parts, given as `rows` `(P, 2 C + 1)`.
+
+        `parts`: the same parts, if available: their counts are summed on the host if all
+        are plain numbers.
+        """
         channels = rows.shape[1] // 2
         counts = rows[:, :1]
         mean, m2 = merged(counts, rows[:, 1 : 1 + channels], rows[:, 1 + channels :])
@@ -85,7 +89,7 @@ class PlainOperations(Operations):
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
         var = self._var(total)
-        # `where`, not `maximum`: at var == eps the gradient of that is 1/2
+        # `where`, not `maximum`, whose gradient at var == eps is 1/2
         var = self.xp.where(var < rule.eps, rule.eps, var) if rule.clamps else var + rule.eps
         return Statistics(total, 1.0 / self.xp.sqrt(var))
 
@@ -198,10 +202,10 @@ class PlainOperations(Operations):
 
 
 def column(values: Array, like: Array) -> Array:
-    """Per-channel `values` (C,), shaped to broadcast against `like` (N, C, *spatial)."""
+    """Per-channel `values` `(C,)`, reshaped to broadcast with `like` `(N, C, *spatial)`."""
     return values.reshape((1, -1) + (1,) * (like.ndim - 2))
 
 
 def _axes(x: Array) -> tuple[int, ...]:
-    """All axes but that of channels."""
+    """All axes except the channel axis 1."""
     return (0, *range(2, x.ndim))

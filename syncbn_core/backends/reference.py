@@ -1,4 +1,4 @@
-"""The formulas in plain float64 NumPy: slow, obviously right, the oracle of every test."""
+"""The steps in plain float64 NumPy: slow and simple; tests compare other backends with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Communication between the members of a group: for anything that they exchange.
+"""Communication between the members of a group; nothing here knows of batch normalization.
 
-`SyncMaster` passes any objects between threads. A `Communicator` gathers and adds up arrays of
-threads or processes. `MPICommunicator` and `NCCLCommunicator` are imported when they are asked for.
+`SyncMaster` exchanges arbitrary objects between threads. A `Communicator` gathers and adds up
+arrays of threads or processes. `MPICommunicator` and `NCCLCommunicator` are imported on first use,
+because mpi4py and CuPy are optional.
 """
 
 from typing import TYPE_CHECKING, Any

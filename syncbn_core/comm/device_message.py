@@ -1,16 +1,16 @@
-"""How arrays on GPUs pass from thread to thread: by peer copies and events, never by the host.
+"""Passing GPU arrays between threads, with peer copies and events; the host does not wait.
 
-Every member works on a stream of its own (and maybe a device of its own), so whoever reads an
-array of another has to wait, on its stream, for the stream that writes it; and memory has to
-outlive its readers, which CuPy's pool only sees to within one stream. So a member brings an
-*inbox*, allocated on its own stream, and the combining member copies the result into it:
+Each member works on its own stream, and perhaps its own device. A member that reads another's array
+must make its stream wait for the stream that writes the array. Memory must also stay allocated
+until its readers are done, and CuPy's pool ensures that only within one stream. Therefore each
+member allocates an *inbox* on its own stream, and one member copies the result into all inboxes:
 
-    member      array written, inbox allocated, event `ready`
-    combiner    waits for every `ready`; combines; copies into the inboxes; event `done`
-    member      waits for `done`; goes on with its inbox
+    member      writes its array, allocates its inbox, records the event `ready`
+    combiner    waits for every `ready`, combines, copies to the inboxes, records the event `done`
+    member      waits for `done`, then uses its inbox
 
-Members on one stream of one device need none of that: they share the result. The default stream
-"per thread" has one handle, and is another stream in every thread.
+Members that share one stream of one device skip this and share the result. CUDA's "per-thread
+default stream" has the same handle in all threads but is a different stream in each.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 
 Array = Any
 
-_LEGACY_STREAMS = (0, 1)  # never captured
+_LEGACY_STREAMS = (0, 1)  # CUDA can't capture them
 _PER_THREAD_STREAM = 2
 
 
 def is_on_device(array: Array) -> bool:
-    """Whether `array` is CuPy's."""
+    """Whether `array` is a CuPy array."""
     kind: type = type(array)
     return _is_of_cupy(kind)
 
@@ -48,7 +48,7 @@ def _is_of_cupy(kind: type) -> bool:
 
 
 def is_captured(stream: Any) -> bool:
-    """Whether a graph is made of what `stream` does: nothing may be asked of the device then."""
+    """Whether `stream` is being captured into a CUDA graph; the host must not query it then."""
     import cupy
 
     return stream.ptr not in _LEGACY_STREAMS and bool(
@@ -57,7 +57,7 @@ def is_captured(stream: Any) -> bool:
 
 
 def copy_of(array: Array) -> Array:
-    """A copy where `array` is; CuPy's own would come to the current device."""
+    """A copy on the device of `array`; `copy()` of CuPy uses the current device."""
     if not is_on_device(array):
         return array.copy()
     with array.device:
@@ -65,7 +65,7 @@ def copy_of(array: Array) -> Array:
 
 
 class DeviceMessage:
-    """An array that a member hands over, and an inbox of shape `(*prefix, *array.shape)`."""
+    """A member's array, and its inbox of shape `(*prefix, *array.shape)` for the result."""
 
     def __init__(self, array: Array, prefix: tuple[int, ...] = ()) -> None:
         import cupy
@@ -81,16 +81,16 @@ class DeviceMessage:
 
 
 class Reply:
-    """A result for one member; in its inbox, there once `done` has come, or shared: `done` None."""
+    """A result for one member: in its inbox after the event `done`, or shared if `done` is None."""
 
     def __init__(self, array: Array, done: Any) -> None:
         self.array = array
         self.done = done
 
     def open(self) -> None:
-        """Let the current stream of the device wait for the result.
+        """Make the current stream of the result's device wait for the result.
 
-        The member keeps its message until then: the result may still be computed from it.
+        Until then the member must keep its message: the result may be computed from it later.
         """
         if self.done is not None:
             import cupy
@@ -99,20 +99,20 @@ class Reply:
                 cupy.cuda.get_current_stream().wait_event(self.done)
 
     def own(self) -> Array:
-        """The result, once opened, in memory that the member shares with nobody."""
+        """The result in memory that no other member uses; call `open` first."""
         return copy_of(self.array) if self.done is None else self.array
 
 
 def gather_messages(messages: Sequence[DeviceMessage]) -> list[Reply]:
-    """To each sender the arrays of all, `(len(messages), *shape)`.
+    """One reply per sender: the arrays of all, `(len(messages), *shape)`.
 
-    They have one shape and one dtype. Called by the first member, on its stream.
+    All arrays have the same shape and dtype. The first member calls this; its stream does the work.
     """
     return _combined(messages, _stacked)
 
 
 def add_messages(messages: Sequence[DeviceMessage]) -> list[Reply]:
-    """To each sender the sum of all arrays, in their order; otherwise as `gather_messages`."""
+    """One reply per sender: the sum of all arrays, in their order. See `gather_messages`."""
     return _combined(messages, _added)
 
 
@@ -151,12 +151,12 @@ def _added(messages: Sequence[DeviceMessage]) -> Array:
     first = messages[0]
     total = first.array.copy()
     for message in messages[1:]:
-        total += _brought(message.array, first)
+        total += _on_device_of(message.array, first)
     return total
 
 
-def _brought(array: Array, home: DeviceMessage) -> Array:
-    """`array` on the device of `home`, by a peer copy on its stream where it is elsewhere."""
+def _on_device_of(array: Array, home: DeviceMessage) -> Array:
+    """`array`, or a peer copy of it on the device and stream of `home` if it is elsewhere."""
     import cupy
 
     if array.device == home.device:

@@ -1,8 +1,8 @@
-"""A place for one value that passes from one thread to another, and the gate that waits for it.
+"""`FutureResult` passes one value from one thread to another; `Gate` lets one thread wait.
 
-Ctrl-C raises KeyboardInterrupt between any two Python-level calls of the main thread. A
-`threading.Condition` is Python code and can then be left locked for ever, so here everything is
-guarded by plain locks: `with lock:` enters and leaves them in C, and so does every wait.
+Only plain locks are used, because Ctrl-C may raise KeyboardInterrupt between any two Python-level
+calls of the main thread. A `threading.Condition` is written in Python, so Ctrl-C could leave it
+locked forever. A plain lock is acquired, released and waited for in C.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Nothing:
-    """Marks an empty place, so that None can be a value."""
+    """Type of `NOTHING`, which means "no value", so that None can be a value."""
 
     def __repr__(self) -> str:
         return "<nothing>"
@@ -30,7 +30,7 @@ NOTHING: Any = _Nothing()
 
 
 class Gate:
-    """Closed at first; one thread waits for it, any thread opens it, once and for all."""
+    """An event for one waiting thread. Any thread may open it; it never closes again."""
 
     __slots__ = ("_lock",)
 
@@ -39,10 +39,10 @@ class Gate:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let the waiting thread through, or the one that comes; again is no error."""
-        try:  # noqa: SIM105  (`suppress` is Python code, which Ctrl-C may cut off)
+        """Release the thread that waits now or later. Opening twice is allowed."""
+        try:  # noqa: SIM105  (`suppress` is Python code: Ctrl-C may interrupt it)
             self._lock.release()
-        except RuntimeError:  # it was open
+        except RuntimeError:  # already open
             pass
 
     def wait(self, seconds: float) -> bool:
@@ -51,10 +51,10 @@ class Gate:
 
 
 class FutureResult(Generic[T]):
-    """A place for one value, filled by one thread and emptied by another.
+    """Holds one value that one thread puts in and another takes out.
 
-    `timeout`: seconds that `get` waits at most; None takes the default in force at that time.
-    A copy or a pickle of it is a new, empty one.
+    `timeout`: the most seconds that `get` waits; None for the default at the time of `get`. A copy
+    or an unpickled object is empty.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -68,28 +68,31 @@ class FutureResult(Generic[T]):
         return FutureResult, (self._timeout,)
 
     def put(self, result: T) -> None:
-        """Fill the place; any value will do. `ProtocolError` if the last one was not taken."""
+        """Store `result`, which may be any object.
+
+        Raises `ProtocolError` if the previous result was not taken.
+        """
         with self._lock:
             if self._has_come():
                 raise ProtocolError(
-                    "expected an empty FutureResult, got one whose last result nobody has "
-                    "taken with get(); use one FutureResult per exchange"
+                    "expected an empty FutureResult, got one whose last result was not taken with "
+                    "get(); use one FutureResult per exchange"
                 )
             self._value = result
             self._open()
 
     def fail(self, error: BaseException) -> None:
-        """Make the waiting, or the next, `get` raise `error`; a value not taken is dropped."""
+        """Make the present or next `get` raise `error`; drops a value that was not taken."""
         with self._lock:
             self._value = NOTHING
             self._error = error
             self._open()
 
     def get(self, timeout: float | None = None) -> T:
-        """Wait for the value and take it out.
+        """Wait for the value, remove it and return it.
 
-        Raises `CommTimeout` after `timeout` seconds (None: the object's own, else the default),
-        or what `fail` was given.
+        `timeout`: seconds; None for the object's own timeout, else the default. Raises
+        `CommTimeout` when they have passed, or the error that `fail` was given.
         """
         seconds = seconds_of(timeout if timeout is not None else self._timeout)
         deadline = time.monotonic() + seconds
@@ -101,16 +104,16 @@ class FutureResult(Generic[T]):
                 self._gates.append(gate)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise CommTimeout(f"expected a result within {seconds:g} s, none came")
+                raise CommTimeout(f"expected a result within {seconds:g} s, got none")
             gate.wait(left)
 
     def drop(self) -> None:
-        """Empty the place, if anything is in it."""
+        """Remove the value or error, if there is one."""
         with self._lock:
             self._value = NOTHING
             self._error = None
 
-    # The methods below are called with the lock held.
+    # The caller of the methods below holds the lock.
 
     def _has_come(self) -> bool:
         return self._value is not NOTHING or self._error is not None
@@ -121,7 +124,7 @@ class FutureResult(Generic[T]):
             try:
                 raise error
             finally:
-                del error  # else the traceback's frame and the error keep each other alive
+                del error  # breaks the cycle between the error and its traceback's frame
         value, self._value = self._value, NOTHING
         return value
 

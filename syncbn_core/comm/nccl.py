@@ -1,10 +1,10 @@
-"""The `Communicator` protocol over NCCL, for CuPy arrays: one member per process and GPU.
+"""`NCCLCommunicator`: a group of processes with one GPU each, for CuPy arrays, over NCCL.
 
-    identifier = NCCLCommunicator.new_id()  # by rank 0, who sends it to the others
+    identifier = NCCLCommunicator.new_id()  # on rank 0, which sends it to the others
     communicator = NCCLCommunicator(rank, size, identifier)  # on the current device
     total = communicator.all_reduce(cupy.ones(3))
 
-Everything runs on the current stream, and the host waits for nothing.
+Calls run on the current stream; the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ __all__ = ["NCCLCommunicator"]
 Array = Any
 
 ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
-NAP = 1e-3  # seconds between looks at what the device has done
+POLL_INTERVAL = 1e-3  # seconds between two queries of the device
 
 
 class NCCLCommunicator(ProcessCommunicator):
-    """A rank of a group of GPUs, on the current device; every rank makes one, at the same time.
+    """A rank of a group of GPUs, on the current device. All ranks must make one at the same time.
 
     Args:
         rank: this process's number, 0 to `size - 1`.
-        size: processes in the group.
-        identifier: what `new_id` gave rank 0; how it reaches the others (MPI, a socket, a file)
-            is up to you. `NCCLCommunicator.over_mpi` does it by MPI.
-        timeout: seconds to wait for the other ranks, here and in `synchronize`; None: as
-            `syncbn_core.comm.get_default_timeout` says (300 unless set).
-        check_order: as in `ProcessCommunicator`; waits for the device in every call.
+        size: the number of processes in the group.
+        identifier: the result of `new_id` on rank 0. Send it to the other ranks yourself (MPI, a
+            socket, a file), or use `NCCLCommunicator.over_mpi`.
+        timeout: seconds to wait for the other ranks, here and in `synchronize`; None for
+            `syncbn_core.comm.get_default_timeout` (300 unless set).
+        check_order: as in `ProcessCommunicator`; makes every call wait for the device.
 
-    Takes CuPy arrays of the device, on the current stream; of the dtypes that NCCL knows, else
-    `DTypeError`. NumPy arrays are copied to the device and back, which waits for it. Making a
-    communicator raises `BackendError` without CuPy or NCCL, `CommTimeout` when a rank does not make
-    its own.
+    Takes CuPy arrays on this device, with a dtype that NCCL knows, else `DTypeError`. NumPy arrays
+    are copied to the device and back, so the host waits for the result.
 
-    Calls don't wait, so a rank that has died is noticed only where you first wait for the device:
-    do that by `synchronize`, which has a deadline.
+    The constructor raises `BackendError` without CuPy or NCCL, `ArgumentError` for a wrong rank or
+    timeout, `CommTimeout` if another rank does not make its communicator in time, and `CommError`
+    if NCCL fails.
+
+    Calls don't wait, so a dead rank is noticed only when you wait for the device. Use `synchronize`
+    for that, because it has a timeout.
     """
 
     def __init__(
@@ -76,14 +78,21 @@ class NCCLCommunicator(ProcessCommunicator):
 
     @staticmethod
     def new_id() -> Any:
-        """The id by which the ranks of a new group find each other: picklable, some 128 bytes."""
+        """A new id, with which the ranks of one group find each other; picklable, about 128 bytes.
+
+        Raises `BackendError` without CuPy or NCCL.
+        """
         return _import_nccl().get_unique_id()
 
     @classmethod
     def over_mpi(
         cls, comm: Any = None, *, timeout: float | None = None, check_order: bool | None = None
     ) -> NCCLCommunicator:
-        """The group of the ranks of an mpi4py communicator, None for `MPI.COMM_WORLD`."""
+        """A group of the ranks of an mpi4py communicator; None for `MPI.COMM_WORLD`.
+
+        Uses MPI only to send the id. Other arguments and errors as in the constructor, and those
+        of `MPICommunicator`.
+        """
         from syncbn_core.comm.mpi import MPICommunicator
 
         mpi = MPICommunicator(comm, timeout=timeout)
@@ -93,22 +102,22 @@ class NCCLCommunicator(ProcessCommunicator):
             try:
                 message[1:] = np.frombuffer(cls.new_id(), np.float64)
                 message[0] = 1
-            except Exception as error:  # the others wait for what comes of it
+            except Exception as error:  # raise it below: the other ranks wait for the message first
                 fault = error
         message = mpi.all_gather(message, CollectiveCall(lambda: "exchange of NCCL's id"))[0]
         if fault is not None:
             raise fault
         if message[0] != 1:
-            raise CommError("rank 0 could not make an id for NCCL; look there for the error")
+            raise CommError("expected an id for NCCL from rank 0, got none; see its own error")
         settings: dict[str, Any] = {"timeout": timeout, "check_order": check_order}
         return cls(mpi.rank, mpi.size, message[1:].tobytes(), **settings)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait for the device, until the last call so far is done.
+        """Wait until the device has finished all calls so far.
 
-        `timeout`: seconds, None for those of the group. `CommTimeout` names that call when they
-        have passed, `CommAborted` when NCCL reports an error, `ProtocolError` when ranks have
-        added up arrays of different calls; the group is then of no more use.
+        `timeout`: seconds; None for the timeout of the group. Raises `CommTimeout` when they have
+        passed, `CommAborted` if NCCL reports an error, `ProtocolError` if ranks have added up
+        arrays of different calls. After an error the group can't be used any more.
         """
         try:
             self._nccl.wait(timeout, self._look_back)
@@ -126,7 +135,7 @@ class _NCCLTransport:
         self._comm = self._connected(identifier)
 
     def _connected(self, identifier: Any) -> Any:
-        """NCCL's communicator. It waits for all ranks without a deadline, so a thread does."""
+        """NCCL's communicator. NCCL waits for all ranks without a timeout, so a thread makes it."""
         import cupy
 
         device = cupy.cuda.Device()
@@ -137,7 +146,7 @@ class _NCCLTransport:
                 with device:
                     made = self._library.NcclCommunicator(self.size, identifier, self.rank)
                 results.append(made)
-            except Exception as error:  # raised where the group is made
+            except Exception as error:  # raised below, in the calling thread
                 results.append(error)
 
         thread = threading.Thread(target=connect, name="NCCL", daemon=True)
@@ -150,7 +159,7 @@ class _NCCLTransport:
                 "NCCLCommunicator; look at the others for the first error"
             )
         if isinstance(results[0], Exception):
-            raise CommError(f"NCCL could not make a group: {results[0]}") from results[0]
+            raise CommError(f"expected NCCL to make a group, got: {results[0]}") from results[0]
         return results[0]
 
     def all_gather(self, values: Array, call: CollectiveCall) -> Array:
@@ -175,7 +184,7 @@ class _NCCLTransport:
     def _code(self, values: Array, call: CollectiveCall) -> int:
         code: int | None = getattr(self._library, f"NCCL_{values.dtype.name.upper()}", None)
         if code is None:
-            raise DTypeError(f"expected numbers that NCCL adds in {call}, got {values.dtype}")
+            raise DTypeError(f"expected a dtype that NCCL can add in {call}, got {values.dtype}")
         return code
 
     def _call(self, collective: Any, call: CollectiveCall, *arguments: Any) -> None:
@@ -190,14 +199,14 @@ class _NCCLTransport:
             self._last = (stream.record(), call)
 
     def _like(self, result: Array, values: Array) -> Array:
-        """`result` where `values` are; the host waits for what goes there."""
+        """`result`, copied to the host if `values` are there, which waits for the device."""
         if is_on_device(values):
             return result
         self.wait(None, lambda: True)
         return np.asarray(result.get())
 
     def wait(self, timeout: float | None, done: Callable[[], bool]) -> None:
-        """Until the last call is done, and `done()` says that what follows it is too."""
+        """Wait until the last call has finished and `done()` returns True."""
         if self._last is None:
             return
         event, call = self._last
@@ -208,14 +217,14 @@ class _NCCLTransport:
                 self._comm.check_async_error()
                 if time.monotonic() > deadline:
                     raise CommTimeout(
-                        f"rank {self.rank} of {self.size} waited {seconds:g} s for {call} or one "
-                        "before; look at the other ranks for the first error"
+                        f"rank {self.rank} of {self.size} waited {seconds:g} s for {call} or an "
+                        "earlier one; look at the other ranks for the first error"
                     )
-                time.sleep(NAP)
+                time.sleep(POLL_INTERVAL)
         except BaseException as error:
-            self._comm.abort()  # else its kernels run, and the process can't end
+            self._comm.abort()  # else NCCL's kernels keep running and the process can't end
             if isinstance(error, self._library.NcclError):
-                raise CommAborted(f"NCCL failed in {call} or before: {error}") from error
+                raise CommAborted(f"NCCL failed in {call} or an earlier one: {error}") from error
             raise
 
 
@@ -224,10 +233,10 @@ def _import_nccl() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise BackendError(
-            'expected CuPy: pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
+            'expected CuPy, got none; pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
         ) from error
     if not nccl.available:
         raise BackendError(
-            "expected NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13 for CUDA 13"
+            "expected NCCL, got none; pip install nvidia-nccl-cu12, or nvidia-nccl-cu13 for CUDA 13"
         )
     return nccl

@@ -1,9 +1,8 @@
-"""Members that are processes: the order of their calls, and what errors say when one fails.
+"""`ProcessCommunicator`: the members of a group are processes.
 
-A `Transport` (MPI, NCCL, torch.distributed) moves the bytes. Here is all that does not depend on
-it. Calls are numbered, so an error says which one it was. The message of an `all_reduce` carries a
-label that says of which call it is. With `check_order` the ranks first compare, in every call, what
-they are about to do.
+A `Transport` (MPI, NCCL, torch.distributed) moves the bytes. This module holds the parts that do
+not depend on it: calls are numbered for error messages, the message of an `all_reduce` has a label
+that identifies its call, and with `check_order` the ranks compare every call before they make it.
 """
 
 from __future__ import annotations
@@ -34,15 +33,16 @@ __all__ = ["ProcessCommunicator", "Transport", "grace_after"]
 Array = Any
 
 CHECK_ORDER_VARIABLE = "SYNCBN_CHECK_ORDER"
-DESCRIPTION = 1024  # bytes by which `check_order` describes a call
-DIGEST = 16  # of them: a hash of what has to be equal; a text follows
+DESCRIPTION = 1024  # bytes of the message with which `check_order` describes a call
+DIGEST = 16  # its first bytes: a hash of what must be equal; a text follows
 
 
 class Transport(Protocol):
-    """What moves the bytes; each call ends, or raises a `CommError` that names `call`.
+    """Moves the bytes between the processes of a group.
 
-    Arrays are on the host or on a device, and results where the arrays are. For arrays that it does
-    not take it raises `DeviceError` or `DTypeError` before anything is sent.
+    Arrays may be on the host or on a device; a result is where its input is. A failed collective
+    raises a `CommError` that names `call`. For unsupported arrays it raises `DeviceError` or
+    `DTypeError` before anything is sent.
     """
 
     @property
@@ -52,27 +52,29 @@ class Transport(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, values: Array, call: CollectiveCall) -> Array:
-        """`(size, *values.shape)`: the arrays of all ranks, in their order."""
+        """The arrays of all ranks in rank order, `(size, *values.shape)`."""
 
     def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
-        """Elementwise sum over the ranks, bitwise the same on each; a new array."""
+        """The elementwise sum over all ranks, bitwise the same on each; a new array."""
 
 
 class ProcessCommunicator(CommunicatorBase):
-    """A member of a group of processes; each makes one, and all make the same calls in order.
+    """A member of a group of processes. Each process makes one, and all make the same calls.
 
     Args:
-        transport: what moves the bytes.
-        check_order: before each call compare what the ranks are about to do, by one more message
-            of 1024 bytes: a `ProtocolError` on every rank then says who does what. None: as the
-            environment variable SYNCBN_CHECK_ORDER says, else not.
+        transport: moves the bytes between the processes.
+        check_order: True compares the calls of all ranks before each call, with one more message
+            of 1024 bytes; if they differ, every rank raises a `ProtocolError` that lists them.
+            None: as the environment variable SYNCBN_CHECK_ORDER says (1 or 0), else False.
 
-    After a call that failed (`CommTimeout`, `CommAborted`) ranks may be out of step, so all later
-    ones raise `CommError`. `all_reduce` raises a `ProtocolError` on every rank where ranks add up
-    arrays of different calls; the group can go on. On a GPU nobody waits for that: such sums are
-    NaN, the `ProtocolError` is raised by a later call of each rank, and the group has failed.
+    After a failed call (`CommTimeout`, `CommAborted`) all later calls raise `CommError`, because
+    the ranks may be in different calls.
 
-    A copy is the communicator itself, and there is no pickle of it.
+    If ranks add up arrays of different calls in an `all_reduce`, every rank raises a
+    `ProtocolError` and the group stays usable. On a GPU the host does not wait for this check: the
+    sums are NaN, a later call of each rank raises the `ProtocolError`, and the group has failed.
+
+    `copy` and `deepcopy` return the communicator itself. Pickling raises `StateError`.
     """
 
     def __init__(self, transport: Transport, *, check_order: bool | None = None) -> None:
@@ -89,7 +91,7 @@ class ProcessCommunicator(CommunicatorBase):
 
     @property
     def size(self) -> int:
-        """Processes in the group."""
+        """The number of processes in the group."""
         return self.transport.size
 
     def __copy__(self) -> ProcessCommunicator:
@@ -100,23 +102,23 @@ class ProcessCommunicator(CommunicatorBase):
 
     def __reduce__(self) -> Any:
         raise StateError(
-            f"expected something that can be pickled, got a {type(self).__name__}, which belongs "
-            "to its process; save what was computed with it instead, such as a state_dict()"
+            f"expected an object that can be pickled, got a {type(self).__name__}, which belongs "
+            "to its process; save the results instead, such as a state_dict()"
         )
 
     def all_gather(self, values: Array, call: CollectiveCall | None = None) -> Array:
-        """As in `Communicator`; what kinds of arrays it takes, the transport says."""
+        """As in `Communicator`, for the arrays that the transport supports."""
         call = self._begin(call or CollectiveCall.plain("all_gather", values), "all_gather")
         return self._run(self.transport.all_gather, values, call)
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
-        """As in `Communicator`, added in an order of the transport's own.
+        """As in `Communicator`; the transport chooses the order of addition.
 
-        `ProtocolError` where ranks are in calls of different `key`.
+        Raises `ProtocolError` if ranks are in calls with different `key`.
         """
         call = call or CollectiveCall.plain("all_reduce", values)
         arrays = arrays_of(values)
-        if arrays is None:  # the transport says what it takes
+        if arrays is None:  # an unknown library: the transport checks it
             return self._run(self.transport.all_reduce, values, self._begin(call, "all_reduce"))
         label = label_of(call.key, self.size, values.dtype.itemsize)
         message = arrays.with_label(values, label)
@@ -124,17 +126,17 @@ class ProcessCommunicator(CommunicatorBase):
         total = self._run(self.transport.all_reduce, message, call)
         result, verdict = arrays.without_label(total, values.shape, label * self.size)
         if verdict is False:
-            raise _mixed_up(call)
+            raise _different_calls(call)
         if verdict is not True:
             self._later.append((verdict, call))
         return result
 
     def _begin(self, call: CollectiveCall, operation: str) -> CollectiveCall:
-        """`call` with its number, once all ranks agree what it is if that is to be checked."""
+        """`call` with its number; with `check_order`, after comparing it on all ranks."""
         if self._failure is not None:
             raise CommError(
-                f"expected a group in which every call has ended, but this one failed before: "
-                f"{self._failure}; make a new group, or start the program again"
+                f"expected a working group, got one in which a call failed before: "
+                f"{self._failure}; make a new group, or restart the program"
             )
         if self._later:
             self._look_back()
@@ -145,9 +147,10 @@ class ProcessCommunicator(CommunicatorBase):
         return call
 
     def _look_back(self) -> bool:
-        """Raise what a device has found in earlier calls; whether it has finished all of them.
+        """Raise `ProtocolError` if a device found wrong labels in earlier calls.
 
-        Ranks come to know it at different moments, so they are out of step then.
+        Returns whether the device has finished all of those calls. The ranks notice an error in
+        different calls, so the group has failed then.
         """
         while self._later:
             verdict, call = self._later[0]
@@ -156,7 +159,7 @@ class ProcessCommunicator(CommunicatorBase):
                 return False
             self._later.popleft()
             if not right:
-                error = _mixed_up(call)
+                error = _different_calls(call)
                 self._failure = str(error)
                 raise error
         return True
@@ -170,12 +173,12 @@ class ProcessCommunicator(CommunicatorBase):
         try:
             return collective(values, call)
         except (DeviceError, DTypeError) as error:
-            if self._check_order:  # the others know of this call already
+            if self._check_order:  # the other ranks have already started this call
                 self._failure = str(error)
             else:  # nothing has been sent
                 self.calls -= 1
             raise
-        except BaseException as error:  # Ctrl-C too leaves the others in this call
+        except BaseException as error:  # Ctrl-C as well leaves the other ranks in this call
             self._failure = str(error) or type(error).__name__
             raise
 
@@ -183,21 +186,21 @@ class ProcessCommunicator(CommunicatorBase):
         exact = f"{call.number} {operation} {call.key} {call.position} {call.details}"
         digest = hashlib.sha256(exact.encode()).digest()[:DIGEST]
         message = (digest + str(call).encode())[:DESCRIPTION].ljust(DESCRIPTION)
-        row = np.frombuffer(bytearray(message), np.float64)  # a dtype that every transport takes
+        row = np.frombuffer(bytearray(message), np.float64)  # every transport supports this dtype
         rows = self._run(self.transport.all_gather, row, call)
         messages = [bytes(other.tobytes()) for other in rows]
         texts = [message[DIGEST:].decode(errors="replace").rstrip() for message in messages]
-        if len({message[:DIGEST] for message in messages}) > 1 or not _one_name(texts):
+        if len({message[:DIGEST] for message in messages}) > 1 or not _same_names(texts):
             each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise ProtocolError(
                 f"expected the same call from every rank, got {each}; {call.remedy}"
             )
 
 
-def _one_name(texts: Sequence[str]) -> bool:
-    """Whether the ranks' texts name the same things.
+def _same_names(texts: Sequence[str]) -> bool:
+    """Whether the texts of all ranks are equal up to prefixes of names.
 
-    A rank may hold its model in one more container, so of two names one may end with the other.
+    A rank may wrap its model in one more container: "block.last" equals "model.block.last".
     """
     names = [re.split(r"[ ,(]+", text) for text in set(texts)]
     shortest = min(names, key=lambda words: sum(map(len, words)))
@@ -211,26 +214,28 @@ def _one_name(texts: Sequence[str]) -> bool:
     )
 
 
-def _mixed_up(call: CollectiveCall) -> ProtocolError:
+def _different_calls(call: CollectiveCall) -> ProtocolError:
     return ProtocolError(
-        f"expected all ranks in the same call, they are in different ones in {call}; "
-        f"{call.remedy}: {CHECK_ORDER_VARIABLE}=1 says which rank does what"
+        f"expected all ranks in the same call, got different ones in {call}; "
+        f"{call.remedy}; set {CHECK_ORDER_VARIABLE}=1 to see what each rank does"
     )
 
 
 def grace_after(seconds: float) -> float:
-    """Seconds that the other ranks have to report a failure too, after a wait of `seconds`.
+    """How many seconds to wait for the other ranks to report a failure, after a timeout.
 
-    Ranks begin to wait at different moments. The longer the wait was, the longer this may be.
+    Ranks start to wait at different times, so their timeouts pass at different times too. Returns a
+    tenth of the timeout `seconds`, but 1 to 30.
     """
     return min(max(1.0, 0.1 * seconds), 30.0)
 
 
 def _check_order_by_default() -> bool:
-    """What the environment variable SYNCBN_CHECK_ORDER says: 1 or 0 (or nothing)."""
+    """The setting of SYNCBN_CHECK_ORDER: True for 1; False for 0, empty or not set."""
     text = os.environ.get(CHECK_ORDER_VARIABLE, "")
     if text not in ("", "0", "1"):
         raise ArgumentError(
-            f"expected the environment variable {CHECK_ORDER_VARIABLE} to be 0 or 1, got {text!r}"
+            f"expected the environment variable {CHECK_ORDER_VARIABLE} to be 0 or 1, got {text!r}; "
+            "set it to one of both or unset it"
         )
     return text == "1"

@@ -1,7 +1,7 @@
-"""`Communicator`: what code needs of its group; `CollectiveCall`: what a call is, for errors.
+"""The `Communicator` protocol, and `CollectiveCall`, which describes one call in error messages.
 
-Every member of a group makes the same calls in the same order. A class of your own with `rank`,
-`size`, `all_gather` and `all_reduce` can stand wherever one of ours can.
+All members of a group make the same calls in the same order. Any object with `rank`, `size`,
+`all_gather` and `all_reduce` can be used as a communicator.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ SAME_CALLS = "all members have to make the same calls in the same order"
 
 
 class CollectiveCall(NamedTuple):
-    """Describes one call of a group: for errors, and to compare what the members are doing.
+    """Describes one collective call, for error messages and to detect members in different calls.
 
-    `name()`: what runs, such as "gradients of block.last". It is called only when a text is
-    needed. Names of one call may differ between members in what stands before a dot, as a member
-    may hold the same model in one more container: "gradients of model.block.last".
-
-    `position`: which call of that name it is, such as "step 5". `details`: what the message is,
-    such as "129 numbers, float32". Both have to be the same on all members.
-
-    `key`: a number > 0 that is the same on all members and differs between calls that could be
-    taken for each other; 0 for none. It is compared in every call, the texts only on request.
-
-    `remedy`: what errors advise. `number`: the number of the call in its group, from 1; the
-    communicator sets it.
+    Attributes:
+        name: returns what runs, such as "gradients of block.last"; called only when a text is
+            needed. Members may differ in a prefix before a dot, because one of them may wrap the
+            model in one more container: "gradients of model.block.last".
+        position: which call of that name it is, such as "step 5"; the same on all members.
+        details: what is sent, such as "129 numbers, float32"; the same on all members.
+        key: a number > 0, the same on all members and different for calls that could be
+            confused; 0 for no key. Keys are compared in every call that can, the texts only with
+            `check_order`.
+        remedy: the advice at the end of an error message.
+        number: the number of the call in its group, from 1; set by the communicator.
     """
 
     name: Callable[[], str]
@@ -47,11 +46,11 @@ class CollectiveCall(NamedTuple):
 
     @classmethod
     def plain(cls, operation: str, values: Array) -> CollectiveCall:
-        """The description of a call that comes without one."""
+        """A default description, for a call made without one."""
         return cls(lambda: operation, details=f"{math.prod(np.shape(values))} numbers")
 
     def what(self) -> str:
-        """Name and position."""
+        """Name and position, such as "gradients of block.last, step 5"."""
         return f"{self.name()}, {self.position}" if self.position else self.name()
 
     def __str__(self) -> str:
@@ -61,12 +60,14 @@ class CollectiveCall(NamedTuple):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """A member of a group.
+    """One member's access to its group.
 
-    Both collectives take an array, of one shape and dtype on all members, on the host or a device,
-    and return one of the same library and device. They raise a `CommError` where members are
-    missing or disagree, `DeviceError` and `DTypeError` for arrays that they don't take. `call`
-    describes the call for errors; a class of your own may ignore it.
+    Both collectives take an array on the host or a device, with the same shape and dtype on all
+    members. The result is an array of the same library on the same device. `call` describes the
+    call for error messages; your own class may ignore it.
+
+    Raises `CommError` if members are missing or make different calls, `DeviceError` or
+    `DTypeError` for arrays that the communicator does not support.
     """
 
     @property
@@ -75,36 +76,39 @@ class Communicator(Protocol):
 
     @property
     def size(self) -> int:
-        """Members in the group."""
+        """The number of members in the group."""
 
     def all_gather(self, values: Array, call: CollectiveCall | None = None) -> Array:
-        """`(size, *values.shape)`: the arrays of all members, in the order of ranks.
+        """The arrays of all members in rank order, `(size, *values.shape)`, dtype of `values`.
 
-        Only to be read: members may share it.
+        Do not write to the result: members may share its memory.
         """
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
-        """The elementwise sum over all members, bitwise the same on each; a new array."""
+        """The elementwise sum over all members, a new array like `values`.
+
+        The result is bitwise the same on all members.
+        """
 
 
 class CommunicatorBase:
-    """What the communicators of this library have beyond the protocol."""
+    """What all communicators of this library share beyond the protocol."""
 
-    calls = 0  # collective calls that this member has begun: the number of the last one
+    calls = 0  # the number of collective calls that this member has started
 
     def all_reduce_sums(self: Communicator, sums: Array) -> Array:
-        """The earlier name of `all_reduce`."""
+        """Same as `all_reduce`; kept under its earlier name."""
         return self.all_reduce(sums)
 
 
 class SingleCommunicator(CommunicatorBase):
-    """A group of one: nothing to exchange. Takes arrays of any library."""
+    """A group of one member, which exchanges nothing. Takes arrays of any library."""
 
     rank = 0
     size = 1
 
     def all_gather(self, values: Array, call: CollectiveCall | None = None) -> Array:
-        """`values` as the only row: a view `(1, *values.shape)`."""
+        """A view of `values` with shape `(1, *values.shape)`."""
         return values[None]
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:

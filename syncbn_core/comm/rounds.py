@@ -1,12 +1,12 @@
-"""What a master and its slaves share from one registration to the next.
+"""`Round`: the state that a `SyncMaster` and its slaves share until slaves are registered again.
 
-A call is known by its number. So who sends a message after its call has failed is told so at once,
-and the message is never taken for one of the next call.
+Every call has a number. A message that comes after its call failed therefore raises an error at
+once, and is never mistaken for a message of the next call.
 
-The lock is held for a few statements at a time, in which nothing of the user's runs but the names
-of members; texts of errors are made before. Ctrl-C may cut a step off after any call. So steps that
-release others can be repeated without harm, and fields that belong together are set in one
-statement.
+The lock is held only for a few statements. The only user code that runs under it is `hash`, `==`
+and `repr` of member identifiers; texts of users' errors are made before. Ctrl-C may interrupt after
+any call, so the steps that release other members can safely be repeated, and fields that belong
+together are set in one statement.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MASTER = 0
 
 
 def shown(value: Any, limit: int = 200) -> str:
-    """`repr(value)`, whatever it raises."""
+    """`repr(value)`, cut to `limit` characters; never raises."""
     try:
         return f"{value!r:.{limit}}"
     except Exception:
@@ -34,7 +34,7 @@ def shown(value: Any, limit: int = 200) -> str:
 
 
 class Cause(NamedTuple):
-    """An error, and its text: made outside of locks, because code of the user makes it."""
+    """An error and its text. The text is made outside of locks, because `__str__` is user code."""
 
     error: BaseException
     text: str
@@ -49,27 +49,27 @@ class Cause(NamedTuple):
         return cls(error, text)
 
     def aborted(self, what: str) -> CommAborted:
-        """A fresh error per member: one exception object must not be raised in two threads."""
+        """A new error for each member: two threads must not raise the same exception object."""
         error = CommAborted(f"{what}: {self.text}")
         error.__cause__ = self.error
         return error
 
 
 class Slave:
-    """What a round knows of one slave."""
+    """The state of one slave in a round."""
 
     __slots__ = ("busy", "calls", "message", "result", "thread")
 
     def __init__(self, result: FutureResult[Any]) -> None:
-        self.busy = False  # a thread is in run_slave
-        self.calls = 0  # calls made so far
-        self.message: Any = NOTHING  # of a call that waits for its reply
+        self.busy = False  # whether a thread is in run_slave
+        self.calls = 0  # number of calls made so far
+        self.message: Any = NOTHING  # the message of a call that waits for its reply
         self.result = result
-        self.thread = 0  # that is in run_slave
+        self.thread = 0  # identifier of the thread in run_slave
 
 
 class Round:
-    """One registration of slaves: their mailboxes, and how many calls each member has made."""
+    """One registration of slaves: their messages, and the number of calls each member made."""
 
     def __init__(self, name: str, timeout: float | None, siblings: Siblings | None = None) -> None:
         self.name = name
@@ -78,11 +78,11 @@ class Round:
         if siblings is not None:
             siblings.rounds.append(self)
         self.lock = threading.Lock()
-        self.gate = Gate()  # where the master waits
+        self.gate = Gate()  # the master waits here
         self.slaves: dict[Hashable, Slave] = {}
-        self.calls = 0  # calls made by the master
-        self.busy = False  # a thread is in run_master
-        self.thread = 0  # which one
+        self.calls = 0  # number of calls made by the master
+        self.busy = False  # whether a thread is in run_master
+        self.thread = 0  # identifier of that thread
         self.failures: dict[int, Cause] = {}
         self.left: set[Hashable] = set()
         self.broken: Cause | None = None
@@ -90,7 +90,7 @@ class Round:
     def __reduce__(self) -> tuple[Any, ...]:
         return Round, (self.name, self.timeout)
 
-    # The methods below are called with the lock held.
+    # The caller of the methods below holds the lock.
 
     @property
     def used(self) -> bool:
@@ -102,12 +102,12 @@ class Round:
         return f"call {call} of {self.name}"
 
     def missing(self, call: int) -> list[Hashable]:
-        """Members that have not yet given their message for `call`."""
+        """Members that have not yet sent their message for `call`."""
         absent: list[Hashable] = [i for i, slave in self.slaves.items() if slave.calls < call]
         return absent if self.calls >= call else [MASTER, *absent]
 
     def check(self, call: int) -> None:
-        """Raise if `call` has failed, or can't succeed any more."""
+        """Raise `CommAborted` if `call` has failed or can no longer succeed."""
         if self.broken is not None:
             raise self.broken.aborted(f"{self.where(call)} was given up")
         if call in self.failures:
@@ -116,7 +116,7 @@ class Round:
         if gone:
             error = CommAborted(
                 f"{self.where(call)} can't complete: {named(gone)} left without taking part; "
-                "every member has to make the same calls"
+                "make the same calls on every member"
             )
             self.fail_call(call, Cause(error, f"CommAborted: {error}"))
             try:
@@ -125,10 +125,10 @@ class Round:
                 del error
 
     def fail_call(self, call: int, cause: Cause) -> None:
-        """Release everybody who waits in `call`, and whoever comes to it later."""
+        """Release the members that wait in `call`; those that come later get the error too."""
         self.failures.setdefault(call, cause)
-        everybody_is_at = min([self.calls, *(slave.calls for slave in self.slaves.values())])
-        self.failures = {k: c for k, c in self.failures.items() if k >= everybody_is_at}
+        slowest = min([self.calls, *(slave.calls for slave in self.slaves.values())])
+        self.failures = {k: c for k, c in self.failures.items() if k >= slowest}
         for slave in self.slaves.values():
             if slave.calls == call and slave.message is not NOTHING:
                 slave.result.fail(cause.aborted(f"{self.where(call)} has failed"))
@@ -136,7 +136,7 @@ class Round:
         self.gate.open()
 
     def break_up(self, cause: Cause) -> None:
-        """Release everybody, in this call and in all later ones."""
+        """Release all members, and make all later calls fail."""
         if self.broken is None:
             self.broken = cause
         for slave in self.slaves.values():
@@ -145,23 +145,23 @@ class Round:
                 slave.message = NOTHING
         self.gate.open()
 
-    # The methods below take the lock.
+    # The methods below acquire the lock.
 
     def post(self, slave: Slave, call: int, message: Any) -> None:
-        """The slave's message for its call."""
+        """Store the message of a slave for `call`."""
         with self.lock:
-            slave.result.drop()  # what an interrupted call may have left there
+            slave.result.drop()  # an interrupted call may have left a result
             try:
                 self.check(call)
             except BaseException:
                 slave.calls = call
                 raise
             slave.message, slave.calls = message, call
-            if not self.missing(call):  # waking the master for each would cost as much again
+            if not self.missing(call):  # waking the master for each message would double the cost
                 self.gate.open()
 
     def give_up(self, slave: Slave, call: int, cause: Cause, posted: bool) -> bool:
-        """A slave stops waiting for `call`, which fails; False if its reply has come."""
+        """Let `call` fail because a slave stops waiting; False if its reply has already come."""
         with self.lock:
             if posted and slave.message is NOTHING:
                 return False
@@ -170,7 +170,7 @@ class Round:
             return True
 
     def fail(self, call: int, cause: Cause) -> None:
-        """The master's call has failed."""
+        """Let `call` fail because of an error in the master."""
         with self.lock:
             self.calls = max(self.calls, call)
             self.fail_call(call, cause)
@@ -180,7 +180,7 @@ class Round:
             self.break_up(cause)
 
     def close(self) -> None:
-        """Release everybody for good, and forget earlier errors: they keep frames alive."""
+        """End the round: release all members, and drop earlier errors, which keep frames alive."""
         error = CommError("a new round has begun; register the slaves again")
         self.siblings = None
         with self.lock:
@@ -193,12 +193,12 @@ class Round:
             self.left.add(member)
             for slave in self.slaves.values():
                 if slave.message is not NOTHING:
-                    with suppress(CommAborted):  # check has released whom it concerns
+                    with suppress(CommAborted):  # check has already released the members concerned
                         self.check(slave.calls)
             self.gate.open()
 
     def waits(self) -> dict[Hashable, tuple[int, int]]:
-        """Members that wait for the message of another one: in which call, in which thread."""
+        """For each member that waits for another one's message: its call and its thread."""
         with self.lock:
             found: dict[Hashable, tuple[int, int]] = {
                 identifier: (slave.calls, slave.thread)
@@ -210,25 +210,24 @@ class Round:
             return found
 
     def look(self, member: Hashable, call: int, before: Waits | None) -> Waits | None:
-        """Raise `ProtocolError` where whoever is missing in `call` can't come.
+        """Raise `ProtocolError` on a deadlock, when the missing members of `call` can never come.
 
-        `before`: what the last look has returned. Who waits in the same call at two looks has
-        waited all the time between them; when all members have, in their only threads, none can
-        ever go on.
+        `before`: what the previous look returned. A member that waits in the same call at two
+        looks has waited all the time between them. If this is true of all members, and each of
+        them has only this thread, none can ever continue.
         """
         if threading.active_count() == 1 and len(sys._current_frames()) == 1:
             raise ProtocolError(
-                f"{named([member])} would wait for ever in {self.where(call)}: no other thread is "
-                "running that could call the others; each member needs a thread of its own "
-                "(run_in_threads)"
+                f"expected each member in its own thread, got only one thread: {named([member])} "
+                f"would wait forever in {self.where(call)}; use run_in_threads"
             )
         waits = None if self.siblings is None else self.siblings.everybody_waits()
         if waits is None or waits != before:
             return waits
         each = "; ".join(f"{named([one])} in {each.where(n)}" for one, (each, n) in waits.items())
         raise ProtocolError(
-            f"expected every member in the same call, but all wait for each other: {each}; all "
-            "have to make the same calls in the same order"
+            f"expected every member in the same call, but all wait for each other: {each}; make "
+            "the same calls in the same order on all members"
         )
 
 
@@ -236,10 +235,10 @@ Waits = dict[Hashable, tuple[Round, int]]
 
 
 class Siblings:
-    """Rounds with the same members, each of which is one thread: finds out when all are stuck.
+    """Rounds that share their members, one thread per member; detects when all of them are stuck.
 
-    Each member calls `enter` in its thread. Where other threads have begun since, which may be
-    those of a member and call in its place, nothing is found out.
+    Each member calls `enter` in its thread. No deadlock is reported if other threads have started
+    since, because they might make calls for a member.
     """
 
     def __init__(self) -> None:
@@ -248,11 +247,11 @@ class Siblings:
         self.others = set(sys._current_frames())
 
     def enter(self, member: Hashable) -> None:
-        """The calling thread is that of `member`."""
+        """Note that the calling thread is the thread of `member`."""
         self.threads[member] = threading.get_ident()
 
     def everybody_waits(self) -> Waits | None:
-        """In which call of which round each member waits; None if one does not, or may not."""
+        """The round and call in which each member waits; None unless all are known to wait."""
         rounds = list(self.rounds)
         gone = set.intersection(*(each.left for each in rounds))
         members = {MASTER, *(member for each in rounds for member in each.slaves)} - gone
@@ -269,7 +268,7 @@ class Siblings:
 
 
 def named(identifiers: Sequence[Hashable]) -> str:
-    """`the master, slave 2`."""
+    """The members as text, such as "the master, slave 2"."""
     return ", ".join(
         "the master" if i is MASTER or i == MASTER else f"slave {shown(i)}" for i in identifiers
     )

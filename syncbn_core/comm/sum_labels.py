@@ -1,29 +1,32 @@
-"""The number that travels with the message of an `all_reduce` and says of which call it is.
+"""Labels that detect an `all_reduce` whose members are in different calls.
 
-Where members run different branches of a program, sums of one size meet that belong to different
-calls. So every member adds a label to its message: for the key k of its call,
+If members run different branches of a program, arrays of the same size that belong to different
+calls may be added up. To detect this, every member appends a label to its message. For P members,
+and k the key of the member's call,
 
     label = k * B + k**2,    B greater than the sum of k**2 over any P members
 
-The total of the labels holds sum(k) and sum(k**2) side by side, and is exact in any order. It is P
-times a member's own label only where sum((k_i - mean(k))**2) is zero: where all members have the
-same key. So every member sees a mix-up, and no further message is needed.
+The total of the labels therefore holds both sum(k) and sum(k**2), and it is exact in any order of
+addition. It equals P times a member's own label only if sum((k_i - mean(k))**2) is zero, which
+means that all members have the same key. So every member detects the mistake without a further
+message.
 
-On a GPU the host does not wait for the total: the device itself puts NaN in place of sums that
-don't belong together, and the host looks at the label when it has come.
+On a GPU the host does not wait for the total. The device replaces wrong sums by NaN, and the host
+checks the label once it has been copied.
 """
 
 from __future__ import annotations
 
 __all__ = ["label_of"]
 
-_DIGITS = {8: 53, 4: 24}  # binary digits that a float of so many bytes has
+_DIGITS = {8: 53, 4: 24}  # bytes of a float: its significant bits
 
 
 def label_of(key: int, size: int, itemsize: int) -> int:
-    """The label of `key` among `size` members, in numbers of `itemsize` bytes; 0 for key 0.
+    """The label of `key` for `size` members, exact in floats of `itemsize` bytes.
 
-    0 too where so many members are too many for so few digits.
+    Returns 0, which detects nothing, for key 0, and if the floats have too few digits for so many
+    members.
     """
     members = (size - 1).bit_length()
     digits = (_DIGITS.get(itemsize, 0) - 2 * members) // 3

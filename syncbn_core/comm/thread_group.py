@@ -1,4 +1,4 @@
-"""A group of threads of one process: NumPy arrays, or CuPy arrays of any device and stream."""
+"""`ThreadCommunicator`: the members of a group are threads, with NumPy or CuPy arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = Any
 
 
 class _Message(NamedTuple):
-    """What a member brings to a call. `value`: an array on the host, or a `DeviceMessage`."""
+    """A member's input of one call. `value`: a NumPy array, or a `DeviceMessage` for CuPy."""
 
     operation: str
     value: Any
@@ -34,7 +34,7 @@ class _Message(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, int | None]:
-        """What has to be the same on all members."""
+        """The part that must be the same on all members."""
         return self.operation, None if self.call is None else self.call.key
 
     @property
@@ -46,12 +46,14 @@ class _Message(NamedTuple):
 
 
 class ThreadCommunicator(CommunicatorBase):
-    """A member of a group of threads; made by `thread_group`, one per thread.
+    """A member of a group of threads; `thread_group` makes one per thread.
 
-    Rank 0 is the master of a `SyncMaster`, so waits end as described there. Members in unlike
-    calls all get a `ProtocolError`, and the group can go on. Unlike shapes are a `ShapeError`,
-    unlike dtypes a `DTypeError`, members on host and device a `DeviceError`, for rank 0, and a
-    `CommAborted` that names it for the others.
+    Takes NumPy arrays, or CuPy arrays of any device and stream; `DeviceError` for others. Rank 0
+    is the master of a `SyncMaster`, whose module describes when a wait ends.
+
+    If members make different calls, all get a `ProtocolError` and the group stays usable. If their
+    arrays do not match, rank 0 gets a `ShapeError`, `DTypeError` or `DeviceError` (host and GPU
+    mixed), and the others a `CommAborted` that contains its text.
     """
 
     def __init__(self, rank: int, size: int, master: SyncMaster, pipe: SlavePipe | None) -> None:
@@ -61,7 +63,7 @@ class ThreadCommunicator(CommunicatorBase):
         self._pipe = pipe
 
     def all_gather(self, values: Array, call: CollectiveCall | None = None) -> Array:
-        """As in `Communicator`; NumPy arrays come back read-only."""
+        """As in `Communicator`; a NumPy result is read-only."""
         return self.all_gather_with(values, call)[0]
 
     def all_gather_with(
@@ -72,27 +74,30 @@ class ThreadCommunicator(CommunicatorBase):
         note: Any = None,
         combine: Callable[[Array], Any] | None = None,
     ) -> tuple[Any, list[Any]]:
-        """`(what all_gather returns, the notes of all members in the order of ranks)`.
+        """Like `all_gather`, with a note from each member: `(result, notes in rank order)`.
 
-        `note`: any object, for what is known on the host while arrays are on devices. `combine`:
-        with NumPy arrays, called with what `all_gather` would return, by one member for all, who
-        get its result instead: threads take turns at the interpreter, so where each did the
-        same work, all would wait for it. It should not raise.
+        Args:
+            values: as in `all_gather`.
+            call: as in `all_gather`.
+            note: any object; for values that the host knows while the arrays are on devices.
+            combine: for NumPy arrays: one member calls it with the gathered array, and all members
+                get its result. Threads share the GIL, so this is faster than if each did the same
+                work. It should not raise.
         """
         reply, notes = self._exchange("all_gather", values, (self.size,), call, note, combine)
         return reply.array if isinstance(reply, Reply) else reply, notes
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
-        """As in `Communicator`, added in the order of ranks."""
+        """As in `Communicator`; the arrays are added in rank order."""
         reply, _ = self._exchange("all_reduce", values, (), call)
         return reply.own() if isinstance(reply, Reply) else reply.copy()
 
     def abort(self, error: BaseException) -> None:
-        """Release every member: this one can't go on because of `error`."""
+        """Release every member now, because this one can't continue: `CommAborted` for all."""
         self._master.abort(error)
 
     def leave(self) -> None:
-        """Say that this member makes no more calls; who waits for one is released."""
+        """Declare that this member makes no more calls; members that wait for it are released."""
         self._master.leave(self.rank)
 
     def _exchange(
@@ -104,9 +109,9 @@ class ThreadCommunicator(CommunicatorBase):
         note: Any = None,
         combine: Callable[[Array], Any] | None = None,
     ) -> tuple[Any, list[Any]]:
-        """`(array, or Reply with one on a device, notes of all members)`.
+        """`(array, or on a device a Reply that holds it; the notes of all members)`.
 
-        The array has the shape `(*prefix, *values.shape)`, if nothing combines it.
+        The array has the shape `(*prefix, *values.shape)`, unless `combine` replaces it.
         """
         if is_on_device(values):
             value: Any = DeviceMessage(values, prefix)
@@ -115,14 +120,14 @@ class ThreadCommunicator(CommunicatorBase):
         else:
             kind = f"{type(values).__module__}.{type(values).__name__}"
             raise DeviceError(
-                f"expected NumPy or CuPy arrays in a group of threads, got {kind}; convert it "
+                f"expected NumPy or CuPy arrays in a group of threads, got {kind}; convert them "
                 "first, for example with numpy.asarray"
             )
         message = _Message(operation, value, call, note, combine)
         self.calls += 1
         pipe = self._pipe
         reply = self._master.run_master(message) if pipe is None else pipe.run_slave(message)
-        if isinstance(reply, ProtocolError):  # one for each member, as each adds its traceback
+        if isinstance(reply, ProtocolError):  # a new error per member: each adds its own traceback
             raise ProtocolError(str(reply))
         result, notes = reply
         if isinstance(result, Reply):
@@ -133,9 +138,15 @@ class ThreadCommunicator(CommunicatorBase):
 def thread_group(
     size: int, *, name: str = "thread group", timeout: float | None = None
 ) -> list[ThreadCommunicator]:
-    """One communicator for each of `size` threads of this process, in the order of ranks.
+    """One communicator for each of `size` threads of this process, in rank order.
 
-    `timeout`: seconds that a member waits for the others at most; None: the process's default.
+    Args:
+        size: the number of members.
+        name: the name of the group in error messages.
+        timeout: the most seconds that a member waits for the others; None for the default
+            (`syncbn_core.comm.get_default_timeout`).
+
+    Raises `ArgumentError` if `size` is less than 1, or for a timeout that is not finite and > 0.
     """
     if size < 1:
         raise ArgumentError(f"expected a group of 1 or more members, got size={size}")
@@ -147,7 +158,7 @@ def thread_group(
 
 
 def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, Any]]:
-    """The master's callback: `(result, notes of all)`, or an error to raise, to each member."""
+    """The master's callback: replies `(result, notes of all)`, or an error for each to raise."""
     messages = [message for _, message in ranked]
     kind = messages[0].kind
     if any(message.kind != kind for message in messages):
@@ -156,7 +167,8 @@ def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, An
         error = ProtocolError(
             f"expected every member in the same operation, got {per_rank}; {remedy}"
         )
-        return [(rank, error) for rank, _ in ranked]  # so that all can go on
+        # Returned, not raised here: so every member raises it, and none a CommAborted.
+        return [(rank, error) for rank, _ in ranked]
     _require_alike(messages)
     gathers = messages[0].operation == "all_gather"
     values = [message.value for message in messages]
@@ -165,7 +177,7 @@ def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, An
         replies = gather_messages(values) if gathers else add_messages(values)
         return [(rank, (reply, notes)) for (rank, _), reply in zip(ranked, replies, strict=True)]
     result = _stacked(values) if gathers else _added(values)
-    result.flags.writeable = False  # the members share it
+    result.flags.writeable = False  # all members share it
     combine = messages[0].combine
     if combine is not None:
         result = combine(result)
@@ -173,7 +185,7 @@ def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, An
 
 
 def _require_alike(messages: list[_Message]) -> None:
-    """Raise unless all arrays are of one kind, shape and dtype."""
+    """Raise unless all arrays have the same library, shape and dtype."""
     arrays = [message.array for message in messages]
     first = arrays[0]
     if all(
@@ -184,25 +196,25 @@ def _require_alike(messages: list[_Message]) -> None:
     on_device = sum(isinstance(message.value, DeviceMessage) for message in messages)
     if 0 < on_device < len(messages):
         raise DeviceError(
-            f"expected arrays on the host or on GPUs from all members, got {on_device} of "
-            f"{len(messages)} on GPUs; move them to one side"
+            f"expected all arrays on the host or all on GPUs, got {on_device} of "
+            f"{len(messages)} on GPUs in {messages[0]}; move the others"
         )
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1:
         raise ShapeError(
             f"expected arrays of one shape from every member, got shapes {sorted(shapes)} in "
-            f"{messages[0]}"
+            f"{messages[0]}; check what each member passes"
         )
     dtypes = {str(array.dtype) for array in arrays}
     if len(dtypes) > 1:
         raise DTypeError(
             f"expected one dtype from every member, got {', '.join(sorted(dtypes))} in "
-            f"{messages[0]}"
+            f"{messages[0]}; convert the arrays first"
         )
 
 
 def _stacked(values: list[Array]) -> Array:
-    """NumPy arrays as rows of a new one."""
+    """A new NumPy array with one row per array."""
     rows = np.empty((len(values), *values[0].shape), values[0].dtype)
     for index, value in enumerate(values):
         rows[index] = value
@@ -210,7 +222,7 @@ def _stacked(values: list[Array]) -> Array:
 
 
 def _added(values: list[Array]) -> Array:
-    """The sum of NumPy arrays, in their order."""
+    """The sum of NumPy arrays, added in their order."""
     total = np.array(values[0])
     for value in values[1:]:
         total += value

@@ -1,4 +1,4 @@
-"""Run the members of a group in threads of this process, so that none is left waiting."""
+"""`run_in_threads` runs the members of a group in threads; if one fails, it releases the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["run_in_threads"]
 
 T = TypeVar("T")
 
-GRACE = 0.5  # seconds that Ctrl-C, or the interpreter's exit, leaves the members to end
+GRACE = 0.5  # seconds that members have to end after Ctrl-C or at the interpreter's exit
 
 
 def run_in_threads(
@@ -33,46 +33,51 @@ def run_in_threads(
     leave: Callable[[int], Any] = lambda member: None,
     describe: str = "member",
 ) -> list[T]:
-    """Call every member at the same time; results in their order.
+    """Call all `members` at the same time and return their results in the same order.
 
-    Member 0 runs in the calling thread. When a member raises, `abort(error)` is called, which
-    should release whoever waits for it; when one returns, `leave(index)` is. After all have
-    ended, the first error that is not a mere consequence (`CommAborted`) is raised again: the
-    original object, with a note that names the member.
+    Args:
+        members: functions without arguments. The first runs in the calling thread, each other one
+            in its own thread.
+        abort: called with the error when a member raises; it should release members that wait.
+        leave: called with the member's index when a member returns.
+        describe: the word for a member in warnings and error notes.
 
-    A member that computes is waited for: a `RuntimeWarning` says once which one, and where it is,
-    when the caller has waited for the process's deadline (`get_default_timeout`). A member that
-    has not ended by that deadline after an error is left to itself, and named. On Ctrl-C the
-    others are released, and half a second later those that have not ended are left to themselves.
+    If members raise, the first error that is not just a consequence (`CommAborted`) is raised
+    after the others have ended: the original exception, with a note that names the member.
+
+    The function waits for members that are still computing. After the default timeout
+    (`get_default_timeout`) it issues one `RuntimeWarning` with the stack of each. After an error
+    it waits only that long for the others; a note then names the members that are still running.
+    On Ctrl-C it releases the members and waits half a second for them to end.
     """
-    crew = _Crew(members, abort, leave, describe)
+    group = _Members(members, abort, leave, describe)
     try:
-        crew.start()
-        crew.run_first()
-        crew.wait()
-    except BaseException as error:  # Ctrl-C, or no thread could be started
+        group.start()
+        group.run_first()
+        group.wait()
+    except BaseException as error:  # Ctrl-C, or a thread could not be started
         try:
-            _thread.start_new_thread(crew.give_up, (error,))  # which no second Ctrl-C cuts off
+            _thread.start_new_thread(group.give_up, (error,))  # a second Ctrl-C can't interrupt it
         except RuntimeError:
-            crew.give_up(error)
-        crew.given_up.wait(GRACE)  # a late abort could hit the caller's next call
-        crew.all_ended_within(GRACE)
-        _left_to_themselves.update(crew.running.copy().values())
+            group.give_up(error)
+        group.given_up.wait(GRACE)  # a late abort could affect the caller's next call
+        group.all_ended_within(GRACE)
+        _abandoned.update(group.running.copy().values())
         raise
-    first = crew.first_error()
+    first = group.first_error()
     if first is not None:
         try:
             raise first
-        finally:  # no cycle from the traceback to this frame and back: it would keep activations
-            crew.errors.clear()
+        finally:  # breaks the cycle of traceback and frame, which would keep activations
+            group.errors.clear()
             del first
-    return crew.results
+    return group.results
 
 
 class _Thread(threading.Thread):
-    """A thread whose `start` does not wait until it runs.
+    """A thread whose `start` does not wait until the thread runs.
 
-    That wait is Python code, and Ctrl-C in it comes out as "release unlocked lock".
+    That wait is Python code; Ctrl-C in it raises "release unlocked lock".
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -81,7 +86,7 @@ class _Thread(threading.Thread):
 
 
 class _Started:
-    """What `threading.Thread` asks of the event that it has run."""
+    """The part of `threading.Event` that `threading.Thread` uses to signal its start."""
 
     def __init__(self) -> None:
         self._has_run = False
@@ -96,8 +101,8 @@ class _Started:
         return True
 
 
-class _Crew(Generic[T]):
-    """The members of one call, and what has become of them."""
+class _Members(Generic[T]):
+    """The members of one `run_in_threads`: their threads, results and errors."""
 
     def __init__(
         self,
@@ -110,16 +115,16 @@ class _Crew(Generic[T]):
         self.abort = abort
         self.leave = leave
         self.describe = describe
-        self.jobs = dict(enumerate(members))  # that have not begun
+        self.jobs = dict(enumerate(members))  # members that have not started
         self.results: list[Any] = [None] * len(members)
         self.errors: list[tuple[int, BaseException]] = []
         self.running: dict[int, threading.Thread] = {}
         self.lock = threading.Lock()
-        self.gate = Gate()  # where the caller waits for the next member that ends
+        self.gate = Gate()  # the caller waits here for the next member to end
         self.given_up = Gate()
 
     def start(self) -> None:
-        """Members 1, 2, ... in threads, which the interpreter's exit doesn't wait for."""
+        """Start members 1, 2, ... in daemon threads, so that the interpreter can exit."""
         for index in range(1, self.size):
             name = f"{self.describe} {index}"
             thread = _Thread(target=self.run, args=(index,), name=name, daemon=True)
@@ -131,7 +136,7 @@ class _Crew(Generic[T]):
                 raise
 
     def run(self, index: int) -> None:
-        """What the thread of a member does."""
+        """Run member `index`, in its own thread."""
         job = self.jobs.pop(index, None)
         try:
             if job is not None:
@@ -146,7 +151,7 @@ class _Crew(Generic[T]):
                 self.gate.open()
 
     def run_first(self) -> None:
-        """Member 0, in the calling thread: Ctrl-C is no error of its own."""
+        """Run member 0 in the calling thread. Ctrl-C is not stored as its error."""
         job = self.jobs.pop(0, None)
         if job is None:
             return
@@ -158,7 +163,7 @@ class _Crew(Generic[T]):
             self.abort(error)
 
     def give_up(self, error: BaseException) -> None:
-        """Begin no more members, release those that wait, and keep nothing of theirs."""
+        """Start no more members, release those that wait, and drop all results."""
         self.jobs.clear()
         self.results = [None] * self.size
         try:
@@ -167,7 +172,7 @@ class _Crew(Generic[T]):
             self.given_up.open()
 
     def wait(self) -> None:
-        """Until all members have ended, or an error is older than the deadline."""
+        """Wait until all members have ended, or the timeout has passed since an error."""
         seconds = get_default_timeout()
         patience = time.monotonic() + seconds
         while True:
@@ -183,7 +188,7 @@ class _Crew(Generic[T]):
                 patience = time.monotonic() + threading.TIMEOUT_MAX
 
     def all_ended_within(self, seconds: float, stop_at_error: bool = False) -> bool:
-        """Whether all members have ended; after so many seconds at most, or at an error."""
+        """Wait up to `seconds`, or until an error; return whether all members have ended."""
         deadline = time.monotonic() + seconds
         while True:
             with self.lock:
@@ -202,19 +207,17 @@ class _Crew(Generic[T]):
         for index, ident in running.items():
             frame = frames.get(ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown\n"
-            with suppress(
-                RuntimeWarning
-            ):  # where warnings are errors: it is waited for all the same
+            with suppress(RuntimeWarning):  # warnings may be errors; keep waiting all the same
                 warnings.warn(
-                    f"{self.describe} {index} of {self.size} is still computing {seconds:g} s "
-                    f"after {self.describe} 0 has ended; it is waited for, as long as it takes. "
-                    f"It is at:\n{stack}",
+                    f"{self.describe} {index} of {self.size} is still running {seconds:g} s after "
+                    f"{self.describe} 0 ended; the wait goes on until it ends. Its stack:\n"
+                    f"{stack}",
                     RuntimeWarning,
                     stacklevel=4,
                 )
 
     def first_error(self) -> BaseException | None:
-        """The first error that is no mere consequence, with notes where it takes any."""
+        """The first error that is not just a consequence, with notes if it accepts them."""
         if not self.errors:
             return None
         errors = list(self.errors)
@@ -222,27 +225,27 @@ class _Crew(Generic[T]):
         index, first = (causes or errors)[0]
         with self.lock:
             running = ", ".join(map(str, sorted(self.running)))
-            _left_to_themselves.update(self.running.values())
+            _abandoned.update(self.running.values())
         try:
             first.add_note(f"raised in {self.describe} {index} of {self.size}")
             if running:
                 first.add_note(f"still running: {self.describe} {running}")
-        except Exception:  # a class of exceptions may refuse attributes
+        except Exception:  # a class of exceptions may reject notes
             pass
         return first
 
 
-_left_to_themselves: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_those_left() -> None:
-    """Raise SystemExit in members that still run Python code, and wait for them a moment.
+def _stop_abandoned() -> None:
+    """At exit, raise SystemExit in members that still run, and wait up to `GRACE` seconds.
 
-    One that comes back from C++ while the interpreter ends would abort the process: CPython ends
-    the thread right there, and C++ takes that for an error.
+    A thread that returns from C++ while the interpreter shuts down aborts the process: CPython
+    ends the thread inside the C++ code, which treats that as an error.
     """
-    running = [thread for thread in _left_to_themselves if thread.is_alive()]
+    running = [thread for thread in _abandoned if thread.is_alive()]
     for thread in running:
         identifier = ctypes.c_ulong(thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(SystemExit))

@@ -1,4 +1,8 @@
-"""How long a wait may last: the object's own timeout, the process's, the environment's, 300 s."""
+"""Timeouts: how long a member waits for the others.
+
+The first that is set applies: the object's own `timeout`, `set_default_timeout`, the environment
+variable `SYNCBN_TIMEOUT`, 300 seconds.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,19 @@ _process_timeout: float | None = None
 
 
 def set_default_timeout(seconds: float | None) -> None:
-    """Deadline in seconds of every wait that has none of its own; None: as if never set."""
+    """Set the timeout in seconds of every wait without its own; None removes this setting.
+
+    Raises `ArgumentError` unless `seconds` is None or a finite number > 0.
+    """
     global _process_timeout
     _process_timeout = None if seconds is None else check_timeout(seconds)
 
 
 def get_default_timeout() -> float:
-    """What `set_default_timeout` set, else `SYNCBN_TIMEOUT`, else 300 seconds."""
+    """Seconds: the value of `set_default_timeout`, else of `SYNCBN_TIMEOUT`, else 300.
+
+    Raises `ArgumentError` if `SYNCBN_TIMEOUT` is not a finite number > 0.
+    """
     if _process_timeout is not None:
         return _process_timeout
     text = os.environ.get(TIMEOUT_VARIABLE)
@@ -34,22 +44,22 @@ def get_default_timeout() -> float:
     except ValueError:
         raise ArgumentError(
             f"expected the environment variable {TIMEOUT_VARIABLE} to be a number of seconds "
-            f"> 0, got {text!r}"
+            f"> 0, got {text!r}; unset it or set a number such as 300"
         ) from None
 
 
 def check_timeout(seconds: float) -> float:
-    """`seconds` as a float, or `ArgumentError` unless it is a finite number > 0."""
+    """`seconds` as a float; raises `ArgumentError` unless it is a finite number > 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise ArgumentError(f"expected a timeout in seconds (a number > 0), got {seconds!r}")
     if not (math.isfinite(seconds) and seconds > 0):
         raise ArgumentError(
             f"expected a timeout in seconds (finite and > 0), got {seconds!r}; "
-            "for a very long wait give a very large number"
+            "to wait almost forever, use a very large number"
         )
     return min(float(seconds), threading.TIMEOUT_MAX)
 
 
 def seconds_of(timeout: float | None) -> float:
-    """`timeout`, or the default in force now when it is None."""
+    """`timeout` in seconds, or the present default if it is None."""
     return get_default_timeout() if timeout is None else check_timeout(timeout)

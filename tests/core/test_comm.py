@@ -239,7 +239,7 @@ def test_deadline_passes_while_the_callback_is_at_work() -> None:
     pipe = master.register_slave(1)
 
     def slave() -> None:
-        with pytest.raises(CommTimeout, match="callback is still at work"):
+        with pytest.raises(CommTimeout, match="callback is still running"):
             pipe.run_slave(1)
         given_up.set()
 

@@ -1,1 +1,1 @@
-"""The CPU: how dense memory is taken by the kernels, and NumPy arrays on it."""
+"""The CPU backend: how kernels see memory, how they are run, and its use with NumPy arrays."""

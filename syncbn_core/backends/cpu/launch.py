@@ -1,9 +1,10 @@
-"""Which build of a CPU kernel runs, so that no call of Numba's threads can end the process.
+"""`launch` runs a CPU kernel, in its parallel or its serial build.
 
-The parallel build is for a single caller with enough work. The serial one is for members that are
-threads and fill the cores by themselves, for small arrays, while another thread is in a parallel
-kernel, and after a fork: Numba's `workqueue` layer aborts the process when two threads enter it,
-and its OpenMP layer when a forked child does.
+The parallel build runs for a single caller with enough work. The serial build runs for small
+arrays, for members that are threads (together they use all cores), while another thread is in a
+parallel kernel, and after a fork. In the last two cases Numba's parallel code could abort the
+process: its `workqueue` threading layer does so if two threads enter it, its OpenMP layer in a
+forked child.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _forked = False
 
 
 def _layer() -> str | None:
-    """Numba's threading layer, or None while it has not been started."""
+    """The name of Numba's threading layer, or None if it has not started."""
     try:
         return str(numba.threading_layer())
     except ValueError:
@@ -35,7 +36,7 @@ def _layer() -> str | None:
 
 def _after_fork() -> None:
     global _one_caller, _forked
-    _one_caller = threading.Lock()  # its holder is not in this process
+    _one_caller = threading.Lock()  # the thread that holds the old one is not in this process
     _forked = _forked or _layer() is not None
 
 
@@ -51,7 +52,11 @@ def launch(
     per_channel: tuple[Any, ...],
     *written: Array,
 ) -> None:
-    """Run the kernel of a step on views that `plan` has made."""
+    """Run the kernel of `step` with the arguments `read`, `per_channel` and `written`.
+
+    `read` and `written` are arrays as `Plan.view` returns them. `parallel`: False for the serial
+    build in any case.
+    """
     kernel = plan.kernels[step]
     if (
         plan.worth_threads(parallel)

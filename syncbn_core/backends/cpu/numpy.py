@@ -1,9 +1,9 @@
-"""NumPy arrays as the CPU steps take them.
+"""The CPU steps for NumPy arrays.
 
-float64, float32, float16 and bfloat16 (of the package `ml_dtypes`, or its bits as uint16) in any
-dense layout as it lies in memory; anything else (gaps, negative strides, foreign byte order) is
-copied to a dense array first. 16-bit numbers are computed in float32 and rounded once. Results have
-the dtype and layout of x.
+Dtypes: float64, float32, float16 and bfloat16 (of the package `ml_dtypes`, or its bits as uint16).
+Dense arrays of any layout are used in place; arrays with gaps, negative strides or non-native byte
+order are copied first. 16-bit numbers are computed in float32 and rounded once. Results have the
+dtype of x and, if x is dense, its layout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NumpyMemory:
     def dense_pair(
         self, x: Array, dy: Array
     ) -> tuple[tuple[Array, Array], tuple[Array, Array], Plan]:
-        # A dy that is wider than a 16-bit x must not lose digits, or overflow: both in float32.
+        # Convert both to float32: a wider dy must not lose digits or overflow in the 16 bits of x.
         if x.dtype.itemsize == 2 and dy.dtype != x.dtype:
             x = np.array(x, np.float32, order="K")
         dense, plan = _dense(x)
@@ -61,7 +61,7 @@ class NumpyMemory:
             return result if out is None else out
         if result.dtype.itemsize == x.dtype.itemsize:
             result = _bits(result, x.dtype.newbyteorder("="))
-        with np.errstate(over="ignore"):  # what float16 can't hold is infinite, not a warning
+        with np.errstate(over="ignore"):  # too large for float16: infinite, without a warning
             if out is None:
                 return result.astype(x.dtype, copy=False)
             np.copyto(out, result, casting="same_kind")
@@ -104,12 +104,12 @@ OPERATIONS = CpuOperations(NumpyMemory())
 
 
 def _plan_of(x: Array) -> Plan | None:
-    """How the kernels take x as it lies in memory, if they can."""
+    """The plan for x in place; None if the kernels need a copy."""
     return plan_of(x.shape, x.strides, x.dtype, x.itemsize) if x.flags.aligned else None
 
 
 def _dense(x: Array) -> tuple[Array, Plan]:
-    """x, or a dense copy of it, in a dtype that the kernels take, and how they do."""
+    """x, or a dense copy of it, in the dtype of the kernels; and its plan."""
     plan = _plan_of(x)
     if plan is not None:
         return _bits(writable_view(x), plan.dtype), plan
@@ -124,14 +124,14 @@ def _bits(x: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _copied(x: Array, dtype: np.dtype[Any]) -> Array:
-    """A dense copy in the order of x, as the kernels take it."""
+    """A dense copy of x in `dtype`, the dtype of the kernels, with the axis order of x."""
     if dtype.itemsize == x.dtype.itemsize:
         return _bits(np.array(x, x.dtype.newbyteorder("="), order="K"), dtype)
     return np.array(x, dtype, order="K")
 
 
 def _like(other: Array, x: Array, dense: Array, plan: Plan) -> Array:
-    """`other` in the dtype and layout of `dense`, which is what the kernels see of x."""
+    """`other` in the dtype and layout of `dense`, the array that the kernels use for x."""
     own = _plan_of(other) if other.dtype == x.dtype else None
     if own is not None and own.layout == plan.layout:
         return _bits(writable_view(other), dense.dtype)
@@ -143,7 +143,10 @@ def _like(other: Array, x: Array, dense: Array, plan: Plan) -> Array:
 
 
 def _target(x: Array, plan: Plan, out: Array | None, *operands: Array) -> Array:
-    """Where to write: `out` itself if it lies like x and across no operand, else a new array."""
+    """The array to write to: `out` if possible, else a new array like x.
+
+    `out` must have the dtype and layout of x, and overlap no operand unless it is the same memory.
+    """
     own = None if out is None else _plan_of(out)
     if out is None or own is None or own.dtype != plan.dtype or own.layout != plan.layout:
         return np.empty_like(x)

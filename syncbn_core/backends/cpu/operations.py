@@ -1,8 +1,8 @@
-"""The steps of batch normalization on CPU memory: one text for all array libraries.
+"""`CpuOperations`: the steps of batch normalization on the CPU, for all array libraries.
 
-A library says by a `HostMemory` how its arrays lie in memory. Per-channel numbers are NumPy float64
-`(C,)` whatever the library: small NumPy operations hold the GIL, while torch's release it and take
-it again, which is slow with replica threads.
+A `HostMemory` per library gives access to the memory of its arrays. Per-channel numbers are NumPy
+float64 arrays `(C,)` for every library: small NumPy operations hold the GIL, while those of torch
+release it and acquire it again, which is slow with replica threads.
 """
 
 from __future__ import annotations
@@ -38,60 +38,64 @@ __all__ = ["NOTHING", "CpuOperations", "HostMemory"]
 Array = Any  # of the library
 Host = np.ndarray[Any, Any]
 
-NOTHING = np.empty(0)  # an absent weight or bias
+NOTHING = np.empty(0)  # no weight or no bias
 _NOWHERE = np.empty(0, np.bool_)
 _UNCOUNTED = np.empty(0, np.int64)
 
 
 class HostMemory(Protocol):
-    """What the CPU steps ask of an array library.
+    """What the CPU steps need from an array library.
 
-    Views are NumPy arrays as `Plan` shapes them, over memory that the array next to them keeps.
+    A *view* is a NumPy array, shaped by a `Plan`, over the memory of a library array. The methods
+    return that array as well, because it keeps the memory alive.
     """
 
     def may_use_threads(self) -> bool:
-        """Whether the library's own setting allows more than one thread."""
+        """Whether the library's settings allow more than one thread."""
 
     def dense(self, x: Array) -> tuple[Array, Host, Plan]:
-        """x, or a dense copy of it, with its view; not for an empty x."""
+        """x or a dense copy of it, its view, and its plan. x must not be empty."""
 
     def dense_pair(
         self, x: Array, dy: Array
     ) -> tuple[tuple[Array, Host], tuple[Array, Host], Plan]:
-        """x and dy in one dtype and layout, each with its view."""
+        """x and dy in the same dtype and layout, each with its view; and their plan."""
 
     def target(
         self, dense: Array, plan: Plan, out: Array | None, *operands: Array
     ) -> tuple[Array, Host]:
-        """Where to write a result: `out` if the kernels can, else a new array like `dense`."""
+        """The array for a result, `out` if the kernels can write it, else a new one; its view."""
 
     def cast_to_output(self, result: Array, x: Array, out: Array | None) -> Array:
-        """A result in the dtype of x, and in `out` if that is given."""
+        """`result` in the dtype of x; written to `out` and returned as `out` if that is given."""
 
     def empty_like(self, x: Array, out: Array | None) -> Array:
-        """The result for an empty x."""
+        """The result for an empty x: `out`, or a new array like x."""
 
     def as_float64(self, values: Array | None) -> Host:
-        """Per-channel values for kernels: float64 and contiguous; `NOTHING` for None."""
+        """Per-channel values as a contiguous float64 array `(C,)`; `NOTHING` for None."""
 
     def parameter_gradients(
         self, sums: Host, x: Array, weight: Array | None
     ) -> tuple[Array, Array]:
-        """Gradients by weight and bias from `sum(dy), sum(dy * xhat)`, in the dtype of weight."""
+        """Gradients of weight and bias, `(C,)`, in the dtype of weight, else of x.
+
+        `sums`: `(2, C)` float64, `sum(dy)` and `sum(dy * xhat)`.
+        """
 
     def shared_buffers(
         self, running: RunningStatistics, total: Moments
     ) -> tuple[Host, Host, Host | None] | None:
-        """Mean, var and counter as arrays that a kernel can update; None where it can't."""
+        """Running mean, var and counter as arrays that a kernel can update; None if it can't."""
 
     def assign(self, targets: Sequence[Array], values: Sequence[Any]) -> None:
-        """Write all values in one call of C: no interrupt can come between two of them."""
+        """Write `values` into `targets` in one C call, which Ctrl-C can't interrupt halfway."""
 
 
 class CpuOperations(Operations):
-    """The steps for the arrays of one library on the CPU.
+    """The steps on the CPU for the array library of `memory`.
 
-    `parallel`: False keeps every step in the calling thread.
+    `parallel`: False computes every step in the calling thread.
     """
 
     def __init__(self, memory: HostMemory, parallel: bool = True) -> None:
@@ -116,7 +120,7 @@ class CpuOperations(Operations):
         return merge_moments(parts)
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
-        # A communicator may answer with a view that kernels would be compiled anew for.
+        # A communicator may return views of other strides: Numba would compile the kernels again.
         if not (total.mean.flags.carray and total.m2.flags.carray):
             total = Moments(total.count, total.mean.copy(), total.m2.copy())
         return Statistics(total, rule.invstd(total.var))
@@ -304,7 +308,7 @@ def _weighted(sums: Host, weight: Host) -> Host:
 def _means(
     statistics: Statistics, rule: NormRule, total: Host | None, channels: int
 ) -> tuple[Host, Host]:
-    """Both sums over the count; zeros for constant statistics."""
+    """`mean_gradients` of the sums `total`; zeros if it is None (constant statistics)."""
     if total is None:
         zeros = np.zeros(channels)
         return zeros, zeros

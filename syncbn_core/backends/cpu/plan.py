@@ -1,4 +1,4 @@
-"""How the CPU kernels take the memory of an activation, by its shape, strides and dtype."""
+"""`Plan`: how the CPU kernels see an activation; depends on its shape, strides and dtype only."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Plan", "kernel_dtype", "plan_of"]
 
 Array = np.ndarray[Any, Any]
 
-PARALLEL_SIZE = 32768  # elements; below, starting the threads costs more than they save
-CACHE = 1 << 20  # bytes of a channel that a core's own cache still has when it is read again
-SHORT = 64  # elements; shorter planes are computed side by side, as rows
+PARALLEL_SIZE = 32768  # elements; for smaller arrays, threads cost more than they save
+CACHE = 1 << 20  # bytes that stay in a core's own cache until they are read again
+SHORT = 64  # elements; shorter planes are computed by the kernels for rows
 _STEPS = ("moments", "normalize", "backward_reduce", "backward_input", "forward", "backward")
 _Kernels = dict[str, SerialParallelKernel]
 _PLANES: _Kernels = {step: getattr(planes, f"planes_{step}") for step in _STEPS}
@@ -30,9 +30,9 @@ _ROWS: _Kernels = {step: getattr(rows, f"rows_{step}") for step in _STEPS}
 
 @lru_cache(maxsize=64)
 def kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which the kernels take numbers of `dtype`: of the same size, or float32.
+    """The dtype that the kernels use for arrays of `dtype`: one of the same size, or float32.
 
-    Their own for 16 bits are integers (`kernels.cpu.numerics`).
+    16-bit floats are passed as integers with the same bits (see `kernels.cpu.numerics`).
     """
     if dtype.itemsize > 2:
         return dtype.newbyteorder("=")
@@ -42,13 +42,14 @@ def kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class Plan:
-    """How the kernels take dense memory of one shape, strides and dtype.
+    """How the kernels see dense memory of one shape, strides and dtype.
 
     Attributes:
-        layout: how it lies in memory.
-        dtype, shape: what the kernels see: `[A, C, B]`, or rows `[R, C * B]`.
-        channels: C; `count`: values per channel; `size`: all elements.
-        kernels: which take it, by step.
+        layout: the layout of the array.
+        dtype, shape: of the view that the kernels get: `[A, C, B]`, or rows `[R, C * B]`.
+        channels: C; `count`: values per channel; `size`: number of elements.
+        channels_innermost: whether the kernels for rows are used.
+        kernels: the kernel of each step.
     """
 
     __slots__ = (
@@ -80,27 +81,28 @@ class Plan:
         self._memory = ctypes.c_char * (prod(self.shape) * dtype.itemsize)
 
     def view(self, array: Array) -> Array:
-        """What the kernels see of an array of this layout."""
+        """`array`, which has this layout, as the view that the kernels get; shares memory."""
         seen: Array = self.layout.view(array).reshape(self.shape)
         return seen
 
     def at(self, address: int) -> Array:
-        """What they see of memory at an address; only while somebody else keeps it alive."""
+        """The view of the memory at `address`; the caller must keep that memory alive."""
         memory: Any = self._memory.from_address(address)
         return np.ndarray(self.shape, self.dtype, memory)
 
     def leading(self, threads: int) -> tuple[int, ...]:
-        """What kernels take between activations and per-channel arguments."""
+        """The kernel arguments between the activations and the per-channel arguments."""
         return (self.layout.inner, threads) if self.channels_innermost else ()
 
     def worth_threads(self, parallel: bool) -> bool:
-        """Whether a step is large enough to be shared by threads, where that is allowed."""
+        """Whether a step is allowed to use threads and large enough for them."""
         return parallel and self.size >= PARALLEL_SIZE
 
     def fits_cache(self, arrays: int, parallel: bool) -> bool:
-        """Whether a channel of so many arrays stays in cache, and all cores have channels.
+        """Whether one kernel should compute a whole forward or backward, channel by channel.
 
-        Of rows, a block of channels.
+        That is faster if one channel (for rows, one block of channels) of so many `arrays` fits the
+        cache, and there are enough channels for all threads.
         """
         together = 1
         if self.channels_innermost:
@@ -118,13 +120,13 @@ class Plan:
 def plan_of(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], unit: int = 1
 ) -> Plan | None:
-    """The plan for `(N, C, *spatial)` memory; strides in units of so many per element.
+    """The plan for an `(N, C, *spatial)` array; None if the kernels can't use it in place.
 
-    None where the kernels can't take it as it lies there: it has gaps or is empty, or its dtype
-    has to be converted.
+    That is so if it is empty, not dense, or its dtype must be converted. `unit`: the stride of
+    adjacent elements, 1 for strides in elements, the itemsize for strides in bytes.
     """
-    taken = kernel_dtype(dtype)
-    if 0 in shape or not dtype.isnative or taken.itemsize != dtype.itemsize:
+    in_kernels = kernel_dtype(dtype)
+    if 0 in shape or not dtype.isnative or in_kernels.itemsize != dtype.itemsize:
         return None
     layout = layout_of_strides(shape, strides, unit)
-    return None if layout is None else Plan(layout, taken)
+    return None if layout is None else Plan(layout, in_kernels)

@@ -1,1 +1,1 @@
-"""CUDA devices: compiler, driver, grids, and CuPy arrays on them."""
+"""The CUDA backend: compiler, driver, choice of kernels and grids, and its use with CuPy."""

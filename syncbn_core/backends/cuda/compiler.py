@@ -1,9 +1,9 @@
-"""From a kernel in Python to machine code, kept on disk; needs no device.
+"""Compiles kernels from Python to machine code and caches the result on disk; needs no device.
 
-numba-cuda compiles a kernel to PTX, nvJitLink makes that machine code, and a file in the user's
-cache keeps it, so that the next process imports neither.
+numba-cuda compiles a kernel to PTX, and nvJitLink turns the PTX into machine code. The result is
+stored in a file, so that later processes need to import neither of them.
 
-    SYNCBN_CACHE_DIR    where compiled kernels are kept; else `syncbn` in the user's cache folder
+    SYNCBN_CACHE_DIR    folder of compiled kernels; default: `syncbn` in the user's cache folder
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ INSTALL = 'pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What to compile.
+    """A kernel to compile, and the compiler's settings for it.
 
-    `key`: unique and stable, such as "planes_moments-float32-4-256"; `build` makes the Python
-    function; `codes`: a letter per argument, "q" for an integer or pointer, "d" for a float64;
-    `threads` per block, of which `min_blocks` shall fit on a multiprocessor (1 leaves it to the
-    compiler); `max_registers` per thread, 0 for as many as that leaves; `files`: sources whose
-    change makes a kernel stale; `oldest`: compute capability that its instructions need.
+    Attributes:
+        key: a unique name that never changes, such as "planes_moments-float32-4-256".
+        build: makes the Python function of the kernel.
+        codes: a letter per argument: "q" for an integer or pointer, "d" for a float64.
+        threads: threads per block.
+        min_blocks: blocks that must fit on one multiprocessor; 1 leaves this to the compiler.
+        max_registers: registers per thread; 0 leaves this to the compiler.
+        files: source files; a change in any of them makes the cached kernel invalid.
+        oldest: the oldest compute capability that has all its instructions.
     """
 
     key: str
@@ -63,9 +67,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A compiled kernel, by the name `entry`; the driver takes machine code or PTX.
+    """A compiled kernel named `entry`, as PTX, as machine code (`cubin`), or both.
 
-    `cubin` is empty where nvJitLink can't make it, `ptx` where the disk cache gave the cubin.
+    `cubin` is empty if nvJitLink can't make it; `ptx` is empty if the cubin came from the disk.
     """
 
     entry: str
@@ -74,7 +78,7 @@ class Code:
 
     @property
     def image(self) -> bytes:
-        """What the driver loads."""
+        """What the driver loads: the cubin, else the PTX."""
         return self.cubin or self.ptx.encode() + b"\0"
 
 
@@ -82,11 +86,14 @@ _compiling = threading.Lock()
 
 
 def compile_source(source: Source, capability: tuple[int, int]) -> Code:
-    """Machine code of `source` for a compute capability; needs no device and keeps nothing."""
+    """Compile `source` for a compute capability; does not use the cache on disk.
+
+    Raises `BackendError` if that fails, for example because numba-cuda is not installed.
+    """
     number = "{}.{}".format(*capability)
     try:
         ptx = _to_ptx(source, capability)
-        # NVVM takes the nearest it knows for a device that is newer: left to the driver
+        # For a newer device NVVM targets the newest it knows; then the driver compiles the PTX.
         link = linker() if f".target sm_{number.replace('.', '')}\n" in ptx else None
         cubin = b"" if link is None else _to_cubin(link, ptx, capability)
     except Exception as error:
@@ -101,8 +108,8 @@ def compile_source(source: Source, capability: tuple[int, int]) -> Code:
 
 def _to_ptx(source: Source, capability: tuple[int, int]) -> str:
     with _compiling, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Numba's advice is for the author of a kernel
-        with suppress(ImportError):  # usually done by a .pth file, which `python -S` leaves out
+        warnings.simplefilter("ignore")  # Numba's warnings are for authors of kernels
+        with suppress(ImportError):  # a .pth file usually imports it, except with `python -S`
             import_module("_numba_cuda_redirector")
         numba, cuda = import_module("numba"), import_module("numba.cuda")
         if getattr(cuda, "implementation", "") != "NVIDIA":
@@ -113,16 +120,16 @@ def _to_ptx(source: Source, capability: tuple[int, int]) -> str:
             ptx, _ = cuda.compile(
                 source.build(),
                 numba.types.void(*(letters[letter] for letter in source.codes)),
-                debug=False,  # whatever NUMBA_CUDA_DEBUGINFO says
+                debug=False,  # ignore NUMBA_CUDA_DEBUGINFO
                 device=False,
-                abi="numba",  # a kernel's: every argument is a parameter of 8 bytes
+                abi="numba",  # as for kernels: every argument is a parameter of 8 bytes
                 cc=capability,
-                # asked for 1 block, ptxas spends all registers; asked for none, it balances
+                # a minimum of 1 block makes ptxas use all registers; without one, it balances
                 launch_bounds=(source.threads, source.min_blocks)
                 if source.min_blocks > 1
                 else source.threads,
             )
-    if source.max_registers:  # the option -maxrregcount is ignored beside launch bounds
+    if source.max_registers:  # ptxas ignores -maxrregcount if launch bounds are set
         limit = rf"\1\n.maxnreg {source.max_registers}"
         ptx = re.sub(r"(\.visible \.entry \w+\([^)]*\))", limit, ptx, count=1)
     return ptx
@@ -130,7 +137,10 @@ def _to_ptx(source: Source, capability: tuple[int, int]) -> str:
 
 @contextmanager
 def _capability_given(capability: tuple[int, int]) -> Iterator[None]:
-    """Numba asks the current device, in a context of its own, when a kernel calls a function."""
+    """Give Numba the compute capability while it compiles.
+
+    If a kernel calls a function, Numba would else ask the current device, in its own context.
+    """
     dispatcher: Any = import_module("numba.cuda.dispatcher")
     current = getattr(dispatcher, "get_current_device", None)
     thread, given = threading.get_ident(), SimpleNamespace(compute_capability=capability)
@@ -146,23 +156,23 @@ def _capability_given(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def linker() -> Any:
-    """nvJitLink, or None where it isn't installed."""
+    """The module of nvJitLink, or None if it can't be loaded."""
     try:
         linker = import_module("cuda.bindings.nvjitlink")
         linker.version()  # loads the library
-    except Exception:  # every version has an error of its own
+    except Exception:  # versions raise different errors
         return None
     return linker
 
 
 def has_nvvm() -> bool:
-    """Whether the compiler's library is installed, where Numba finds it."""
+    """Whether NVVM, the compiler's library, is installed where Numba finds it."""
     try:
         import_module("cuda.bindings.nvvm").version()  # loads the library
         return True
-    except Exception:  # every version has an error of its own
+    except Exception:  # versions raise different errors
         pass
-    try:  # it knows more places, but takes half a second to import
+    try:  # Numba searches more places, but its import takes half a second
         with suppress(ImportError):
             import_module("_numba_cuda_redirector")
         import_module("numba.cuda.cudadrv.nvvm").NVVM()
@@ -172,7 +182,7 @@ def has_nvvm() -> bool:
 
 
 def _to_cubin(linker: Any, ptx: str, capability: tuple[int, int]) -> bytes:
-    """Machine code, by the assembler that goes with the compiler: a driver may be older."""
+    """Machine code from PTX. Not left to the driver, which may be older than the compiler."""
     options = ["-arch=sm_{}{}".format(*capability), "-O3"]
     handle = linker.create(len(options), options)
     try:
@@ -192,7 +202,7 @@ def _to_cubin(linker: Any, ptx: str, capability: tuple[int, int]) -> bytes:
     return bytes(cubin)
 
 
-# Kept on disk.
+# The cache on disk.
 
 _COMPILERS = (
     "numba-cuda",
@@ -216,14 +226,14 @@ def versions() -> tuple[str, ...]:
 
 
 def cache_file(source: Source, capability: tuple[int, int]) -> Path | None:
-    """Where this very kernel is kept; None without a place, or without the sources."""
+    """The cache file of a kernel; None if there is no cache folder or no source files."""
     try:
         sources = [Path(name).read_bytes() for name in (__file__, *source.files)]
         folder = os.environ.get("SYNCBN_CACHE_DIR")
         if not folder:
             parent = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME")
             folder = str((Path(parent) if parent else Path.home() / ".cache") / "syncbn")
-    except (OSError, RuntimeError):  # a zipped package; a user without a home
+    except (OSError, RuntimeError):  # a zipped package, or a user without a home folder
         return None
     digests = [hashlib.sha256(text).hexdigest() for text in sources]
     options = (source.codes, source.threads, source.min_blocks, source.max_registers)
@@ -232,7 +242,7 @@ def cache_file(source: Source, capability: tuple[int, int]) -> Path | None:
 
 
 def stored(path: Path | None) -> Code | None:
-    """None for a file that is damaged or can't be read."""
+    """The kernel stored in `path`; None if the file is missing, damaged or unreadable."""
     with suppress(OSError, ValueError):
         if path is not None:
             checksum, content = path.read_bytes().split(b"\n", 1)
@@ -245,7 +255,10 @@ def stored(path: Path | None) -> Code | None:
 
 
 def store(path: Path | None, code: Code) -> None:
-    """All or nothing: other processes may read or write it meanwhile."""
+    """Write `code` to `path` atomically, because other processes may use the file.
+
+    Does nothing if `path` is None or can't be written.
+    """
     if path is None:
         return
     content = code.entry.encode() + b"\n" + code.image

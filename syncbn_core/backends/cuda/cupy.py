@@ -1,7 +1,8 @@
-"""CuPy arrays as the CUDA steps take them.
+"""The CUDA steps for CuPy arrays.
 
-float16, bfloat16, float32 and float64 in any dense layout; others are copied first. Memory is
-CuPy's pool.
+Dtypes: float16, bfloat16, float32 and float64. Dense arrays of any layout are used in place; other
+arrays are copied first. Memory comes from CuPy's pool. Importing this module raises `BackendError`
+if the machine is not ready for CUDA; the text says what is missing.
 """
 
 from __future__ import annotations
@@ -131,6 +132,6 @@ def _dtype(name: str) -> Any:
 
 
 def _empty_like(x: Array, layout: Layout) -> Array:
-    """A new array with the shape, dtype and layout of x."""
-    lying = cupy.empty([x.shape[axis] for axis in layout.axes], x.dtype)
-    return lying.transpose([layout.axes.index(axis) for axis in range(x.ndim)])
+    """A new array with the shape and dtype of x, and with `layout`, the layout of x."""
+    ordered = cupy.empty([x.shape[axis] for axis in layout.axes], x.dtype)
+    return ordered.transpose([layout.axes.index(axis) for axis in range(x.ndim)])

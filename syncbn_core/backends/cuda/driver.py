@@ -1,9 +1,8 @@
-"""Compiled kernels in the CUDA driver: loaded once, launched with plain numbers.
+"""Loads compiled kernels into the CUDA driver and launches them, through ctypes.
 
-The driver loads a kernel once for all devices of one compute capability; arguments are 8-byte
-numbers, pointers among them, and a launch is in the context and on the stream that the caller
-(CuPy, torch) has current. Numba's own dispatcher would keep a context per thread and take many
-times as long per launch.
+A kernel is loaded once for all devices of one compute capability. Its arguments are pointers and
+numbers of 8 bytes each. A launch uses the context and the stream of the caller (CuPy, torch).
+Numba's own launcher is not used: it keeps a context per thread and takes many times as long.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from syncbn_core.errors import BackendError
 
 __all__ = ["Kernel", "compute_capability", "device_count", "kernel_for", "missing", "require"]
 
-OLDEST = (7, 0)  # compute capability: the kernels need its memory model
+OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 
 _INVALID_CONTEXT = 201
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
-# All of the driver that is used; handles are 64 bits wide, a result goes through a pointer.
+# All driver functions in use. Handles have 64 bits; results are written through pointers.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (c_void_p,),
@@ -62,12 +61,12 @@ _LIBRARY_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # since CUDA 12
 
 
 def _open() -> ctypes.CDLL:
-    # Not PyDLL: a full launch queue waits, perhaps for a callback that needs the interpreter.
+    # Not PyDLL: a launch waits if its queue is full, perhaps for a callback that needs the GIL.
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 class _Driver:
-    """The functions of the driver by their names, initialized."""
+    """The functions of the initialized driver, by name."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.calls: dict[str, Callable[..., int]] = {}
@@ -77,7 +76,7 @@ class _Driver:
                 function.argtypes, function.restype = types, c_int
                 self.calls[name] = function
             elif name in _FUNCTIONS:
-                raise BackendError(f"expected a driver with {name}, got one without; update it")
+                raise BackendError(f"expected a driver with {name}, got an older one; update it")
         self.has_libraries = all(name in self.calls for name in _LIBRARY_FUNCTIONS)
         self.call("cuInit", 0)
 
@@ -87,7 +86,7 @@ class _Driver:
             raise BackendError(f"expected {name} to succeed, got {self.describe(result)}")
 
     def integer(self, name: str, *arguments: Any) -> int:
-        """What a function writes through its first parameter."""
+        """The integer that a function writes through its first parameter."""
         value = c_int()
         self.call(name, byref(value), *arguments)
         return value.value
@@ -106,9 +105,10 @@ class _Driver:
         return f"{texts[0]} ({result}): {texts[1]}"
 
     def adopt(self, device: int) -> bool:
-        """Make the primary context of `device` current if none is, as CUDA's runtime would.
+        """Make the primary context of `device` current if the thread has no context.
 
-        A new thread that so far only took memory from a pool has none.
+        CUDA's runtime does the same. A new thread has no context while it has only taken memory
+        from a pool. Returns whether a context was set.
         """
         if self.handle("cuCtxGetCurrent"):
             return False
@@ -117,7 +117,7 @@ class _Driver:
         return True
 
     def load(self, image: bytes, entry: str) -> int:
-        """The kernel, good in every context if `has_libraries`, else in the current one."""
+        """The handle of a kernel: valid in all contexts if `has_libraries`, else in the current."""
         name = entry.encode()
         if self.has_libraries:
             none = (None, None, 0)
@@ -132,17 +132,17 @@ def _driver() -> _Driver:
         return _Driver(_open())
     except OSError as error:
         raise BackendError(
-            f"the NVIDIA driver can't be loaded ({error}): install it; in a container, give "
-            "access to it (docker run --gpus all)"
+            f"the NVIDIA driver can't be loaded ({error}): install it; in a container, allow "
+            "access to the GPUs (docker run --gpus all)"
         ) from error
     except BackendError as error:
         raise BackendError(
-            f"the NVIDIA driver does not start ({error}): nvidia-smi shows more"
+            f"the NVIDIA driver does not start ({error}): run nvidia-smi to see why"
         ) from error
 
 
 def device_count() -> int:
-    """How many CUDA devices this process sees; 0 without a driver."""
+    """The number of CUDA devices that this process sees; 0 without a driver."""
     try:
         return _driver().integer("cuDeviceGetCount")
     except BackendError:
@@ -151,7 +151,7 @@ def device_count() -> int:
 
 @cache
 def compute_capability(device: int) -> tuple[int, int]:
-    """`(9, 0)` for an H100; devices are numbered as in CuPy and torch."""
+    """Such as `(9, 0)` for an H100. Devices are numbered as in CuPy and torch."""
     driver = _driver()
     number = driver.integer("cuDeviceGet", device)
     major, minor = (
@@ -167,7 +167,7 @@ _loaded: dict[tuple[str, tuple[int, int]], _Loaded] = {}
 
 
 class _Loaded:
-    """A kernel in the driver."""
+    """A kernel that the driver has loaded for one compute capability."""
 
     def __init__(self, driver: _Driver, entry: str, image: bytes) -> None:
         self.driver, self.entry, self.image = driver, entry, image
@@ -175,18 +175,18 @@ class _Loaded:
         self.everywhere = driver.load(image, entry) if driver.has_libraries else 0
 
     def here(self, device: int) -> int:
-        """Its handle in the current context, which is made that of `device` if there is none."""
+        """The handle in the current context; makes that of `device` current if there is none."""
         if self.everywhere:
             return self.everywhere
         self.driver.adopt(device)
         context = self.driver.handle("cuCtxGetCurrent")
-        if context not in self.of_context:  # two threads may both load it: no harm
+        if context not in self.of_context:  # two threads may both load it, which is harmless
             self.of_context[context] = self.driver.load(self.image, self.entry)
         return self.of_context[context]
 
 
 class _Slots(threading.local):
-    """A thread's memory for arguments, and the address of the array of their addresses."""
+    """Per thread: memory for kernel arguments, and an array of the addresses of its slots."""
 
     def __init__(self, count: int) -> None:
         values = (ctypes.c_int64 * max(count, 1))()
@@ -196,7 +196,7 @@ class _Slots(threading.local):
 
 
 class Kernel:
-    """A kernel that is loaded; any thread may launch it."""
+    """A loaded kernel of one device; any thread may launch it."""
 
     def __init__(self, source: Source, device: int, loaded: _Loaded) -> None:
         self._source, self._device, self._loaded = source, device, loaded
@@ -205,7 +205,11 @@ class Kernel:
         self._start = loaded.driver.calls["cuLaunchKernel"]
 
     def launch(self, grid: tuple[int, int], stream: int, *arguments: int | float) -> None:
-        """Start it in the current context; does not wait. The driver copies the arguments."""
+        """Start the kernel in the current context, without waiting for it.
+
+        `arguments` must match `Source.codes`, else `struct.error`; the driver copies them. Raises
+        `BackendError` if the launch fails.
+        """
         values, pointers = self._slots.both
         self._pack(values, 0, *arguments)
         handle = self._loaded.everywhere or self._loaded.here(self._device)
@@ -223,7 +227,10 @@ class Kernel:
 
 
 def kernel_for(source: Source, device: int) -> Kernel:
-    """`source` for that device, compiled and loaded if it has not been."""
+    """The kernel of `source` for a device; compiled and loaded on first use.
+
+    Raises `BackendError` if the device is too old, or compiling or loading fails.
+    """
     kernel = _kernels.get((source.key, device))
     if kernel is None:
         with _lock:
@@ -255,21 +262,21 @@ def _load(source: Source, device: int) -> Kernel:
         except BackendError as error:
             raise BackendError(
                 f"expected kernel {source.key} to load on device {device}, got: {error}; if the "
-                "driver is older than the CUDA packages, update it"
+                "driver is older than the CUDA packages, update the driver"
             ) from error
-        if kept is None:  # and the driver takes it
+        if kept is None:  # stored only now: the driver has accepted it
             store(path, code)
         _loaded[source.key, capability] = loaded
     return Kernel(source, device, loaded)
 
 
 def missing() -> list[str]:
-    """What stands between this machine and the kernels, each with its remedy."""
+    """What the kernels need and this machine lacks, each as a text with its remedy."""
     return [*_missing_devices(), *_missing_packages()]
 
 
 def require() -> None:
-    """Raise `BackendError` that says what is missing, if anything is."""
+    """Raise `BackendError` if `missing` reports anything; the text contains all of it."""
     lacks = missing()
     if lacks:
         raise BackendError("expected a machine ready for CUDA; " + "; ".join(lacks))
@@ -284,7 +291,7 @@ def _missing_devices() -> list[str]:
     except BackendError as error:
         return [f"{error}{hint}"]
     if not capabilities:
-        return [f"the NVIDIA driver shows no device: nvidia-smi lists those of the machine{hint}"]
+        return [f"the NVIDIA driver shows no device: run nvidia-smi to list all of them{hint}"]
     return [_too_old(max(capabilities))] if max(capabilities) < OLDEST else []
 
 
@@ -302,7 +309,7 @@ def _missing_packages() -> list[str]:
     if find_spec("numba_cuda") is None:
         return [f"numba-cuda is not installed: {INSTALL}"]
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
-        return ["NUMBA_ENABLE_CUDASIM replaces CUDA by a simulator; unset it"]
+        return ["NUMBA_ENABLE_CUDASIM replaces CUDA with a simulator; unset it"]
     link = linker()
     if link is None:
         return [f"nvJitLink can't be loaded: {INSTALL}"]

@@ -1,13 +1,13 @@
-"""Which CUDA kernel runs, on which grid: the same for CuPy arrays and for torch tensors.
+"""Chooses the CUDA kernel and the grid of each step, for all array libraries.
 
-Arrays are passed as `View`s, pointers and sizes; the caller allocates the results. There are two
-launches per direction: `moments` and `normalize`, `backward_reduce` and `backward_input`; members
-exchange their parts between them. Nothing here waits for the device. Grids are functions of shape
-and alignment alone, so results are bitwise the same on every run. Each launch passes its arguments
-in the order of `syncbn_core/kernels/cuda/signatures.py`.
+Arrays are passed as `View`s: a pointer and sizes. The caller allocates the results. Forward is
+`moments` then `normalize`, backward is `backward_reduce` then `backward_input`; between the two,
+members exchange their parts. Nothing here waits for the device. A grid depends only on shapes and
+alignment, so results are bitwise the same on every run. Arguments are passed in the order of
+`syncbn_core/kernels/cuda/signatures.py`.
 
     packed moments   float64 [2 C + 1]: count, mean, m2
-    statistics       float64 [3 C + 1]: count, mean, m2, invstd; what backward needs besides x
+    statistics       float64 [3 C + 1]: count, mean, m2, invstd; backward needs them besides x
     sums             float64 [2 C]: sum(dy) * weight, sum(dy * xhat) * weight
 """
 
@@ -52,21 +52,21 @@ __all__ = [
 
 Pointer = Any  # an int on a device
 
-# Blocks that a reduction aims at. Over planes: several times as many as 132 multiprocessors run at
-# once, so that the last of them leave few multiprocessors idle. Over rows, where each block leaves
-# sums of many channels to the last one: only as many as run at once.
+# The wanted number of blocks of a reduction, tuned for 132 multiprocessors. Over planes it is
+# several times the number of blocks that run at once, so that few multiprocessors are idle at the
+# end. Over rows it is that number itself, because the last block adds the sums of all others.
 BLOCKS = 2112
 ROW_BLOCKS = {1: 396, 2: 396, 4: 396, 8: 264}  # by lanes
-LONE_GROUP = 32  # up to so many splits of rows are added up by one block; more are added in groups
-# An elementwise kernel over rows: least and most rows per thread, and the number of blocks above
-# which a thread takes more than the least.
+LONE_GROUP = 32  # one block adds up to so many partial sums of rows; more are added in groups
+# Elementwise kernels over rows: the fewest and most rows per thread, and the number of blocks above
+# which a thread gets more than the fewest.
 ROWS_PER_THREAD = (4, 32)
 ROW_PIECES = 3168
-# Threads side by side over rows. Each block's partial sums and coefficients are in proportion to
-# it; 256 neighbouring bytes are enough for memory to be fast.
+# Threads of a block along the channels of a row. More would mean more partial sums and coefficients
+# per block; 256 adjacent bytes are enough for full memory speed.
 MAX_WIDTH = 32
 MAX_GRID_Y = 65535
-MAX_PARTS = 16  # so many parts are merged by each block of `normalize`; more are merged once before
+MAX_PARTS = 16  # each block of `normalize` merges up to so many; more are merged in advance
 
 _FILES = tuple(
     str(Path(__file__).parents[2] / "kernels" / "cuda" / f"{name}.py")
@@ -75,10 +75,10 @@ _FILES = tuple(
 
 
 class View(Protocol):
-    """A dense activation as `[outer, channels, inner]`."""
+    """A dense activation: pointer, dtype, and sizes `[outer, channels, inner]`."""
 
     pointer: Pointer
-    offset: int  # of the pointer from a multiple of 16, in bytes
+    offset: int  # bytes by which the pointer exceeds a multiple of 16
     dtype: str
     outer: int
     channels: int
@@ -88,21 +88,21 @@ class View(Protocol):
 class Runner(Protocol):
     """Launches kernels on the current stream of a device, and allocates their scratch memory."""
 
-    threads: int  # per block; `THREADS` on a device
+    threads: int  # threads per block; `THREADS` on a device
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
-        """Start a kernel; does not wait for it."""
+        """Start a kernel without waiting for it."""
 
     def scratch(self, size: int) -> tuple[Pointer, Any]:
         """A pointer to `size` float64 for the next launch, and the array that owns them."""
 
     def block_counters(self, size: int) -> tuple[Pointer, Any]:
-        """A pointer to `size` int32 zeros, which kernels leave at zero, and their array."""
+        """A pointer to `size` int32 zeros, which kernels reset to zero, and their array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Pointers to weight and bias, 0 for none, and the `CODES` of their dtypes."""
+    """Pointers to weight and bias, 0 if there is none, and the `CODES` of their dtypes."""
 
     weight: Pointer = 0
     weight_code: int = 0
@@ -112,11 +112,14 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Pointers to running statistics, 0 for none, and how to update them.
+    """Pointers to running statistics, 0 if there are none, and how to update them.
 
-    `tracked`: pointer to the int64 number of batches, which the kernel increments, or 0. `factor`:
-    the share of the batch; below zero it is `1 / (tracked + 1)`, which averages over all batches,
-    and the kernel only reads `tracked`.
+    Attributes:
+        mean, var: pointers to `(C,)`; `code`: their dtype, one of `CODES`.
+        tracked: pointer to the int64 number of batches, or 0. The kernel increments it, unless
+            `factor` is negative.
+        factor: the share of the batch. A negative one means `1 / (tracked + 1)`, the average over
+            all batches.
     """
 
     mean: Pointer = 0
@@ -130,7 +133,7 @@ NO_RUNNING = Running()
 
 
 class _Step(NamedTuple):
-    """The kernels of a step, for planes and for rows."""
+    """The names of a step's kernels, for planes and for rows."""
 
     planes: str
     rows: str
@@ -144,7 +147,7 @@ _BACKWARD_INPUT = _Step("planes_backward_input", "rows_backward_input")
 
 @cache
 def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Source:
-    """The kernel `name` for activations of `dtype`, `lanes` numbers at a time."""
+    """The kernel `name` for activations of `dtype`, with `lanes` numbers per load or store."""
     planes = name.startswith("planes")
 
     def build() -> Callable[..., None]:
@@ -159,10 +162,10 @@ def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Sou
         build=build,
         codes=codes_of(name),
         threads=threads,
-        # without, ptxas aims at more blocks by spilling registers in some of these
+        # without it, ptxas spills registers in some of these to fit more blocks
         min_blocks=3 if name.endswith(("normalize", "backward_input")) else 1,
         files=_FILES,
-        oldest=(8, 0) if dtype == "bfloat16" else (7, 0),  # rounded by one instruction
+        oldest=(8, 0) if dtype == "bfloat16" else (7, 0),  # the instruction that rounds to bfloat16
     )
 
 
@@ -172,13 +175,13 @@ def _aligned(*views: View) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """How a reduction over planes walks over the numbers of a channel."""
+    """How a reduction over planes is divided: loads of `lanes` numbers, blocks per channel."""
 
     lanes: int
     ragged: bool
     skew: int
-    slots: int  # per plane
-    splits: int
+    slots: int  # loads per plane
+    splits: int  # blocks per channel
 
 
 def _walk(threads: int, x: View, *others: View) -> _Walk:
@@ -196,7 +199,10 @@ def _walk(threads: int, x: View, *others: View) -> _Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """How rows are cut: blocks of `width` threads times `lanes` channels, `height` rows high."""
+    """How rows are divided: `tiles` groups of channels, blocks of `width` x `height` threads.
+
+    Each thread takes `lanes` adjacent channels of a row.
+    """
 
     lanes: int
     width: int
@@ -218,7 +224,7 @@ def _tiles(threads: int, x: View, *others: View) -> _Tiles:
 
 @dataclass(frozen=True, slots=True)
 class _Splits:
-    """The rows of a tile are shared by `splits` blocks: `groups` groups of at most `group`."""
+    """The blocks that share the rows of a tile: `splits` of them in `groups` of up to `group`."""
 
     splits: int
     group: int
@@ -226,7 +232,7 @@ class _Splits:
 
     @property
     def places(self) -> int:
-        """How many blocks and groups store partial sums of a tile."""
+        """The number of partial sums of a tile: one per block and one per group."""
         return self.splits + self.groups
 
     @property
@@ -255,72 +261,79 @@ def _pieces(threads: int, lanes: int, total: int) -> int:
 
 
 def _plane_lanes(*views: View) -> int:
-    """Numbers at a time in an elementwise kernel over planes."""
+    """Numbers per load in an elementwise kernel over planes."""
     lanes = lanes_of(views[0].dtype)
     return lanes if views[0].inner >= MIN_INNER and _aligned(*views) else 1
 
 
 def channels_innermost(x: View) -> bool:
-    """Whether kernels for rows take x: all channels side by side, or no number at all."""
+    """Whether the kernels for rows are used: channels are adjacent in memory, or x is empty."""
     return x.inner <= 1 or x.outer == 0
 
 
-def _reduce(
-    run: Runner, step: _Step, views: tuple[View, ...], pointers: tuple[Pointer, ...], *rest: Any
-) -> None:
-    """Launch a reduction over the channels of `views`, which must not be empty.
+class _Cut(NamedTuple):
+    """How a kernel is launched over views.
 
-    The kernel's arguments are `pointers` to the views, how they are cut, partial sums and block
-    counters, and the `rest`.
+    `source`: the kernel; `grid`: of blocks; `sizes`: its arguments that say how the views are cut.
+    `partials`, `counters`: how many pairs of partial sums and block counters a reduction needs.
     """
-    x, ragged = views[0], False
+
+    source: Source
+    grid: tuple[int, int]
     sizes: tuple[int, ...]
+    partials: int = 0
+    counters: int = 0
+
+
+def _cut_reduction(step: _Step, threads: int, *views: View) -> _Cut:
+    """For a reduction over the channels of views, which must not be empty."""
+    x = views[0]
     if channels_innermost(x):
-        name, tiles = step.rows, _tiles(run.threads, *views)
+        tiles = _tiles(threads, *views)
         plan = _row_splits(tiles, x.outer)
-        lanes, splits, across = tiles.lanes, plan.splits, tiles.tiles
-        sizes = (x.outer, x.channels, tiles.width, splits, plan.group)
-        pairs, counters = across * plan.places * tiles.width * lanes, across * plan.counters
+        kernel = source(step.rows, x.dtype, tiles.lanes, False, threads)
+        sizes: tuple[int, ...] = (x.outer, x.channels, tiles.width, plan.splits, plan.group)
+        pairs = tiles.tiles * plan.places * tiles.width * tiles.lanes
+        grid, counters = (tiles.tiles, plan.splits), tiles.tiles * plan.counters
     else:
-        name, walk = step.planes, _walk(run.threads, *views)
-        lanes, ragged, splits, across = walk.lanes, walk.ragged, walk.splits, x.channels
-        sizes = (walk.skew, x.outer, x.channels, x.inner, walk.slots, splits)
-        pairs, counters = across * splits, across
-    partials, block_counters, kept = 0, 0, []
-    if splits > 1:
-        partials, keep = run.scratch(2 * pairs)
-        block_counters, keep_too = run.block_counters(counters)
-        kept = [keep, keep_too]
-    kernel = source(name, x.dtype, lanes, ragged, run.threads)
-    run.launch(kernel, (across, splits), *pointers, *sizes, partials, block_counters, *rest)
-    del kept
+        walk = _walk(threads, *views)
+        kernel = source(step.planes, x.dtype, walk.lanes, walk.ragged, threads)
+        sizes = (walk.skew, x.outer, x.channels, x.inner, walk.slots, walk.splits)
+        pairs = x.channels * walk.splits
+        grid, counters = (x.channels, walk.splits), x.channels
+    needs = (pairs, counters) if grid[1] > 1 else (0, 0)
+    return _Cut(kernel, grid, sizes, *needs)
 
 
-def _elementwise(
-    run: Runner, step: _Step, views: tuple[View, ...], pointers: tuple[Pointer, ...], *rest: Any
-) -> None:
-    """Launch an elementwise kernel over `views`.
-
-    The kernel's arguments are `pointers` to the views, how they are cut, and the `rest`.
-    """
-    x, ragged = views[0], False
-    sizes: tuple[int, ...]
+def _cut_elementwise(step: _Step, threads: int, *views: View) -> _Cut:
+    """For an elementwise kernel over views."""
+    x = views[0]
     if channels_innermost(x):
-        name, tiles = step.rows, _tiles(run.threads, *views)
-        lanes, rows = tiles.lanes, x.outer * x.inner
+        tiles = _tiles(threads, *views)
         piece, pieces = _row_piece(tiles, x.outer)
-        grid, sizes = (tiles.tiles, pieces), (rows, x.channels, tiles.width, piece)
-    else:
-        name, lanes, total = step.planes, _plane_lanes(*views), x.outer * x.channels * x.inner
-        ragged = x.inner % lanes != 0
-        grid, sizes = (_pieces(run.threads, lanes, total), 1), (total, x.channels, x.inner)
-    kernel = source(name, x.dtype, lanes, ragged, run.threads)
-    run.launch(kernel, grid, *pointers, *sizes, *rest)
+        kernel = source(step.rows, x.dtype, tiles.lanes, False, threads)
+        return _Cut(
+            kernel, (tiles.tiles, pieces), (x.outer * x.inner, x.channels, tiles.width, piece)
+        )
+    lanes, total = _plane_lanes(*views), x.outer * x.channels * x.inner
+    kernel = source(step.planes, x.dtype, lanes, x.inner % lanes != 0, threads)
+    return _Cut(kernel, (_pieces(threads, lanes, total), 1), (total, x.channels, x.inner))
+
+
+def _shared_sums(run: Runner, cut: _Cut) -> tuple[Pointer, Pointer, list[Any]]:
+    """Partial sums and block counters of a reduction: two pointers, and what keeps them."""
+    if not cut.partials:
+        return 0, 0, []
+    partials, kept = run.scratch(2 * cut.partials)
+    counters, kept_too = run.block_counters(cut.counters)
+    return partials, counters, [kept, kept_too]
 
 
 def moments(run: Runner, x: View, into: Pointer) -> None:
-    """Packed moments of x, which must not be empty, into `into`."""
-    _reduce(run, _MOMENTS, (x,), (x.pointer,), into)
+    """Write the packed moments of x to `into`; x must not be empty."""
+    cut = _cut_reduction(_MOMENTS, run.threads, x)
+    partials, counters, _kept = _shared_sums(run, cut)
+    run.launch(cut.source, cut.grid, x.pointer, *cut.sizes, partials, counters, into)
 
 
 def normalize(
@@ -336,10 +349,10 @@ def normalize(
     clamp: bool,
     running: Running = NO_RUNNING,
 ) -> None:
-    """y from x and the `num_parts` packed moments at `parts`, merged in their order.
+    """Write y. Its statistics are the `num_parts` packed moments at `parts`, merged in their order.
 
-    Statistics are written to `into`, and running statistics are updated. Without parts the running
-    statistics are those to normalize by. All of this holds for an empty x, too.
+    Also writes the statistics to `into` and updates the running statistics. With `num_parts` 0
+    (eval) the running statistics normalize x and are not updated. An empty x is allowed.
     """
     if x.channels == 0:
         return
@@ -348,11 +361,13 @@ def normalize(
         one, keep = run.scratch(2 * x.channels + 1)
         merge_parts(run, parts, num_parts, x.channels, one)
         parts, num_parts = one, 1
-    _elementwise(
-        run,
-        _NORMALIZE,
-        (x, y),
-        (x.pointer, y.pointer),
+    cut = _cut_elementwise(_NORMALIZE, run.threads, x, y)
+    run.launch(
+        cut.source,
+        cut.grid,
+        x.pointer,
+        y.pointer,
+        *cut.sizes,
         parameters.weight,
         parameters.weight_code,
         parameters.bias,
@@ -383,15 +398,20 @@ def backward_reduce(
     *,
     code: int = CODES["float32"],
 ) -> None:
-    """This member's sums into `into`, and its gradients of weight and bias, of dtype `code`.
+    """Write this member's sums to `into`, and its gradients of weight and bias.
 
-    x and dy must not be empty.
+    `code`: the dtype of those gradients, one of `CODES`. x and dy must not be empty.
     """
-    _reduce(
-        run,
-        _BACKWARD_REDUCE,
-        (x, dy),
-        (x.pointer, dy.pointer),
+    cut = _cut_reduction(_BACKWARD_REDUCE, run.threads, x, dy)
+    partials, counters, _kept = _shared_sums(run, cut)
+    run.launch(
+        cut.source,
+        cut.grid,
+        x.pointer,
+        dy.pointer,
+        *cut.sizes,
+        partials,
+        counters,
         statistics,
         parameters.weight,
         parameters.weight_code,
@@ -414,14 +434,17 @@ def backward_input(
     eps: float,
     clamp: bool,
 ) -> None:
-    """dx from the sums over all members at `sums`; 0 there means that statistics are constant."""
+    """Write dx. `sums`: pointer to the sums over all members; 0 for constant statistics (eval)."""
     if x.outer * x.channels * x.inner == 0:
         return
-    _elementwise(
-        run,
-        _BACKWARD_INPUT,
-        (x, dy, dx),
-        (x.pointer, dy.pointer, dx.pointer),
+    cut = _cut_elementwise(_BACKWARD_INPUT, run.threads, x, dy, dx)
+    run.launch(
+        cut.source,
+        cut.grid,
+        x.pointer,
+        dy.pointer,
+        dx.pointer,
+        *cut.sizes,
         statistics,
         parameters.weight,
         parameters.weight_code,
@@ -432,6 +455,6 @@ def backward_input(
 
 
 def merge_parts(run: Runner, parts: Pointer, num_parts: int, channels: int, into: Pointer) -> None:
-    """One packed moments of `num_parts`, merged in their order."""
+    """Merge `num_parts` packed moments, in their order, and write the result to `into`."""
     kernel = source("merge_parts", "float64", 1, False, run.threads)
     run.launch(kernel, (-(-channels // run.threads), 1), parts, num_parts, channels, into)

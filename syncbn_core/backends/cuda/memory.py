@@ -1,4 +1,4 @@
-"""What the CUDA steps ask of an array library, and launches on its current stream."""
+"""`DeviceMemory`: what the CUDA steps need from an array library; `Launcher`: kernel launches."""
 
 from __future__ import annotations
 
@@ -18,69 +18,73 @@ __all__ = ["DeviceMemory", "DeviceView", "Launcher"]
 Array = Any  # of the library
 Pointer = Any  # an int on a device
 
-BLOCK_COUNTERS = 4096  # at first; as many as a reduction has channels or tiles
-LEGACY_STREAMS = (0, 1)  # never captured
-PER_THREAD_STREAM = 2  # one handle, another stream in every thread
+BLOCK_COUNTERS = 4096  # the first allocation; a reduction needs one per channel or tile
+LEGACY_STREAMS = (0, 1)  # CUDA can't capture them
+PER_THREAD_STREAM = 2  # the same handle in all threads, but a different stream in each
 
 
 class DeviceMemory(Protocol):
-    """An array library whose arrays are on CUDA devices. dtypes are NumPy's names."""
+    """An array library whose arrays are on CUDA devices. Dtypes are given by NumPy's names."""
 
     @property
     def plain(self) -> PlainOperations:
-        """The steps in the library's own operations."""
+        """The same steps in the library's own array operations."""
 
     def device_of(self, array: Array) -> int:
-        """The number of the array's device."""
+        """The number of the device that holds the array."""
 
     def on_device(self, index: int) -> AbstractContextManager[Any]:
-        """Makes a device the current one, as launches and allocations want it."""
+        """Context manager: device `index` is current, as launches and allocations need it."""
 
     def stream(self, index: int) -> int:
-        """The handle of the stream that is current on a device."""
+        """The handle of the current stream of device `index`."""
 
     def is_captured(self, stream: int) -> bool:
-        """Whether a graph is made of what a stream of the current device does."""
+        """Whether a stream of the current device is being captured into a CUDA graph."""
 
     def pointer(self, array: Array) -> Pointer:
-        """The address of the first element."""
+        """The address of the first element of the array."""
 
     def dtype_name(self, array: Array) -> str:
-        """`float32` and the like."""
+        """The name of the dtype, such as "float32"."""
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
-        """A new array on the device that is current."""
+        """A new uninitialized array on device `index`, which is the current one."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
-        """A new array of zeros on the device that is current."""
+        """A new array of zeros on device `index`, which is the current one."""
 
     def join(self, arrays: list[Array]) -> Array:
-        """The arrays one after the other along their first axis, where the first one is."""
+        """The arrays concatenated along axis 0, on the device of the first."""
 
     def is_contiguous(self, array: Array) -> bool:
-        """Whether the array lies in row-major order without gaps."""
+        """Whether the array is row-major without gaps."""
 
     def contiguous(self, array: Array) -> Array:
-        """The array, or a copy of it in row-major order."""
+        """The array, or a row-major copy of it."""
 
     def dense(self, x: Array) -> tuple[Array, Layout]:
         """x, or a dense copy of it, and its layout."""
 
     def like(self, other: Array, dense: Array, layout: Layout) -> Array:
-        """`other` in the dtype and layout of `dense`."""
+        """`other`, or a copy of it in the dtype and layout of `dense`."""
 
     def target(self, dense: Array, layout: Layout, out: Array | None, *operands: Array) -> Array:
-        """Where to write: `out` if it lies like `dense` and across no operand, else a new array."""
+        """The array to write to: `out` if possible, else a new array like `dense`.
+
+        `out` must have the dtype and layout of `dense`, and overlap no operand unless it is the
+        same memory.
+        """
 
     def cast_to_output(self, result: Array, out: Array | None) -> Array:
-        """The result, in `out` if that is given."""
+        """`result`, or `out` after writing the result into it."""
 
     def assign(self, targets: Sequence[Array], values: Sequence[Array]) -> None:
-        """Write values into arrays, on the current stream."""
+        """Write `values` into `targets`, on the current stream."""
 
 
 class DeviceView:
-    """A dense activation as the kernels see it: `[outer, channels, inner]` at a pointer."""
+    """The address, dtype and sizes `[outer, channels, inner]` of a dense activation."""
 
     __slots__ = ("channels", "dtype", "inner", "offset", "outer", "pointer")
 
@@ -92,7 +96,7 @@ class DeviceView:
 
 
 class Launcher:
-    """Launches on the current stream of a device, which has to be the current one."""
+    """Launches kernels on the current stream of device `index`, which must be current."""
 
     __slots__ = ("counters", "index", "memory", "stream")
 
@@ -107,18 +111,19 @@ class Launcher:
         self.counters = counters
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
-        """Start a kernel; does not wait for it."""
+        """Start a kernel without waiting for it."""
         kernel_for(source, self.index).launch(grid, self.stream, *arguments)
 
     def scratch(self, size: int) -> tuple[Pointer, Array]:
-        """`size` float64 until the launch that follows, and what keeps them."""
+        """Address of `size` float64 for the next launch, and the array that owns them."""
         array = self.memory.empty((size,), "float64", self.index)
         return self.memory.pointer(array), array
 
     def block_counters(self, size: int) -> tuple[Pointer, Array]:
-        """`size` int32 zeros, which kernels leave as zeros, and what keeps them.
+        """Address of `size` int32 zeros, which kernels reset to zero, and the array that owns them.
 
-        Each stream has its own. So has a captured graph: it may run beside its stream.
+        Each stream has its own, and so has each captured graph, which may run at the same time as
+        the stream on which it was captured.
         """
         memory, stream = self.memory, self.stream
         if stream not in LEGACY_STREAMS and memory.is_captured(stream):

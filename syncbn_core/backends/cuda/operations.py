@@ -1,8 +1,8 @@
-"""The steps of batch normalization on CUDA devices: one text for all array libraries.
+"""`CudaOperations`: the steps of batch normalization on CUDA devices, for all array libraries.
 
-A library says by a `DeviceMemory` how it allocates and where its arrays are. Two launches per
-direction, on the current stream of the arrays' device; nothing here waits for the device, so a
-forward and backward can be captured in a CUDA graph after one ordinary run.
+A `DeviceMemory` per library allocates arrays and gives their addresses. Forward and backward are
+two kernel launches each, on the current stream of the arrays' device. Nothing here waits for the
+device, so a CUDA graph can capture forward and backward, after one run without capture.
 """
 
 from __future__ import annotations
@@ -23,36 +23,39 @@ Array = Any
 
 
 class DeviceStatistics(NamedTuple):
-    """Statistics of the whole batch on a device: `packed` `[3 C + 1]`, count, mean, m2, invstd."""
+    """Statistics of the whole batch on a device: count, mean, m2, invstd in `packed`.
+
+    `packed`: float64 `(3 C + 1,)`.
+    """
 
     packed: Array
 
     @property
     def mean(self) -> Array:
-        """`(C,)` float64."""
+        """Per channel, `(C,)` float64."""
         return self.packed[1 : 1 + len(self.packed) // 3]
 
     @property
     def invstd(self) -> Array:
-        """`(C,)` float64."""
+        """Per channel, `(C,)` float64."""
         return self.packed[1 + len(self.packed) // 3 * 2 :]
 
     def as_plain(self) -> Statistics:
-        """The same for plain operations; the count is an array ()."""
+        """The same as `Statistics`, for `PlainOperations`; the count is an array `()`."""
         packed, channels = self.packed, len(self.packed) // 3
         m2 = packed[1 + channels : 1 + 2 * channels]
         return Statistics(Moments(packed[0], self.mean, m2), self.invstd)
 
 
 class CudaOperations(Operations):
-    """The steps for the arrays of one library on CUDA devices."""
+    """The steps on CUDA devices for the array library of `memory`."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
         self.counters: dict[tuple[int, int, int], Array] = {}
 
     def launcher(self, index: int) -> Launcher:
-        """For the device that is current."""
+        """A launcher for device number `index`, which must be the current device."""
         return Launcher(self.memory, index, self.counters)
 
     def moments(self, x: Array) -> DeviceMoments:
@@ -72,7 +75,7 @@ class CudaOperations(Operations):
         return join_rows(parts)
 
     def one_row(self, part: DeviceMoments) -> DeviceMoments:
-        """All parts in one row, as members send it."""
+        """All parts merged into one row, the form in which members send it."""
         rows = part.rows
         if len(rows) == 1:
             return part
@@ -85,7 +88,7 @@ class CudaOperations(Operations):
         return part.with_rows(one, part.known_count)
 
     def statistics(self, total: DeviceMoments, rule: NormRule) -> DeviceMoments:
-        return total  # the kernel of `forward` merges the parts
+        return total  # the kernel of `forward` merges the parts and computes invstd
 
     def forward(
         self,
@@ -100,14 +103,27 @@ class CudaOperations(Operations):
         with memory.on_device(index):
             rows = memory.contiguous(statistics.rows)
             in_kernel = None if running is None else self._in_kernel(running, index)
-            update = grid.NO_RUNNING if in_kernel is None else in_kernel
-            done = self._normalize(x, rows, affine, rule, update, out)
+            dense, y, packed, layout = self._outputs(x, out, index)
+            parameters, _kept = self._parameters(affine)
+            grid.normalize(
+                self.launcher(index),
+                DeviceView(memory, dense, layout),
+                DeviceView(memory, y, layout),
+                parameters,
+                memory.pointer(rows),
+                len(rows),
+                memory.pointer(packed),
+                eps=rule.eps,
+                clamp=rule.clamps,
+                running=in_kernel or grid.NO_RUNNING,
+            )
+            known = DeviceStatistics(packed)
             if running is not None and in_kernel is None:
-                self.update_running(running, done.statistics)
+                self.update_running(running, known)
             elif running is not None and running.momentum is None:
                 counter: Any = running.num_batches_tracked
-                counter += 1  # the kernel has only read it, in many blocks
-            return Forward(done.y, done.statistics, running)
+                counter += 1  # not in the kernel, where many blocks read it
+            return Forward(memory.cast_to_output(y, out), known, running)
 
     def forward_eval(
         self,
@@ -126,35 +142,30 @@ class CudaOperations(Operations):
                 mean, var = (memory.contiguous(cast(v, widest(v))) for v in (mean, var))
             code = grid.CODES[memory.dtype_name(mean)]
             constant = grid.Running(memory.pointer(mean), memory.pointer(var), code)
-            return self._normalize(x, None, affine, rule, constant, out)
+            dense, y, packed, layout = self._outputs(x, out, index)
+            parameters, _kept = self._parameters(affine)
+            grid.normalize(
+                self.launcher(index),
+                DeviceView(memory, dense, layout),
+                DeviceView(memory, y, layout),
+                parameters,
+                0,
+                0,
+                memory.pointer(packed),
+                eps=rule.eps,
+                clamp=rule.clamps,
+                running=constant,
+            )
+            return Forward(memory.cast_to_output(y, out), DeviceStatistics(packed))
 
-    def _normalize(
-        self,
-        x: Array,
-        rows: Array | None,
-        affine: Affine,
-        rule: NormRule,
-        running: grid.Running,
-        out: Array | None,
-    ) -> Forward:
-        memory, index = self.memory, self.memory.device_of(x)
+    def _outputs(
+        self, x: Array, out: Array | None, index: int
+    ) -> tuple[Array, Array, Array, Layout]:
+        """A dense x, y, memory for the statistics that backward needs; how x and y lie."""
+        memory = self.memory
         dense, layout = memory.dense(x)
-        y = memory.target(dense, layout, out)
-        parameters, _kept = self._parameters(affine)
         packed = memory.empty((3 * x.shape[1] + 1,), "float64", index)
-        grid.normalize(
-            self.launcher(index),
-            DeviceView(memory, dense, layout),
-            DeviceView(memory, y, layout),
-            parameters,
-            0 if rows is None else memory.pointer(rows),
-            0 if rows is None else len(rows),
-            memory.pointer(packed),
-            eps=rule.eps,
-            clamp=rule.clamps,
-            running=running,
-        )
-        return Forward(memory.cast_to_output(y, out), DeviceStatistics(packed))
+        return dense, memory.target(dense, layout, out), packed, layout
 
     def backward_reduce(
         self, x: Array, dy: Array, statistics: DeviceStatistics, affine: Affine, rule: NormRule
@@ -225,7 +236,7 @@ class CudaOperations(Operations):
         return dense, layout, self.memory.like(dy, dense, layout)
 
     def _parameters(self, affine: Affine) -> tuple[grid.Parameters, list[Array]]:
-        """Pointers to weight and bias, and the contiguous arrays behind them."""
+        """Pointers to weight and bias, and the contiguous arrays that must stay alive for them."""
         memory = self.memory
         arrays = [None if a is None else memory.contiguous(a) for a in affine]
         pointers = [0 if a is None else memory.pointer(a) for a in arrays]
@@ -233,7 +244,7 @@ class CudaOperations(Operations):
         return grid.Parameters(pointers[0], codes[0], pointers[1], codes[1]), arrays
 
     def _in_kernel(self, running: RunningStatistics, index: int) -> grid.Running | None:
-        """What lets the kernel update running statistics; None where it can't."""
+        """The arguments with which the kernel updates running statistics; None if it can't."""
         memory = self.memory
         mean, var, counter, momentum = running
         if (mean is None) != (var is None) or (momentum is None and counter is None):
