@@ -40,7 +40,7 @@ nox.options.sessions = [
 TORCH_PYTHON = OLDEST_PYTHON if shutil.which(f"python{OLDEST_PYTHON}") else None
 
 # Of the core, what can be tested of CUDA without a device.
-WITHOUT_DEVICE = [f"tests/core/test_{name}.py" for name in ("driver", "no_device", "stand_in")]
+WITHOUT_DEVICE = [f"tests/core/test_{name}.py" for name in ("driver", "no_device", "fake_cupy")]
 
 # For tests that compute in one thread and wait for nobody.
 SIDE_BY_SIDE = ("--numprocesses", "2")
@@ -180,8 +180,8 @@ def tests_cuda12(session: nox.Session) -> None:
 
 def run_architectures(session: nox.Session, cuda: str, *names: str) -> None:
     install_cuda(session, cuda, "torch", "examples")
-    files = ("kernels", "costs", "traffic", "torch_on_cuda", "cupy_backend")
-    tests = [f"tests/ptx/test_{name}.py" for name in files]
+    files = ("kernels", "costs", "traffic", "torch_on_cuda")
+    tests = [*(f"tests/ptx/test_{name}.py" for name in files), "tests/ptx/cupy_backend"]
     for arch in session.posargs or names:
         session.run("pytest", *SIDE_BY_SIDE, "--arch", arch, *tests)
         session.run("python", "tests/ptx/mutants.py", "--arch", arch)
@@ -215,9 +215,9 @@ def tests_oldest(session: nox.Session) -> None:
     session.install("--no-compile", "-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
     fresh_numba_cache(session)
     # what depends on them: the kernels, and how tensors become arrays
-    names = ("autograd", "batchnorm", "cpu", "interop")
+    names = ("autograd", "batchnorm", "cpu", "memory")
     torch = [f"tests/torch/test_{name}.py" for name in names]
-    waiting = ("comm", "comm_failures", "comm_misuse", "interrupts", "labels", "mpi", "imports")
+    waiting = ("comm", "comm_failures", "comm_misuse", "interrupts", "sum_labels", "mpi", "imports")
     others = [f"--ignore=tests/core/test_{name}.py" for name in (*waiting, "driver", "no_device")]
     usual = [*SIDE_BY_SIDE, "tests/core", *others, *torch]
     session.run("pytest", *(session.posargs or usual))

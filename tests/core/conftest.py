@@ -15,7 +15,7 @@ from hypothesis import settings
 from syncbn_core.backends import reference
 from syncbn_core.comm import ThreadCommunicator, run_in_threads, thread_group
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `steps`
+sys.path.insert(0, str(Path(__file__).parent))  # for `steps` and `mpi_ranks`
 
 from steps import Steps
 

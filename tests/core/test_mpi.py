@@ -1,4 +1,4 @@
-"""Ranks of MPI, started by mpirun; what they do: `mpi_members.py`."""
+"""Ranks of MPI, started by mpirun. Each test names a function of `mpi_ranks.py`."""
 
 import shutil
 import subprocess
@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from mpi_ranks import FAULTS, PROMISES
 
 from syncbn_core.comm import MPICommunicator
 from syncbn_core.errors import BackendError
@@ -19,12 +20,12 @@ needs_mpi = pytest.mark.skipif(
 )
 
 
-def run(case: str, folder: Path) -> tuple[int, str]:
+def run(name: str, folder: Path) -> tuple[int, str]:
     """The exit status of mpirun and what was printed; it has a minute."""
-    script = str(Path(__file__).with_name("mpi_members.py"))
+    script = str(Path(__file__).with_name("mpi_ranks.py"))
     command = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "4"]
     done = subprocess.run(
-        [*command, sys.executable, script, case, str(folder)],
+        [*command, sys.executable, script, name, str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -35,19 +36,19 @@ def run(case: str, folder: Path) -> tuple[int, str]:
 
 
 @needs_mpi
-@pytest.mark.parametrize("case", ["parts", "errors"])
-def test_ranks(case: str, tmp_path: Path) -> None:
-    status, output = run(case, tmp_path)
+@pytest.mark.parametrize("promise", PROMISES)
+def test_ranks(promise: str, tmp_path: Path) -> None:
+    status, output = run(promise, tmp_path)
     assert status == 0, output
     assert output.count("DONE") == 4, output
 
 
 @needs_mpi
-@pytest.mark.parametrize("case", ["raise", "kill", "skip", "stuck", "absent"])
-def test_nobody_waits_for_ever(case: str, tmp_path: Path) -> None:
-    status, output = run(case, tmp_path)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nobody_waits_for_ever_for_a_rank_that(fault: str, tmp_path: Path) -> None:
+    status, output = run(fault, tmp_path)
     assert status != 0, output
-    if case != "kill":  # mpirun ends the others at once
+    if fault != "is_killed":  # mpirun ends the others at once
         assert len(list(tmp_path.glob("told.*"))) == 3, output
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
-from syncbn_torch import batchnorm, cuda  # noqa: E402
+from syncbn_torch import dispatch  # noqa: E402
+from syncbn_torch.backends import cuda  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 SHAPES = [
@@ -32,7 +33,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def ours():
-    with batchnorm.always_ours():
+    with dispatch.always_ours():
         yield
 
 
@@ -307,7 +308,7 @@ def test_second_derivatives(device):
 
 
 def test_the_kernels_are_ours(device, only_cuda):
-    assert cuda.has_cuda_kernels(torch.zeros(1, device=device))
+    assert cuda.takes(torch.zeros(1, device=device))
     layer = layer_for(8, device)
     x = batch((4, 8, 16, 16), "float32", device).requires_grad_()
     layer(x).sum().backward()

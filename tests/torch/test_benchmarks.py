@@ -1,4 +1,4 @@
-"""The scripts for a GPU are in order where there is none: dry runs, that measure nothing."""
+"""The scripts of `benchmarks` run to their end; those for a GPU make a dry run without one."""
 
 import json
 import os
@@ -86,6 +86,14 @@ def test_revisions_are_compared() -> None:
     done = run("compare.py", str(ROOT), "--rounds", "2", "--threads", "1", "--shapes", "4x8x8x8")
     assert done.returncode == 0, done.stderr
     assert "geometric mean" in done.stdout
+
+
+def test_call_counts_of_layers_and_replicas_are_shown() -> None:
+    pytest.importorskip("rich")
+    done = run("call_counts.py", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    for what in ("layer alone, our kernel: backward", "4 replicas of 8 layers: forward"):
+        assert what in done.stdout
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncbn_core.backends.base import Affine, RunningStatistics
-from syncbn_core.errors import DeviceError, DTypeError, StateError
+from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.moments import NormRule
 from syncbn_torch import SyncBatchNorm
 from syncbn_torch.backends import cpu
@@ -262,3 +262,19 @@ def test_parameters_of_no_floating_dtype_are_refused_by_name(
     with always_ours(ours), pytest.raises(DTypeError, match=words):
         layer(torch.randn(8, 3, 5))
     assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+@pytest.mark.parametrize("shape", [(2,), (4,), (1, 3), ()])
+def test_parameters_and_buffers_of_other_sizes_are_refused(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    """A kernel would read and write past their end."""
+    layer = SyncBatchNorm(3)
+    other = torch.zeros(shape)
+    setattr(layer, name, nn.Parameter(other) if name in ("weight", "bias") else other)
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    with always_ours(), pytest.raises(ShapeError, match=f"expected {name} of shape"):
+        layer(torch.randn(4, 3, 50))
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, before[key]), key

@@ -1,4 +1,4 @@
-"""What errors call a layer."""
+"""The names by which errors tell layers apart."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The CuPy that the kernels' tests run on has nothing that CuPy itself has not."""
+"""Whatever `tests/ptx/fake_cupy.py` offers, CuPy itself has too."""
 
 import inspect
 import warnings
@@ -15,7 +15,7 @@ if find_spec("cupy") is None:
 import cupy
 
 
-def stand_in() -> ModuleType:
+def fake_cupy() -> ModuleType:
     path = Path(__file__).parents[1] / "ptx" / "fake_cupy.py"
     spec = spec_from_file_location("fake_cupy", path)
     assert spec is not None
@@ -26,7 +26,7 @@ def stand_in() -> ModuleType:
     return installed
 
 
-FAKE: Any = stand_in()
+FAKE: Any = fake_cupy()
 
 
 def public(thing: Any) -> list[str]:

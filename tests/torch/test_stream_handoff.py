@@ -1,4 +1,7 @@
-"""Copies between GPUs wait for the stream that writes; a tensor that says so stands for one."""
+"""Copies between GPUs wait for the stream that writes.
+
+A CPU tensor that says it is on a GPU stands for a tensor there.
+"""
 
 import contextlib
 
@@ -41,9 +44,9 @@ def streams(monkeypatch):
 
 def test_a_copy_runs_on_the_stream_that_wrote(streams) -> None:
     tensor = torch.Tensor._make_subclass(OnGpu, torch.ones(2))
-    handover = StreamHandoff(tensor)
+    handoff = StreamHandoff(tensor)
     streams.clear()  # another thread has other current streams
-    assert handover.on(torch.device("cuda", 0)) == "copy"
+    assert handoff.on(torch.device("cuda", 0)) == "copy"
     assert log == ["on s1", "copy to cuda:0", "off s1"]
 
 
@@ -53,9 +56,9 @@ def test_another_stream_of_the_device_waits(streams) -> None:
             log.append(f"{self} waits for {other}")
 
     tensor = torch.Tensor._make_subclass(OnGpu, torch.ones(2))
-    handover = StreamHandoff(tensor)
+    handoff = StreamHandoff(tensor)
     streams[torch.device("cuda", 1)] = Stream("s2")
-    assert handover.on(torch.device("cuda", 1)) is tensor
+    assert handoff.on(torch.device("cuda", 1)) is tensor
     assert log == ["s2 waits for s1", "used on s2"]
 
 

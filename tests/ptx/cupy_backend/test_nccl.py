@@ -1,0 +1,151 @@
+"""`NCCLCommunicator` over the NCCL of `fake_cupy`."""
+
+from __future__ import annotations
+
+import fake_cupy
+import numpy as np
+import pytest
+from cupy_arrays import (
+    captured,
+    check_group,
+    in_group,
+    one_stream,
+    streams,
+    to_device,
+    to_host,
+    two_devices,
+)
+from fake_cupy import races
+
+from syncbn_core import BatchNorm, functional
+from syncbn_core.comm import NCCLCommunicator
+from syncbn_core.errors import (
+    ArgumentError,
+    BackendError,
+    CommError,
+    CommTimeout,
+    DTypeError,
+    ProtocolError,
+)
+
+
+@pytest.mark.parametrize("place", [one_stream, streams, two_devices], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("rows", [(2, 0, 1), (3, 2), (4,)], ids=str)
+def test_ranks_of_nccl_equal_the_undivided_batch(rows, place, rng):
+    check_group(rows, place, rng, nccl=True)
+
+
+def test_the_host_takes_no_part_in_nccl(rng):
+    x = rng.normal(size=(4, 3, 5))
+
+    def member(rank, own):
+        layer, part = BatchNorm(3, device="cuda", communicator=own), to_device(x)
+        races.transfers.clear()
+        layer.backward(layer(part))
+        assert not races.transfers
+        own.synchronize()
+
+    in_group(2, two_devices, member, nccl=True)
+
+
+def test_nccl_takes_arrays_of_the_host_there_and_back():
+    def member(rank, own):
+        total = own.all_reduce_sums(np.array([1.0, rank]))
+        assert type(total) is np.ndarray
+        counts = own.all_reduce_sums(to_device(np.int64([rank, 7])))
+        with pytest.raises(DTypeError, match="complex128"):
+            own.all_reduce_sums(np.array([1j]))
+        return total.tolist(), to_host(counts).tolist()
+
+    assert in_group(2, two_devices, member, nccl=True) == [([2.0, 1.0], [1, 14])] * 2
+
+
+def test_nccl_ranks_in_different_layers_are_told_so():
+    def member(rank, own):
+        layers = [BatchNorm(c, device="cuda", communicator=own, name=f"layer {c}") for c in (3, 4)]
+        with pytest.raises(ProtocolError, match=r"rank 1: call 1 .forward of layer 4, layer 1: 9"):
+            layers[rank](to_device(np.ones((2, 3 + rank), "float32")))
+        layers[0](to_device(np.ones((2, 3), "float32")))
+
+    in_group(2, streams, member, nccl=True, check_order=True)
+
+
+def unlike_branches(own, rank):
+    """A backward of another layer on each rank: its dx."""
+    layers = [BatchNorm(3, device="cuda", communicator=own, name=name) for name in "ab"]
+    ys = [layer(to_device(np.ones((2, 3), "float32") + rank)) for layer in layers]
+    return layers[rank].backward(ys[rank]), ys
+
+
+TOLD = r"different ones in call 3 .backward of {}, layer {}, forward in call {}: 6 numbers"
+
+
+@pytest.mark.parametrize("looks", ["the next call", "synchronize"])
+def test_nccl_ranks_in_backward_of_other_layers_get_nan_and_are_told_later(looks):
+    def member(rank, own):
+        dx, ys = unlike_branches(own, rank)
+        told = TOLD.format("ab"[rank], 1 + rank, 1 + rank)
+        with pytest.raises(ProtocolError, match=told):
+            own.synchronize() if looks == "synchronize" else own.all_reduce_sums(ys[0])
+        assert np.isnan(to_host(dx)).all()
+        with pytest.raises(CommError, match="failed before: expected all ranks"):
+            own.all_reduce_sums(ys[0])
+
+    in_group(2, streams, member, nccl=True)
+
+
+def test_nobody_waits_to_be_told_of_nccl_ranks_in_other_layers():
+    def member(rank, own):
+        fake_cupy.stuck.append(True)
+        dx, ys = unlike_branches(own, rank)
+        total = own.all_reduce_sums(ys[0])
+        own._nccl._comm._shared.barrier.wait()
+        fake_cupy.stuck.clear()
+        with pytest.raises(ProtocolError, match=TOLD.format("ab"[rank], 1 + rank, 1 + rank)):
+            own.synchronize()
+        return to_host(dx), to_host(total)
+
+    try:
+        for dx, total in in_group(2, streams, member, nccl=True):
+            assert np.isnan(dx).all()
+            assert np.isfinite(total).all()
+    finally:
+        fake_cupy.stuck.clear()
+
+
+def test_a_captured_backward_of_other_layers_gives_nan():
+    def member(rank, own):
+        with captured(fake_cupy.get_current_stream()):
+            dx, ys = unlike_branches(own, rank)
+            own.all_reduce_sums(ys[0])
+        assert not own._later
+        return to_host(dx)
+
+    assert all(np.isnan(dx).all() for dx in in_group(2, streams, member, nccl=True))
+
+
+def test_waiting_for_nccl_has_a_deadline():
+    def member(rank, own):
+        x = to_device(np.ones((2, 3), "float32"))
+        functional.batch_norm_forward(x, communicator=own)
+        fake_cupy.stuck.append(True)
+        with pytest.raises(CommTimeout, match=r"rank 0 of 1 waited 0.05 s for call 1 .forward"):
+            own.synchronize(0.05)
+        assert own._nccl._comm.aborted
+        with pytest.raises(CommError, match=r"failed before.*waited 0.05 s"):
+            functional.batch_norm_forward(x, communicator=own)
+
+    try:
+        in_group(1, streams, member, nccl=True)
+    finally:
+        fake_cupy.stuck.clear()
+
+
+def test_nccl_waits_for_all_ranks_with_a_deadline(cupy, monkeypatch):
+    with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.05 s for all ranks"):
+        NCCLCommunicator(0, 2, "lonely", timeout=0.05)
+    with pytest.raises(ArgumentError, match="got rank 2 of 2"):
+        NCCLCommunicator(2, 2, "lonely")
+    monkeypatch.setattr(fake_cupy.nccl, "available", False)
+    with pytest.raises(BackendError, match="pip install nvidia-nccl-cu12"):
+        NCCLCommunicator.new_id()

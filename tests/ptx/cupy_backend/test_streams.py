@@ -1,0 +1,63 @@
+"""Block counters of streams that run side by side, and of captured CUDA graphs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from cupy_arrays import (
+    BACKEND,
+    captured,
+    close,
+    pair,
+    per_thread_streams,
+    streams,
+    to_device,
+    to_host,
+    two_devices_default_streams,
+)
+from fake_cupy import Stream
+
+from syncbn_core import functional
+from syncbn_core.comm import run_in_threads
+
+
+@pytest.mark.parametrize(
+    "place", [streams, per_thread_streams, two_devices_default_streams], ids=lambda p: p.__name__
+)
+def test_channels_over_several_blocks_on_streams_side_by_side(place, rng):
+    """Each alone: what a stream counts in, and its partial sums, are no other's."""
+    values = rng.normal(3, 2, (4, 2, 2048))
+
+    def member(rank):
+        with place(rank):
+            x = to_device(values * (rank + 1))
+            y, saved = functional.batch_norm_forward(x)
+            return to_host(y), to_host(functional.batch_norm_backward(x, saved).x)
+
+    results = run_in_threads([lambda rank=rank: member(rank) for rank in range(2)])
+    assert len(sys.modules[BACKEND].OPERATIONS.counters) == 2
+    for rank, result in enumerate(results):
+        y, saved = functional.batch_norm_forward(values * (rank + 1))
+        close(result[0], y, "float64")
+        close(result[1], functional.batch_norm_backward(values * (rank + 1), saved).x, "float64")
+
+
+@pytest.mark.parametrize("stream", [Stream, lambda: Stream.ptds], ids=["stream", "per thread"])
+def test_a_captured_graph_has_counters_of_its_own(stream, rng, gpu):
+    with stream() as current:
+        x, _ = pair(rng, "planes")
+
+        def launches_that_count():
+            gpu.launches.clear()
+            _, saved = functional.batch_norm_forward(x)
+            functional.batch_norm_backward(x, saved)
+            return sum(counters.data.ptr in launch.stored_bytes for launch in gpu.launches)
+
+        functional.batch_norm_forward(x)
+        (counters,) = sys.modules[BACKEND].OPERATIONS.counters.values()
+        assert launches_that_count() == 2
+        with captured(current):
+            assert launches_that_count() == 0
+        assert launches_that_count() == 2
+    assert len(sys.modules[BACKEND].OPERATIONS.counters) == 1

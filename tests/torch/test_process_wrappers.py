@@ -1,0 +1,116 @@
+"""Models in torch's wrappers over several processes train as on one device, to rounding."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from world import Net, close, on_ranks, rows_of, whole_batch
+
+from syncbn_torch import DataParallelWithCallback, convert_model
+
+# DistributedDataParallel's option, under the name that this torch wants
+SYNC_BUFFERS = "broadcast_buffers"
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    SYNC_BUFFERS = "forward_sync_buffers"
+
+
+def train(
+    model: nn.Module, x: Tensor, dy: Tensor, mine: slice, scale: float, forwards: int
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss: Any = 0.0
+        for _ in range(forwards):
+            loss = loss + (model(x[mine]) * dy[mine]).sum() * (scale / len(x))
+        loss.backward()
+        optimizer.step()
+
+
+def trains_as_one_device(
+    rank: int, size: int, wrap: Any, averages: bool = True, forwards: int = 1
+) -> None:
+    """Four steps of `wrap(model)` on uneven ranks end in the state of a model on the whole batch.
+
+    `averages`: the wrapper divides gradients by the number of ranks. `forwards`: per backward.
+    """
+    torch.manual_seed(0)
+    alone = Net().double()
+    model = convert_model(copy.deepcopy(alone))
+    x, _ = whole_batch((7, 3, 6, 6))
+    dy = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    train(alone, x, dy, slice(0, len(x)), 1.0, forwards)
+    scale = float(size) if averages else 1.0
+    train(wrap(model), x, dy, rows_of(rank, (0, 2, 2, 7)), scale, forwards)
+    for name, value in model.state_dict().items():
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        close(value, alone.state_dict()[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def ddp(model: nn.Module, **settings: Any) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **settings)
+
+
+@on_ranks(3)
+def test_ddp_trains_as_one_device(rank: int, size: int) -> None:
+    trains_as_one_device(rank, size, ddp)
+
+
+@on_ranks(3)
+def test_ddp_with_replica_threads_trains_as_one_device(rank: int, size: int) -> None:
+    wrap = lambda model: ddp(DataParallelWithCallback(model, replicas=2))  # noqa: E731
+    trains_as_one_device(rank, size, wrap)
+
+
+@on_ranks(3)
+def test_ddp_with_two_forwards_per_backward_trains_as_one_device(rank: int, size: int) -> None:
+    trains_as_one_device(rank, size, ddp, forwards=2)
+
+
+@on_ranks(3)
+def test_ddp_that_does_not_broadcast_buffers_trains_as_one_device(rank: int, size: int) -> None:
+    trains_as_one_device(rank, size, lambda model: ddp(model, **{SYNC_BUFFERS: False}))
+
+
+@on_ranks(3)
+def test_fsdp_trains_as_one_device(rank: int, size: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (size,))
+    trains_as_one_device(rank, size, lambda model: fully_shard(model, mesh=mesh))
+
+
+@on_ranks(3)
+def test_a_model_whose_gradients_the_user_adds_up_trains_as_one_device(
+    rank: int, size: int
+) -> None:
+    def wrap(model: nn.Module) -> nn.Module:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+        return model
+
+    trains_as_one_device(rank, size, wrap, averages=False)
+
+
+@on_ranks(3)
+def test_torch_compile_changes_no_result(rank: int, size: int) -> None:
+    """It breaks the graph at the layer."""
+    torch.manual_seed(0)
+    start = convert_model(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())).double()
+    x, _ = whole_batch((6, 3, 4, 4))
+    mine = rows_of(rank, (0, 1, 3, 6))
+    results = []
+    for compiling in (False, True):
+        model = copy.deepcopy(start)
+        call: Any = torch.compile(model, backend="aot_eager") if compiling else model
+        y = call(x[mine])
+        y.square().sum().backward()
+        results.append([y, *model.buffers(), *(p.grad for p in model.parameters())])
+    for eager, other in zip(*results, strict=True):
+        close(other, eager)
