@@ -1,4 +1,4 @@
-"""syncbn_torch: batch normalization for PyTorch over all replicas and processes, on CPU too."""
+"""The public names of syncbn_torch: PyTorch batch normalization over all replicas and processes."""
 
 from syncbn_core import __version__
 from syncbn_torch.batchnorm import (

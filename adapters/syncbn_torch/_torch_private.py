@@ -1,6 +1,6 @@
-"""The private names of torch that this package uses, each with what it is needed for.
+"""The private names of torch that this package uses, and why it needs each of them.
 
-A test for each says what breaks when a release of torch takes it away.
+Every one has a test in tests/torch/test_torch_private.py: a torch release may remove it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = [
     "transforming",
 ]
 
-# C functions as they are: a Python function around each would cost a small layer as much again.
-# The number of the backward pass that runs in this thread, -1 outside of one:
+# These are bare C functions: Python wrappers would double their cost, which small layers notice.
+# The number of the backward pass that runs in this thread; -1 outside of a backward pass:
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether a transform of torch.func (grad, jvp, vmap) runs in this thread:
 function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# What torch.backends.cudnn.enabled says, without importing it:
+# The value of torch.backends.cudnn.enabled:
 cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
-# The handle of the stream that is current on the CUDA device of that number (absent without CUDA):
+# The handle of the current stream of a CUDA device, given its index; None in builds without CUDA:
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -46,15 +46,15 @@ _is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_bat
 
 
 def run_after_backward(callback: Callable[[], None]) -> None:
-    """Call it when the present backward pass ends; not when it fails, then it is only dropped."""
+    """Call `callback` when the current backward pass ends, but not if it fails."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def saving_runs_hooks() -> bool:
-    """Whether code of the user's runs, and may raise, when tensors are saved for backward.
+    """Whether saving tensors for backward runs hooks of the user, which may raise.
 
-    Torch before 2.8 does not say: then it may.
+    True before torch 2.8 whenever gradients are on: those releases can't tell.
     """
     return torch.is_grad_enabled() and (_top_hooks is None or _top_hooks(True) is not None)
 
@@ -65,32 +65,32 @@ def modes_run_other_code() -> bool:
 
 
 def forward_ad_active() -> bool:
-    """Whether tensors may have tangents: the level of forward AD is one for all threads."""
+    """Whether forward AD is active in any thread (torch has one level for all threads)."""
     return forward_ad._current_level >= 0
 
 
 def transforming() -> bool:
-    """Whether tensors of this thread may have tangents, or be wrapped by a function transform."""
+    """Whether tensors may have tangents or be wrapped by a function transform of this thread."""
     return forward_ad_active() or function_transforms_active()
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a function transform, or the vmap of is_grads_batched, has wrapped the tensor."""
+    """Whether a function transform, or the older vmap of is_grads_batched, wraps `tensor`."""
     return _is_functorch_wrapped(tensor) or _is_legacy_batched(tensor)
 
 
 def restored_forward_ad() -> Callable[[], AbstractContextManager[Any]]:
-    """A mode for other threads: forward AD on or off as in this one."""
+    """Makes a context manager for other threads: forward AD is on or off as in this thread."""
     enabled = torch._C._is_fwd_grad_enabled()
     return lambda: forward_ad._set_fwd_grad_enabled(enabled)
 
 
 def is_tracing() -> bool:
-    """Whether torch.compile traces a program now, in any of its passes."""
+    """Whether torch.compile is tracing or compiling now."""
     return CompileContext.try_get() is not None
 
 
 def disable_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which torch.compile calls as it is: the graph breaks there."""
+    """`function`, but torch.compile does not trace into it: the graph breaks there."""
     disabled: Callable[..., Any] = torch._dynamo.disable(function)
     return disabled

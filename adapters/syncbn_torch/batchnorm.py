@@ -1,10 +1,10 @@
-"""The layers: `torch.nn.BatchNorm*d` whose batch is that of all replicas and processes.
+"""The layers: `torch.nn.BatchNorm*d` with statistics over all replicas and processes.
 
     y = (x - mean) / sqrt(var + eps) * weight + bias
 
-with mean and (biased) variance per channel over the whole batch. Inside
-`DataParallelWithCallback` the batch is that of all replicas; with an initialized
-`torch.distributed` it is that of all processes too. Alone, a layer is its torch namesake.
+mean and (biased) var are per channel, over the whole batch. Inside `DataParallelWithCallback`
+that is the batch of all replicas. If `torch.distributed` is initialized, it is also that of all
+processes. Otherwise a layer computes what the torch layer does.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ _default_eps_mode: EpsMode = "plus"
 
 
 def set_sbn_eps_mode(mode: str) -> None:
-    """Set the mode of every layer that was built without an `eps_mode` of its own.
+    """Set the mode of every layer whose own `eps_mode` is None.
 
     "plus": `1 / sqrt(var + eps)`, as `nn.BatchNorm2d`. "clamp": `1 / sqrt(max(var, eps))`, for
-    checkpoints of Synchronized-BatchNorm-PyTorch; here it holds in training and in eval.
+    checkpoints of Synchronized-BatchNorm-PyTorch. Else `ArgumentError`. Applies in eval too.
     """
     global _default_eps_mode
     _default_eps_mode = check_eps_mode(mode)
 
 
 class _SynchronizedBatchNorm(_BatchNorm):
-    """What all the layers share."""
+    """Base class of the layers."""
 
-    # The ranks that an input may have, also in words; None: any from 2.
+    # The allowed numbers of axes of an input, and the same in words; None allows 2 or more.
     _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
-    # Defaults for modules that were not built by __init__: converted ones, old pickles.
+    # Class-level defaults: converted layers and old pickles never ran __init__.
     process_group: Any = None
     eps_mode: EpsMode | None = None
     _replica_sync: ReplicaSync | Unconnected | None = None
-    _copied_from: weakref.ref[nn.Module] | None = None  # of a replica
+    _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         process_group: Any = None,
         eps_mode: EpsMode | None = None,
     ) -> None:
-        newer: dict[str, Any] = {} if bias else {"bias": False}  # torch before 2.13 has none
+        newer: dict[str, Any] = {} if bias else {"bias": False}  # new in torch 2.13
         super().__init__(
             num_features,
             check_eps(eps),
@@ -92,11 +92,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     @property
     def effective_eps_mode(self) -> EpsMode:
-        """The layer's own mode, or what `set_sbn_eps_mode` says."""
+        """The layer's own mode, or else the one set by `set_sbn_eps_mode`."""
         return self.eps_mode or _default_eps_mode
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy of a replica stands alone
+        # a copy or pickle of a replica is an ordinary layer
         return {**self.__dict__, "_replica_sync": None, "_copied_from": None}
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -114,7 +114,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         group = self.process_group
-        memo[id(group)] = group  # no copy of a layer has processes of its own
+        memo[id(group)] = group  # share the process group: it can't be copied
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -127,7 +127,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     def __data_parallel_replicate__(self, context: CallbackContext, copy_id: int) -> None:
         """Connect this replica with the others; called by `execute_replication_callbacks`.
 
-        Other projects' wrappers call it too, with any object that all copies share as `context`.
+        `context` may be any object that all copies share: wrappers of other projects call this too.
         """
         context = adopted(context, self._original)
         alone = context.size == 1 and (
@@ -147,27 +147,28 @@ class _SynchronizedBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalized `input` (N, C, *spatial), same shape, dtype and memory layout.
+        """Normalize `input` (N, C, *spatial); the result has its shape, dtype and memory layout.
 
-        Raises `ShapeError`, `DTypeError`, `DeviceError`; in training torch's ValueError for one
-        value per channel in all, `StateError` for running statistics that can't be written, the
-        errors of `syncbn_core.comm` when members are missing. Running statistics are then as
-        before. In a replica `CommAborted` once its forward has been given up, `StateError` for a
-        layer that is no part of the replicated model.
+        `input` has the device and dtype of the layer, or float16 or bfloat16 for a float32 layer;
+        else `ShapeError`, `DTypeError` or `DeviceError`. In training: `BatchSizeError` for one
+        value per channel in the whole batch, `StateError` for running statistics that can't be
+        written, errors of `syncbn_core.comm` for missing members; then the running statistics are
+        unchanged. In a replica: `CommAborted` if its forward was given up, `StateError` if the
+        layer is not part of the replicated model.
         """
         if self._replica_sync is not None:
             self._replica_sync.check()
         elif originals.watching:
-            if torch.compiler.is_compiling():  # what follows can't be traced
+            if torch.compiler.is_compiling():  # torch.compile can't trace the lookup below
                 return disable_tracing(self._beside_replicas)(input)  # type: ignore[no-any-return]
             return self._beside_replicas(input)
         return dispatch.forward(self, input)
 
     def _beside_replicas(self, input: Tensor) -> Tensor:
-        """Forward of a layer without a link while replicas run, perhaps in this very thread."""
+        """Forward of a layer of the original model while replicas run, maybe in this thread."""
         replica = originals.copy_of(self)
         if replica is not None:
-            # this class's forward, not a subclass's: that one and the hooks are already running
+            # not the forward of a subclass: that and the hooks are already running
             y = _SynchronizedBatchNorm.forward(cast(Any, replica), input)
             originals.note_reached(self, y)
             return y
@@ -182,14 +183,16 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
     Args:
         num_features: C.
         eps: added to the variance; > 0.
-        momentum: share of the new batch in the running statistics; None averages over all.
-        affine: have weight and bias; bias: with affine, have a bias too.
-        track_running_stats: keep running statistics; without them eval uses the batch's.
+        momentum: weight of the new batch in the running statistics; None averages all batches.
+        affine: have a weight and a bias.
+        track_running_stats: keep running statistics; if False, eval uses those of the batch.
+        bias: False leaves out the bias.
         device, dtype: of parameters and buffers.
-        process_group: what to synchronize over besides the replicas: a `torch.distributed` group,
-            one dimension of a `DeviceMesh`, a `DistributedCommunicator`; None is the default group
-            if there is one.
-        eps_mode: "plus", "clamp", or None for what `set_sbn_eps_mode` says ("plus" unless set).
+        process_group: a `torch.distributed` group to synchronize over, a one-dimensional
+            `DeviceMesh`, a `DistributedCommunicator`, or None for the default group, if any.
+        eps_mode: "plus", "clamp", or None for the mode of `set_sbn_eps_mode` (default "plus").
+
+    Raises `ArgumentError` for an invalid eps, momentum or eps_mode.
     """
 
     _ranks = ((2, 3), "2D or 3D input (N, C) or (N, C, L)")
@@ -214,12 +217,12 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
 
 
 class SyncBatchNorm(_SynchronizedBatchNorm):
-    """`nn.SyncBatchNorm`, also on CPU and among replicas: input (N, C, *spatial) of any rank.
+    """`nn.SyncBatchNorm`, also on CPU and in replicas: input (N, C, *spatial), 2 or more axes.
 
-    Arguments are those of `nn.SyncBatchNorm`, and `eps_mode`. It is no subclass:
-    `DistributedDataParallel` refuses `nn.SyncBatchNorm` on CPU. So code that looks for that class
-    passes it by, such as detectron2's `convert_frozen_batchnorm`; it finds
-    `SynchronizedBatchNorm2d`, which is an `nn.BatchNorm2d`.
+    Arguments are those of `nn.SyncBatchNorm`, plus `bias` and `eps_mode`. This is not a subclass
+    of `nn.SyncBatchNorm`, which `DistributedDataParallel` rejects on CPU. So code that looks for
+    that class, such as detectron2's `convert_frozen_batchnorm`, does not find it; use
+    `SynchronizedBatchNorm2d` there, which is a subclass of `nn.BatchNorm2d`.
     """
 
     def __init__(
@@ -251,10 +254,9 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """`module` with every `nn.BatchNorm*d` in it replaced by this class.
+        """Replace every `nn.BatchNorm*d` and `nn.SyncBatchNorm` in `module` by this class.
 
-        As `convert_model`, which says what is kept, but any rank fits; `revert_model` gives the
-        original classes back.
+        `convert_model` says what is kept, returned and raised; `revert_model` is the reverse.
         """
 
         def choose(layer: nn.Module) -> nn.Module | str | None:

@@ -1,4 +1,4 @@
-"""Models converted to synchronized layers and back; nothing but the class changes."""
+"""Convert the layers of a model to synchronized ones and back; only their class changes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ _TO_TORCH = {ours: theirs for theirs, ours in _TO_OURS.items() if theirs is not 
 
 
 def convert_model(module: nn.Module, *, process_group: Any = None) -> nn.Module:
-    """`module` with every `nn.BatchNorm1d/2d/3d` and `nn.SyncBatchNorm` synchronized.
+    """Replace every `nn.BatchNorm1d/2d/3d` and `nn.SyncBatchNorm` in `module` by ours.
 
-    Containers are changed in place; returned is `module` itself, or its replacement if it is
-    such a layer. An `nn.DataParallel` becomes a `DataParallelWithCallback`. Kept are parameters
-    and buffers as the same objects (optimizers go on working), so dtype, device and
-    `requires_grad`; training flag, eps, momentum, counters; all hooks, with their handles; a
-    layer under several names stays one layer.
+    Changes containers in place. Returns `module`, or its replacement if it is such a layer
+    itself. An `nn.DataParallel` becomes a `DataParallelWithCallback`.
 
-    `process_group`: what the layers synchronize over besides replicas, as their own argument of
-    that name; with None a layer that has one keeps it.
+    The new layers have the same parameter and buffer objects, so optimizers keep working. They
+    also keep the training flag, all settings and all hooks. A layer that the model has under
+    several names stays a single layer.
 
-    Other subclasses of BatchNorm (fused, lazy, parametrized) do more than we know: they stay,
-    and a `UserWarning` lists them. Raises `TypeError` unless given an `nn.Module`.
+    `process_group`: the `process_group` of all synchronized layers; None leaves theirs unchanged.
+
+    Other subclasses of BatchNorm (fused, lazy, parametrized) are not replaced, because they may
+    compute something else; a `UserWarning` lists them. Raises `TypeError` unless given an
+    `nn.Module`.
     """
 
     def choose(layer: nn.Module) -> nn.Module | str | None:
@@ -57,12 +58,12 @@ def convert_model(module: nn.Module, *, process_group: Any = None) -> nn.Module:
 
 
 def revert_model(module: nn.Module) -> nn.Module:
-    """`module` with every synchronized layer as the torch class it stands for.
+    """Replace every synchronized layer in `module` by the torch layer: undo `convert_model`.
 
-    The counterpart of `convert_model`, which says what is kept: `SynchronizedBatchNorm2d`
-    becomes `nn.BatchNorm2d`, `SyncBatchNorm` the class that it was converted from, else
-    `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with eps_mode="clamp" stay too,
-    and a `UserWarning` lists them: torch has no such mode.
+    `SynchronizedBatchNorm2d` becomes `nn.BatchNorm2d`. `SyncBatchNorm` becomes the class that it
+    was converted from, or `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with
+    eps_mode="clamp", which torch does not have, stay too, and a `UserWarning` lists them. Returns
+    and raises as `convert_model`, which also says what is kept.
     """
     return replace_modules(module, _to_torch, "revert_model")
 
@@ -75,9 +76,7 @@ def _to_ours(module: nn.Module) -> nn.Module | str | None:
 def _to_torch(module: nn.Module) -> nn.Module | str | None:
     target = _TO_TORCH.get(type(module))
     if target is None:
-        return (
-            "a subclass that is not known" if isinstance(module, _SynchronizedBatchNorm) else None
-        )
+        return "an unknown subclass" if isinstance(module, _SynchronizedBatchNorm) else None
     if cast(_SynchronizedBatchNorm, module).effective_eps_mode == "clamp":
         return 'eps_mode="clamp", which torch does not have'
     origin = module.__dict__.get("_converted_from", target)
@@ -93,10 +92,10 @@ def _to_torch(module: nn.Module) -> nn.Module | str | None:
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Within the block `nn.BatchNorm1d/2d/3d` are the synchronized layers.
+    """In the block, `nn.BatchNorm1d/2d/3d` are the synchronized layers.
 
-    For code that builds its layers as `nn.BatchNorm2d(...)`. The names are restored at the
-    end, also after an error; blocks may nest. Not for use in several threads at once.
+    Use it around code that builds layers with `nn.BatchNorm2d(...)`. The original names return
+    at the end, also after an error. Blocks may nest. Do not use it in several threads at once.
     """
     names = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
     places = (nn, nn.modules)

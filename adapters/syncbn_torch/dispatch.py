@@ -1,25 +1,25 @@
-"""Which way a layer's forward takes, decided once per call.
+"""The forward of a layer: choose how to compute it, once per call.
 
     eval with running statistics                     torch's kernel
     replica                                          `autograd.replicas`
     several processes                                `autograd.single`, one collective per direction
-    alone, being traced or transformed               torch's kernel
+    alone, under torch.compile or a transform        torch's kernel
     alone, where torch's kernel is as fast (below)   torch's kernel
-    alone, else                                      `autograd.single`
+    alone, otherwise                                 `autograd.single`
 
-and which implementation computes it:
+Except for torch's kernel, these implementations compute it:
 
-    plain tensor on the CPU, of 64, 32 or 16 bits    `backends.cpu`
-    plain tensor on CUDA, with what kernels need     `backends.cuda`
+    plain CPU tensor of 64, 32 or 16 bits            `backends.cpu`
+    plain CUDA tensor, where our kernels can run     `backends.cuda`
     any other tensor                                 `backends.plain`
     tangents or function transforms                  `backends.plain`, differentiated by torch
 
-Our kernels are faster than torch's, alone, from so many elements per thread on (by measurement,
-forward and backward together, on one thread and on two; docs/speed.md):
+For a layer alone on the CPU, our kernels are faster than torch's from these sizes on, in elements
+per thread (measured forward and backward, on one thread and on two; docs/speed.md):
 
     float32, float64; contiguous, 3-D or more        150,000
-    16 bits; contiguous planes of at most 64         500,000
-    any, where huge pages are given on request       24 MiB in all
+    16 bits; contiguous, at most 64 per channel      500,000
+    any, where madvise gives huge pages              24 MiB in all
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
 
 @contextmanager
 def always_ours(on: bool = True) -> Iterator[None]:
-    """Within it, a layer alone uses our kernels for inputs of any size: to compare the two."""
+    """In the block, a layer alone uses our kernels for every size: for tests and benchmarks."""
     token = _ours_always.set(on)
     try:
         yield
@@ -78,17 +78,21 @@ def always_ours(on: bool = True) -> Iterator[None]:
         _ours_always.reset(token)
 
 
-def forward(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
-    """Normalized x, same shape, dtype and memory layout; running statistics are updated."""
+def forward(layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True) -> Tensor:
+    """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`.
+
+    `traced`: False in what torch.compile calls untraced. There `is_compiling` may still be true:
+    it is one flag for all threads.
+    """
     check_input(layer, x)
     mean, var = layer.running_mean, layer.running_var
     if not layer.training and mean is not None and var is not None:
         return _eval(layer, x, mean, var)
-    if torch.compiler.is_compiling():
+    if traced and torch.compiler.is_compiling():
         if _surely_alone(layer) and layer.effective_eps_mode == "plus":
             return _by_torch(layer, x)
-        # kernels and messages are no torch operations: the graph breaks here
-        return disable_tracing(forward)(layer, x)  # type: ignore[no-any-return]
+        # torch.compile can't trace kernels and messages: break the graph here
+        return disable_tracing(forward)(layer, x, False)  # type: ignore[no-any-return]
     sync, processes, mode = layer._replica_sync, processes_of(layer, x), layer.effective_eps_mode
     if sync is None and processes is None and torch_is_faster(x, mode):
         return _by_torch(layer, x)
@@ -112,7 +116,7 @@ def forward(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
 
 
 def operations_for(x: Tensor) -> Operations:
-    """The implementation of the steps for x."""
+    """The implementation of the steps for tensors like x."""
     if memory.takes(x):
         return _cpu()
     return cuda.OPERATIONS if cuda.takes(x) else plain.OPERATIONS
@@ -120,13 +124,13 @@ def operations_for(x: Tensor) -> Operations:
 
 @cache
 def _cpu() -> Operations:
-    """On first use: Numba takes as long to import as all else."""
+    """Imported on first use: importing Numba doubles the import time."""
     found: Operations = import_module("syncbn_torch.backends.cpu").OPERATIONS
     return found
 
 
 def processes_of(layer: _SynchronizedBatchNorm, x: Tensor) -> Processes | None:
-    """The processes to synchronize with; in eval they need not run the same batches."""
+    """The processes to synchronize with; None in eval, whose batches may differ."""
     communicator = communicator_for(layer.process_group) if layer.training else None
     if communicator is None:
         return None
@@ -136,16 +140,13 @@ def processes_of(layer: _SynchronizedBatchNorm, x: Tensor) -> Processes | None:
 
 
 def _surely_alone(layer: _SynchronizedBatchNorm) -> bool:
-    """Whether there is nobody to synchronize with; asked while torch.compile traces."""
+    """Whether there is nothing to synchronize with, by tests that torch.compile can trace."""
     processes = layer.process_group is not None or (dist.is_available() and dist.is_initialized())
     return layer._replica_sync is None and not (layer.training and processes)
 
 
 def _eval(layer: _SynchronizedBatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """y by running statistics.
-
-    "clamp" is torch's kernel with the clamped variance, and an eps that vanishes beside it.
-    """
+    """y in eval, by torch's kernel; for "clamp" with the clamped variance and negligible eps."""
     weight, bias, eps = layer.weight, layer.bias, layer.eps
     check_floating(weight, bias, mean, var)
     if layer.effective_eps_mode == "clamp":
@@ -155,24 +156,24 @@ def _eval(layer: _SynchronizedBatchNorm, x: Tensor, mean: Tensor, var: Tensor) -
 
 def _by_torch(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
     running = checked_running(layer)
-    weight, bias = layer.weight, layer.bias  # each costs a search
+    weight, bias = layer.weight, layer.bias  # read once: nn.Module looks them up slowly
     check_for_torch(x, weight, bias, running)
     return torch_kernel.batch_norm(x, weight, bias, running, layer.eps)
 
 
 def torch_is_faster(x: Tensor, eps_mode: EpsMode) -> bool:
-    """Whether torch's own kernel does the same for a batch that is x alone, and in less time."""
+    """Whether to use torch's kernel for a layer alone: it can, and is faster or the only one."""
     if eps_mode != "plus":
         return False
     if transforming():
-        return True  # a kernel that is no torch operation can't be transformed
+        return True  # transforms can't see into our kernels
     if _ours_always.get():
         return False
     return not (_is_large(x) and memory.takes(x))
 
 
 def _is_large(x: Tensor) -> bool:
-    """Whether our kernels for the CPU are faster than torch's, as the table says."""
+    """Whether x is so large that our CPU kernels are faster than torch's (see the table above)."""
     size, bytes_each = x.numel(), x.element_size()
     if size * bytes_each >= HUGE_SIZE and memory.huge_pages_on_request():
         return True

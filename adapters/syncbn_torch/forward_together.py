@@ -1,7 +1,7 @@
-"""Several layers whose inputs are ready together share one message between processes.
+"""`forward_together`: several layers share one message between processes.
 
-Branches of a block, levels of a pyramid: what a small message costs is its latency, so five layers
-in one cost as much as one layer (docs/scaling.md has the measurement).
+It is for layers whose inputs are ready at the same time, such as the branches of a block. A small
+message costs its latency: five layers in one message cost as much as one (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def forward_together(
 ) -> list[Tensor]:
     """`[layer(x) for layer, x in zip(layers, inputs)]`, with one exchange between processes.
 
-    In training over one process group that is one all_gather for all layers forward and one
-    all_reduce backward, which runs when the gradients of all outputs are there. Everywhere else
-    (eval, one process, replicas, unlike groups or devices, hooks, subclasses) the layers
-    run one after the other; every process has to come to the same of the two. `ShapeError` unless
-    there are as many inputs as layers, each of them once; else the errors of the layers.
+    In training over one process group, forward is one all_gather for all layers and backward is
+    one all_reduce, once the gradients of all outputs are known. Otherwise (eval, one process,
+    replicas, different groups or devices, hooks, subclasses) the layers run one after the other;
+    all processes must be in the same case. Raises `ShapeError` if the numbers of layers and
+    inputs differ or a layer is given twice, and the errors of the layers.
     """
     if len(layers) != len(inputs) or len(set(layers)) != len(layers):
         raise ShapeError(
             f"expected one input for each of several layers, got {len(inputs)} inputs for "
-            f"{len(set(layers))} layers; a layer that is used twice runs twice"
+            f"{len(set(layers))} layers; call a layer with several inputs once for each"
         )
     communicator = _common_communicator(layers, inputs)
     if communicator is None or len({(type(x), x.device) for x in inputs}) > 1:
@@ -72,10 +72,10 @@ def forward_together(
 def _common_communicator(
     layers: Sequence[_SynchronizedBatchNorm], inputs: Sequence[Tensor]
 ) -> Communicator | None:
-    """That of all layers, if they can share a message."""
+    """The communicator that all layers use, or None if they can't share a message."""
     if any(layer._replica_sync or _runs_other_code(layer) for layer in layers):
         return None
-    if originals.current() is not None:  # in a replica: its own layers synchronize
+    if originals.current() is not None:  # in a replica, layers exchange with the other replicas
         return None
     found = [processes_of(layer, x) for layer, x in zip(layers, inputs, strict=True)]
     communicators = [None if one is None else one.communicator for one in found]
@@ -84,7 +84,7 @@ def _common_communicator(
 
 
 def _runs_other_code(layer: _SynchronizedBatchNorm) -> bool:
-    """Whether calling the layer runs more than its own forward: hooks, or that of a subclass."""
+    """Whether calling the layer runs hooks or the forward of a subclass."""
     return (
         type(layer).forward is not _SynchronizedBatchNorm.forward
         or "forward" in layer.__dict__

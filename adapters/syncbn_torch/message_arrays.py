@@ -1,4 +1,4 @@
-"""How messages carry tensors: see `syncbn_core.comm.message_arrays`."""
+"""How a message carries tensors; `syncbn_core.comm.message_arrays` has the protocol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TensorArrays"]
 
 
 class TensorArrays:
-    """Tensors: on CUDA the host waits for nothing, elsewhere a label is known at once."""
+    """`MessageArrays` for tensors; on CUDA, checking a label does not make the host wait."""
 
     @staticmethod
     def to_host(values: Tensor) -> np.ndarray[Any, Any]:
@@ -56,13 +56,13 @@ def _on_cuda(tensor: Tensor) -> bool:
 
 
 def _captures(tensor: Tensor) -> bool:
-    """Whether a graph is being captured: nothing may be asked of the device then."""
+    """Whether a CUDA graph is being captured, when the device can't be queried."""
     with torch.cuda.device(tensor.device):
         return torch.cuda.is_current_stream_capturing()
 
 
 def _sent_to_host(found: Tensor) -> tuple[Tensor, Any]:
-    """`(a copy of found on the host, the event after which it is there)`."""
+    """`(copy of found on the host, event that the device records once it is complete)`."""
     with torch.cuda.device(found.device):
         on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         on_host.copy_(found, non_blocking=True)

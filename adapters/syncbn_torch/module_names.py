@@ -1,4 +1,4 @@
-"""What a layer is called in its model: looked for when an error has to say it."""
+"""The name of a layer in its model, for error messages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 __all__ = ["name_of"]
 
-_WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile add
+_WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
 
 _known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def name_of(layer: nn.Module) -> str:
-    """`layer1.0.bn1 (SynchronizedBatchNorm2d)`, or the class alone for a layer in no model.
+    """`layer1.0.bn1 (SynchronizedBatchNorm2d)`, or only the class for a layer outside of models.
 
-    The same in every process that has built the same model. Looks through all live modules, which
-    takes a tenth of a second, once per layer.
+    The same in every process that built the same model. The first call for a layer searches all
+    live modules, which takes about 0.1 s.
     """
     name = _known.get(layer)
     if name is None:
@@ -42,7 +42,7 @@ def _found_name(layer: nn.Module) -> str:
 def _paths(
     module: Any, parents: dict[int, list[tuple[Any, str]]], seen: frozenset[int]
 ) -> list[str]:
-    """The dotted paths to `module` from every module that is in no other."""
+    """The dotted paths to `module` from every root, a module that no other module contains."""
     found = []
     for parent, name in parents.get(id(module), []):
         if id(parent) not in seen:

@@ -1,4 +1,4 @@
-"""The `Communicator` protocol over torch.distributed: one member per process."""
+"""`DistributedCommunicator`: a `Communicator` over a torch.distributed group."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ Values = Any  # numpy.ndarray or Tensor
 
 
 class DistributedCommunicator(ProcessCommunicator):
-    """A process group as a communicator, for arrays and for tensors.
+    """A process group as a communicator, for NumPy arrays and for tensors on any device.
 
     Args:
         group: a `torch.distributed` process group, a `DeviceMesh` of one dimension
-            (`mesh["data"]`), or None for the default group. `CommError` if this process is not
-            in it.
-        check_order: before each call compare what the ranks are about to do; None: as the
-            environment variable SYNCBN_CHECK_ORDER says. See `ProcessCommunicator`.
+            (`mesh["data"]`), or None for the default group.
+        check_order: compare before each call what the ranks are about to do; None reads the
+            environment variable SYNCBN_CHECK_ORDER. See `ProcessCommunicator`.
 
-    Takes NumPy arrays and tensors on any device. A call waits as long as the group's own timeout
-    says and then raises `CommTimeout`; when a connection breaks, it raises `CommAborted` at once.
-    Both name the call and the ranks that gave no sign. (NCCL does not wait on the host: there
-    torch's watchdog ends the process.)
+    Raises `CommError` if this process is not in the group or torch.distributed is not
+    initialized, `ArgumentError` for any other group. A call raises `CommTimeout` after the
+    group's own timeout and `CommAborted` as soon as a connection breaks; both name the call and
+    the ranks that did not answer. (With NCCL, torch's watchdog ends the process instead.)
     """
 
     def __init__(self, group: Any = None, *, check_order: bool | None = None) -> None:
@@ -44,7 +43,7 @@ class DistributedCommunicator(ProcessCommunicator):
 
 
 class _GroupTransport:
-    """Tensors and arrays through a process group, which is not kept alive."""
+    """Collectives on tensors and arrays over a process group, held by a weak reference."""
 
     def __init__(self, group: Any) -> None:
         self.rank: int = dist.get_rank(group)
@@ -72,18 +71,18 @@ class _GroupTransport:
         return _like(total, values)
 
     def _wire(self, values: Values) -> Tensor:
-        """`values` on a device that the group's backend takes."""
+        """`values` as a tensor on a device that the group's backend supports."""
         tensor = _tensor_of(values)
         if not self._types or tensor.device.type in self._types:
             return tensor
-        # messages are small: those that are elsewhere are copied there and back
+        # messages are small, so copying them there and back is cheap
         return tensor.to("cpu" if "cpu" in self._types else min(self._types))
 
     def _alive(self, call: CollectiveCall) -> Any:
         group = self._group()
         if group is None:
             raise CommError(
-                f"expected a process group in {call}, it has been destroyed since; call "
+                f"expected a process group in {call}, got one that was destroyed; call "
                 "destroy_process_group after the last step"
             )
         return group
@@ -107,7 +106,7 @@ class _GroupTransport:
 
 
 def _gather(rows: Tensor, own: Tensor, group: Any) -> None:
-    # the older name of the same call warns where there is a newer one
+    # newer torch has renamed this function and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(rows, own.contiguous(), group=group)
 
@@ -117,21 +116,21 @@ def _reduce(total: Tensor, group: Any) -> None:
 
 
 def _tensor_of(values: Values) -> Tensor:
-    """`values` as a tensor; of an array over the same memory, where torch can have it so."""
+    """`values` as a tensor, which shares memory with a C-contiguous, writable array."""
     if isinstance(values, Tensor):
         return values
     return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
 
 def _like(result: Tensor, values: Values) -> Values:
-    """`result` as an array if `values` are one, else as a tensor on their device."""
+    """`result` as a NumPy array if `values` is one, otherwise on the device of `values`."""
     if isinstance(values, np.ndarray):
         return result.cpu().numpy()
     return result.to(values.device)
 
 
 def _in_world(group: Any, rank: int) -> str:
-    """The rank's number in the world, where that is another."""
+    """The rank's number in the world as text, or "" if it is the same."""
     try:
         in_world = dist.get_global_rank(group, rank)
     except (RuntimeError, ValueError):
@@ -140,10 +139,7 @@ def _in_world(group: Any, rank: int) -> str:
 
 
 def _silent_ranks(group: Any, rank: int, size: int, call: CollectiveCall, grace: float) -> str:
-    """Which ranks don't say, within `grace` seconds, that the group has failed for them too.
-
-    They say it in the store by which they once found each other; that may be gone as well.
-    """
+    """Text that names the ranks which don't report the failure in the group's store in time."""
     heard: dict[int, int] = {}
     others = [other for other in range(size) if other != rank]
 
@@ -163,14 +159,14 @@ def _silent_ranks(group: Any, rank: int, size: int, call: CollectiveCall, grace:
     def ask_quietly() -> None:
         try:
             ask()
-        except Exception as error:  # no store any more
+        except Exception as error:  # the store has failed too
             gone.append(error)
 
     thread = threading.Thread(target=ask_quietly, daemon=True)
     thread.start()
-    thread.join(grace + 1.0)  # a store that hangs must not
+    thread.join(grace + 1.0)  # the store may hang; this rank must not
     if gone or thread.is_alive():
-        return "which ranks are missing is not known, as their store is gone too"
+        return "the missing ranks are not known, because the group's store is gone too"
     said = dict(heard)
     missing = [f"{other}{_in_world(group, other)}" for other in others if other not in said]
     missing += [
@@ -179,7 +175,7 @@ def _silent_ranks(group: Any, rank: int, size: int, call: CollectiveCall, grace:
         if number != call.number
     ]
     if not missing:
-        return "all others say that they waited in the same call"
+        return "all other ranks report that they waited in the same call"
     return f"no sign in this call of rank {', '.join(missing)}"
 
 
@@ -190,11 +186,11 @@ def _store_of(group: Any) -> Any:
 
 
 def group_of(process_group: Any) -> Any:
-    """The `ProcessGroup` that is meant: given, of a mesh, or the default one."""
+    """The `ProcessGroup` of the argument: a group, a one-dimensional mesh, or None (default)."""
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise CommError(
-                "expected torch.distributed to be initialized; call init_process_group first"
+                "expected an initialized torch.distributed, got none; call init_process_group first"
             )
         return dist.group.WORLD
     if hasattr(process_group, "get_group") and hasattr(process_group, "ndim"):  # a DeviceMesh
@@ -220,9 +216,9 @@ _making = threading.Lock()
 
 
 def communicator_for(process_group: Any) -> Communicator | None:
-    """What a layer with this `process_group` synchronizes by; None for a single process.
+    """The communicator of a layer with this `process_group`; None for a single process.
 
-    One communicator per group, so that its calls are numbered over all layers.
+    All layers share one communicator per group, which numbers their calls.
     """
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -234,7 +230,7 @@ def communicator_for(process_group: Any) -> Communicator | None:
     group = group_of(process_group)
     known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
     if known is None:
-        with _making:  # replicas come here at the same time
+        with _making:  # replica threads may get here at the same time
             known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
             if known is None:
                 known = DistributedCommunicator(group)
@@ -244,16 +240,16 @@ def communicator_for(process_group: Any) -> Communicator | None:
 
 @cache
 def _is_communicator(kind: type) -> bool:
-    """Whether this is a class of communicators, ours or the user's, and no class of torch's."""
+    """Whether `kind` is a class of communicators, ours or the user's; torch's groups are not."""
     return hasattr(kind, "all_gather") and hasattr(kind, "all_reduce")
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """This process's group, of the world cut into groups of `group_size` neighbouring ranks.
+    """Split the world into groups of `group_size` consecutive ranks; return this process's group.
 
-    For `process_group` of layers that shall synchronize within groups: a node, say. Every process
-    of the world has to call it. `ArgumentError` where the world can't be cut so. As in apex, 0 is
-    the whole world: None, the default group.
+    Pass the result as `process_group` of layers, for example to synchronize within each node.
+    Every process of the world must call it. As in apex, 0 means the whole world and returns None.
+    Raises `ArgumentError` if `group_size` does not divide the number of processes.
     """
     if group_size == 0:
         return None
@@ -261,7 +257,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     if not 1 <= group_size <= world or world % group_size:
         raise ArgumentError(
             f"expected a group_size that divides the number of processes, {world}, "
-            f"got {group_size!r}"
+            f"got {group_size!r}; use 0 for a single group"
         )
     group, _ = dist.new_subgroups(group_size=group_size)
     return group

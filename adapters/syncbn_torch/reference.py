@@ -1,4 +1,4 @@
-"""The layer in plain tensor operations, for numerical study: autograd does the backward."""
+"""A readable reference layer in plain tensor operations; autograd computes its backward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["BatchNorm2dReimpl"]
 
 
 class BatchNorm2dReimpl(nn.BatchNorm2d):
-    """`nn.BatchNorm2d(num_features, eps, momentum)` in operations that can be read and changed.
+    """`nn.BatchNorm2d(num_features, eps, momentum)` in operations to read and change.
 
         mean = sum(x) / n        var = sum((x - mean)**2) / n
         y = (x - mean) / sqrt(var + eps) * weight + bias
 
-    Input (N, C, H, W). In training the running variance takes `sum((x - mean)**2) / (n - 1)`.
-    Computed in the dtype of the input: what rounding does can be seen.
+    Input (N, C, H, W), else ValueError. The running variance uses `sum((x - mean)**2) / (n - 1)`.
+    All arithmetic is in the dtype of the input. It does not synchronize.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:

@@ -1,4 +1,4 @@
-"""Modules of a model replaced by others with the same state."""
+"""Replace modules of a model by others with the same state."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def with_class(target: type[nn.Module], module: nn.Module) -> nn.Module:
 
 
 def unknown_kind(module: nn.Module) -> str | None:
-    """Why a conversion leaves a module as it is; None for one that is no batch norm of torch."""
+    """Why a conversion can't handle `module`; None for modules that it need not handle."""
     ours = isinstance(module, BatchNorm2dReimpl) or hasattr(module, "__data_parallel_replicate__")
     if isinstance(module, _BatchNorm) and not ours:
-        return "a subclass of BatchNorm that is not known; convert it by hand"
+        return "an unknown subclass of BatchNorm; convert it by hand"
     if isinstance(module, nn.DataParallel) and not isinstance(module, DataParallelWithCallback):
         return "a subclass of DataParallel; call patch_replication_callback on it"
     return None
@@ -36,7 +36,7 @@ def unknown_kind(module: nn.Module) -> str | None:
 def replace_modules(
     module: nn.Module, choose: Callable[[nn.Module], nn.Module | str | None], caller: str
 ) -> nn.Module:
-    """Replace what `choose` gives a module for; a string from it says why a layer stays."""
+    """Replace each module by what `choose` returns; None or a reason (str) keeps the old one."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
     done: dict[nn.Module, nn.Module] = {}

@@ -1,4 +1,4 @@
-"""What a layer checks before anything is computed or written."""
+"""The checks of a layer's input and state, before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NAMES = ("weight", "bias", "running_mean", "running_var")
 
 
 def check_input(layer: _SynchronizedBatchNorm, x: Any) -> None:
-    """Raise `DTypeError`, `ShapeError` or `DeviceError` for an input that the layer can't take."""
+    """Raise `DTypeError`, `ShapeError` or `DeviceError` for input that doesn't fit the layer."""
     if not isinstance(x, Tensor):
         raise DTypeError(
             f"expected a torch.Tensor, got {type(x).__module__}.{type(x).__name__}; "
-            "arrays have a layer of their own, syncbn_core.BatchNorm"
+            "use syncbn_core.BatchNorm for arrays"
         )
     layer._check_input_dim(x)
     if x.shape[1] != layer.num_features:
@@ -51,22 +51,22 @@ def check_input(layer: _SynchronizedBatchNorm, x: Any) -> None:
         return
     if own.device != x.device:
         raise DeviceError(
-            f"expected input on {own.device}, where the layer is, got {x.device}; "
+            f"expected input on {own.device}, the layer's device, got {x.device}; "
             "move one of them with .to(device)"
         )
     half = x.dtype in (torch.float16, torch.bfloat16)
     if own.dtype != x.dtype and not (half and own.dtype == torch.float32):
         check_floating(layer.weight, layer.bias, layer.running_mean, layer.running_var)
         raise DTypeError(
-            f"expected input of dtype {own.dtype}, as the layer's, got {x.dtype}; "
-            f"convert one of them with .to({own.dtype}) or layer.to({x.dtype})"
+            f"expected input of dtype {own.dtype}, the layer's dtype, got {x.dtype}; "
+            f"convert one with input.to({own.dtype}) or layer.to({x.dtype})"
         )
 
 
 def check_for_torch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None
 ) -> None:
-    """Raise what torch's kernel would misread; sizes and devices it checks itself."""
+    """Raise `DTypeError` or `StateError` for what torch's kernel does not check itself."""
     mean, var = (None, None) if running is None else running[:2]
     check_floating(weight, bias, mean, var)
     check_storage(x, weight, bias)
@@ -75,9 +75,9 @@ def check_for_torch(
 
 
 def check_operands(layer: _SynchronizedBatchNorm, x: Tensor, by_address: bool) -> Affine:
-    """Weight and bias for our kernels, which don't look at sizes and devices themselves.
+    """Weight and bias for our kernels; raises for what the kernels do not check themselves.
 
-    `by_address`: whether the kernels take plain tensors only.
+    `by_address`: whether the kernels accept only plain tensors.
     """
     weight, bias = layer.weight, layer.bias
     size = (layer.num_features,)
@@ -87,19 +87,19 @@ def check_operands(layer: _SynchronizedBatchNorm, x: Tensor, by_address: bool) -
             continue
         if own.shape != size:
             raise ShapeError(
-                f"expected {name} of shape {size}, as num_features, got {tuple(own.shape)}; "
-                "set num_features with them"
+                f"expected {name} of shape {size} (num_features={size[0]}), got "
+                f"{tuple(own.shape)}; change num_features and the tensors together"
             )
         if own.device != x.device:
             raise DeviceError(
-                f"expected {name} on {x.device}, where the input is, got {own.device}; "
+                f"expected {name} on {x.device}, the input's device, got {own.device}; "
                 "move the layer with .to(device)"
             )
         if not own.is_floating_point():
             raise _not_floating(name, own)
         if by_address and type(own) not in PLAIN:
             raise DTypeError(
-                f"expected {name} to be a plain tensor, as the input is, got "
+                f"expected {name} to be a plain tensor like the input, got "
                 f"{type(own).__name__}; convert one of them"
             )
     check_savable(x, weight, bias)
@@ -107,14 +107,14 @@ def check_operands(layer: _SynchronizedBatchNorm, x: Tensor, by_address: bool) -
 
 
 def checked_running_once(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
-    """As `checked_running`; None for a forward that runs again in backward (checkpointing)."""
+    """`checked_running`, but None for a forward that checkpointing repeats in backward."""
     return checked_running(layer) if backward_task() == -1 else None
 
 
 def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
-    """What a training batch updates, or None where the layer tracks nothing.
+    """The running statistics that a training batch updates; None if the layer tracks none.
 
-    Raises `StateError`, before anything is written, for what can't be all written.
+    Raises `StateError` if one of them can't be written.
     """
     if not (layer.training and layer.track_running_stats):
         return None
@@ -132,15 +132,15 @@ def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
         )
     if counter is not None and (counter.dtype not in _COUNTERS or counter.numel() != 1):
         raise StateError(
-            "expected num_batches_tracked to be one integer, such as torch.tensor(0), got "
-            f"dtype {counter.dtype} and shape {tuple(counter.shape)}"
+            "expected num_batches_tracked to be a single integer, got dtype "
+            f"{counter.dtype} and shape {tuple(counter.shape)}; set it to torch.tensor(0)"
         )
     check_storage(mean, var, counter)
     return running
 
 
 def check_savable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Raise `StateError` for what torch would refuse to save for backward, when all is done."""
+    """Raise `StateError` now for tensors that torch would later refuse to save for backward."""
     if not (x.is_inference() or (weight is not None and weight.is_inference())):
         return
     if torch.is_grad_enabled() and any(
@@ -156,22 +156,22 @@ def _check_writable(own: Tensor) -> None:
     if own.is_inference() and not torch.is_inference_mode_enabled():
         raise StateError(
             "expected running statistics that can be updated, got those of a layer built "
-            "in torch.inference_mode(); build it outside, or train it in there too"
+            "in torch.inference_mode(); build it outside of that mode, or train it inside too"
         )
     if own.requires_grad:
         raise StateError(
             "expected running statistics without gradients, got some with "
-            "requires_grad=True; register them as buffers, detached"
+            "requires_grad=True; detach them and register them as buffers"
         )
     if 0 in own.stride() and not own.is_contiguous():
         raise StateError(
             "expected running statistics with memory for each value, got some of shape "
-            f"{tuple(own.shape)} and strides {own.stride()}; clone() what expand() gave"
+            f"{tuple(own.shape)} and strides {own.stride()}; clone() the result of expand()"
         )
 
 
 def check_floating(*tensors: Tensor | None) -> None:
-    """Raise unless weight, bias, running_mean and running_var are None or real numbers."""
+    """Raise `DTypeError` unless weight, bias, running_mean, running_var are None or floating."""
     for name, own in zip(_NAMES, tensors, strict=True):
         if own is not None and not own.is_floating_point():
             raise _not_floating(name, own)
@@ -180,5 +180,5 @@ def check_floating(*tensors: Tensor | None) -> None:
 def _not_floating(name: str, own: Tensor) -> DTypeError:
     return DTypeError(
         f"expected {name} of a floating dtype, got {own.dtype}; convert the layer with "
-        ".to(torch.float32), or give it real numbers"
+        ".to(torch.float32), or replace the tensor"
     )

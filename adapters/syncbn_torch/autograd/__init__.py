@@ -1,1 +1,1 @@
-"""The autograd graph: one member per process, or replicas that are threads of one."""
+"""The autograd nodes: `single` for one member per process, `replicas` for threads of a process."""

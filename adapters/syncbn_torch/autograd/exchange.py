@@ -1,7 +1,7 @@
-"""What the nodes of the autograd graph share: how sums travel, and what a backward pass leaves.
+"""What the autograd nodes share: the exchange over processes, and the state of a backward pass.
 
-Backward of a node runs plain differentiable operations where its own result has to be
-differentiable (`create_graph=True`), or where tensors are more than their memory (`transforms.py`).
+Backward of a node uses plain differentiable operations if its result must be differentiable
+(`create_graph=True`) or a tensor has a tangent or is wrapped (`transforms.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["BackwardPass", "BackwardPasses", "Processes", "needs_plain_backward"
 
 
 class Processes(NamedTuple):
-    """The processes that a layer synchronizes over, and who it is among them."""
+    """The processes that a layer synchronizes over, and the layer's identity among them."""
 
     communicator: Communicator
     site: CallSite
 
     def all_reduce(self, sums: Any, call: int) -> Any:
-        """The sums of backward over all processes; `call`: the number of the forward's exchange."""
+        """Add up `sums` over all processes; `call` is the number of the forward's exchange."""
         if torch.is_grad_enabled():
             raise StateError(
                 "second derivatives (create_graph=True) don't go through a process group; "
@@ -40,10 +40,7 @@ class Processes(NamedTuple):
 
 
 def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:
-    """Whether a step of backward on `tensors` takes plain operations.
-
-    `StateError` for what can't be sent to other processes.
-    """
+    """Whether backward on `tensors` needs plain operations; `StateError` if they can't be sent."""
     beyond = beyond_memory(*tensors)
     if beyond and processes is not None:
         refuse_over_processes("the backward of a layer")
@@ -51,12 +48,12 @@ def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:
 
 
 class BackwardPass:
-    """The mailbox of one backward pass: what the nodes of one exchange leave for each other.
+    """The values that the nodes of one exchange pass to each other in one backward pass.
 
     Attributes:
-        pending_grads: of each replica whose y is part of the loss, what `Normalize` left for
-            `AllReduce` and `LocalMoments`: dy, weight and the weighted sums (2, C).
-        total: the sums over all members, which `AllReduce` left for every `LocalMoments`.
+        pending_grads: `(dy, weight, weighted sums (2, C))` for each replica whose y is part of
+            the loss; from `Normalize`, for `AllReduce` and `LocalMoments`.
+        total: the sums over all members; from `AllReduce`, for every `LocalMoments`.
     """
 
     __slots__ = ("__weakref__", "pending_grads", "total")
@@ -66,27 +63,26 @@ class BackwardPass:
         self.total: Any = None
 
     def end(self) -> None:
-        """Drop what the nodes have left."""
+        """Drop gradients that no node has taken."""
         self.pending_grads.clear()
 
 
 class BackwardPasses:
-    """The backward passes over one exchange.
+    """The backward passes over one exchange: several in turn, or at the same time in threads.
 
-    They may come one after the other, may stop half way (gradients of the weight alone), and may
-    run at the same time in several threads. Each is kept by autograd's own task, so it goes when
-    that task ends or fails.
+    A pass may skip nodes (gradients of the weight alone). Only autograd's task keeps it alive, so
+    it is freed when that task ends or fails.
     """
 
     __slots__ = ("_by_task",)
 
-    _beginning = threading.Lock()  # the threads of several devices may be in one pass
+    _beginning = threading.Lock()  # autograd runs one pass in a thread per device
 
     def __init__(self) -> None:
         self._by_task: dict[int, weakref.ref[BackwardPass]] = {}
 
     def current(self) -> BackwardPass:
-        """The pass that this thread is in."""
+        """The pass that this thread runs."""
         task, by_task = backward_task(), self._by_task
         with self._beginning:
             known = by_task.get(task)

@@ -1,17 +1,17 @@
 """The autograd nodes of replicas that share a process.
 
-Statistics are shared by all replicas, so are the two sums of backward. A barrier inside backward
-would deadlock: one `backward()` runs every replica of a device on one autograd thread. So the graph
-itself synchronizes:
+All replicas share the statistics, and in backward the two sums. A barrier inside backward would
+deadlock, because autograd runs all replicas of a device on one thread. So the order of the graph's
+nodes synchronizes them:
 
     x_i -> LocalMoments_i -> edge_i ─┐              ┌─> edge_i -> Normalize_i(x_i) -> y_i
     x_j -> LocalMoments_j -> edge_j ─┴─> AllReduce ─┴─> edge_j -> Normalize_j(x_j) -> y_j
 
-The edges are empty tensors: they order the nodes. Numbers travel forward in the
-`StatisticsExchange` that the replicas share, and backward in a `BackwardPass`: `Normalize` leaves
-dy and `[sum(dy), sum(dy * xhat)] * weight` there, `AllReduce` adds up, `LocalMoments` writes
-`dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)` in one pass. Nothing waits, a
-loss may use any of the outputs, and only x and O(C) numbers are kept.
+The edges are empty tensors that only order the nodes. The numbers are in the `StatisticsExchange`
+that the replicas share and, during backward, in its `BackwardPass`. There `Normalize` puts dy and
+`[sum(dy), sum(dy * xhat)] * weight`, `AllReduce` adds up the sums, and `LocalMoments` computes
+`dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)`. No thread waits, a loss may
+use any of the outputs, and only x and O(C) numbers are saved.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ __all__ = ["ReplicaRecord", "StatisticsExchange", "measure", "merge_replicas", "
 
 
 class ReplicaRecord:
-    """One replica's share in an exchange.
+    """What one replica contributes to an exchange and gets from it.
 
     Attributes:
-        operations: the steps for its x.
+        operations: the implementation for its x.
         shape: of x.
-        part: the moments of x; from `measure`.
-        exchange, statistics: what came of it, and what backward needs besides x; from `settle`.
+        part: the moments of x; set by `measure`.
+        exchange, statistics: set by `settle`; statistics is what backward needs besides x.
     """
 
     __slots__ = ("_node", "exchange", "operations", "part", "shape", "statistics")
@@ -66,27 +66,26 @@ class ReplicaRecord:
         self._node: weakref.ref[Any] | None = None
 
     def measure(self, x: Tensor, node: Any = None) -> None:
-        """Compute the moments of x; `node`: the ctx of the `LocalMoments` that has its graph."""
+        """Compute the moments of x. `node`: the ctx of the `LocalMoments` that saves x."""
         self._node = None if node is None else weakref.ref(node)
         self.part = self.operations.serial.moments(x)
 
     def settle(self, exchange: StatisticsExchange, statistics: Any) -> None:
-        """The exchange has taken place, and y has been computed."""
+        """Store the results of the forward."""
         self.exchange = exchange
         self.statistics = statistics
 
     def live_x(self) -> Tensor | None:
-        """x with its graph, or None where no gradient flows to it."""
+        """x as part of its autograd graph, or None if no gradient flows to it."""
         node = None if self._node is None else self._node()
         return None if node is None else node.saved_tensors[0]
 
 
 class StatisticsExchange:
-    """One exchange of statistics between replicas, once it has taken place.
+    """One completed exchange of statistics between replicas.
 
     Attributes:
-        rule, processes: the settings of the layer; its processes besides the replicas, or None.
-        context: what the copies of the layer share in this forward.
+        rule, processes, context: those of the layer in this forward.
         records: of all replicas, in their order.
         total: moments of the whole batch.
         call: the number of the exchange over processes, 0 for none.
@@ -123,7 +122,7 @@ class StatisticsExchange:
             (total,), self.call = exchange_moments(processes.communicator, [one], processes.site)
         require_more_than_one_value(total.known_count, records[0].shape)
         self.total: Moments | DeviceMoments = total
-        # Here, in the thread whose streams all that has been computed so far is on.
+        # Copy to all devices here: the current streams of this thread have computed the totals.
         self._moments_by_device: dict[Any, Any] = {}
         if isinstance(total, DeviceMoments):
             devices = {total.rows.device, *(record.part.rows.device for record in records)}
@@ -135,7 +134,7 @@ class StatisticsExchange:
             self._moments_by_device[None] = operations.statistics(total, rule)
 
     def statistics_for(self, x: Tensor) -> Any:
-        """Statistics of the whole batch where x is."""
+        """Statistics of the whole batch on the device of x."""
         if isinstance(self.total, DeviceMoments):
             return self._moments_by_device[x.device]
         known: Statistics = self._moments_by_device[None]
@@ -144,7 +143,7 @@ class StatisticsExchange:
         return known
 
     def plain_statistics_for(self, x: Tensor) -> Statistics:
-        """The same as tensors; with gradients on, as a function of each x that has a graph."""
+        """The same as tensors; with gradients on, computed from each x by autograd operations."""
         operations = plain.OPERATIONS
         parts: list[Any] = [self.total]
         if torch.is_grad_enabled():
@@ -155,22 +154,22 @@ class StatisticsExchange:
         return operations.statistics(operations.merge(moments), self.rule)
 
     def current_pass(self) -> BackwardPass:
-        """The backward pass that this thread is in."""
+        """The backward pass that this thread runs; `StateError` before the forward has ended."""
         if self.context is not None and not self.context.is_over():
             raise StateError(
                 f"expected the backward of {self.context.name} after the forward of all replicas, "
-                "got one inside a replica (autograd.grad or backward() in forward), which can't be "
-                "synchronized; compute gradients outside of DataParallelWithCallback"
+                "got autograd.grad or backward() inside a replica, which can't be synchronized; "
+                "compute gradients outside of DataParallelWithCallback"
             )
         return self._passes.current()
 
     def all_reduce(self, sums: Any) -> Any:
-        """Sums of all replicas, added up over the processes of the group, if there is one."""
+        """The sums of all replicas, added up over the processes if there are any."""
         return sums if self.processes is None else self.processes.all_reduce(sums, self.call)
 
 
 class LocalMoments(Function):
-    """x -> an edge; the record gets the moments of x."""
+    """x -> an edge; stores the moments of x in the record."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, record: ReplicaRecord) -> Tensor:
@@ -186,7 +185,7 @@ class LocalMoments(Function):
         exchange = record.exchange
         current = exchange.current_pass()
         dy, weight, _ = current.pending_grads.pop(record, (None, None, None))
-        if dy is None:  # this replica's y is not part of the loss, but its x shaped the others'
+        if dy is None:  # the loss doesn't use this replica's y, but other y depend on its x
             dy = torch.zeros_like(x)
         total = current.total.on(x.device)
         operations, statistics = record.operations, record.statistics
@@ -223,7 +222,7 @@ class AllReduce(Function):
 
 
 class Normalize(Function):
-    """x (detached), an edge, weight, bias -> y; updates `running` on its way."""
+    """x (detached), an edge, weight, bias -> y; updates `running` if given."""
 
     @staticmethod
     def forward(
@@ -266,9 +265,9 @@ class Normalize(Function):
 
 
 def measure(operations: Operations, x: Tensor) -> tuple[ReplicaRecord, Tensor]:
-    """First half of a replica's forward: its record, and the edge to the node of all replicas.
+    """First half of a replica's forward: `(record with the moments of x, edge to AllReduce)`.
 
-    With differentiable operations torch has the graph itself, and the edge is no part of it.
+    With differentiable operations torch builds the graph, and the edge is unused.
     """
     record = ReplicaRecord(operations, x)
     if operations is plain.DIFFERENTIABLE:
@@ -279,7 +278,7 @@ def measure(operations: Operations, x: Tensor) -> tuple[ReplicaRecord, Tensor]:
 
 
 class ReplicaMessage(NamedTuple):
-    """What a replica brings to the exchange of a layer."""
+    """What a replica sends to the master in the exchange of a layer."""
 
     record: ReplicaRecord
     edge: Tensor
@@ -289,9 +288,9 @@ class ReplicaMessage(NamedTuple):
 
 
 def merge_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """Master callback of a layer: a `ReplicaMessage` from each, `(edge, exchange)` to each.
+    """The `SyncMaster` callback: turns each `ReplicaMessage` into `(edge, exchange)`.
 
-    Settings are those of the first message, the master's. Raises `BatchSizeError` for one value
+    Settings come from the first message, the master's. Raises `BatchSizeError` for one value
     per channel in all, `ShapeError` for unequal channels.
     """
     first: ReplicaMessage = messages[0][1]
@@ -315,18 +314,15 @@ def normalize(
     exchange: StatisticsExchange,
     running: RunningStatistics | None,
 ) -> Tensor:
-    """Second half of a replica's forward, once the exchange has taken place: y.
-
-    Updates `running` if that is given.
-    """
+    """Second half of a replica's forward, after the exchange: y; updates `running` if given."""
     operations = record.operations
     if operations is plain.DIFFERENTIABLE:
         known = exchange.statistics_for(x)
         y: Tensor = operations.forward(x, known, affine, exchange.rule, running).y
         return y
-    on_the_way = None if saving_runs_hooks() else running
-    y = Normalize.apply(x.detach(), edge, *affine, record, exchange, on_the_way)
-    if running is not None and on_the_way is None:
+    in_forward = None if saving_runs_hooks() else running  # hooks may raise after the forward
+    y = Normalize.apply(x.detach(), edge, *affine, record, exchange, in_forward)
+    if running is not None and in_forward is None:
         operations.update_running(running, record.statistics)
     return y
 

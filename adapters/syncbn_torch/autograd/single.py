@@ -1,7 +1,7 @@
-"""The autograd node of a member that has a process of its own: alone, or over a process group.
+"""The autograd node of a layer alone or over a process group, without replicas.
 
-The collective is called in backward itself, because each process has its own autograd threads.
-Several layers may share one node, and with it one message per direction.
+Backward calls the collective directly, because each process has its own autograd threads.
+Several layers may share one node, and then also one message per direction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["BatchNormFunction", "LayerCall", "batch_norm_with_hooks"]
 
 
 class LayerCall(NamedTuple):
-    """One layer's call: how it is computed, and which running statistics it updates."""
+    """The settings of one layer's call; `running` is updated if given."""
 
     operations: Operations
     rule: NormRule
@@ -32,10 +32,10 @@ class LayerCall(NamedTuple):
 
 
 class BatchNormFunction(Function):
-    """y of each layer; `operands` are x, weight, bias of each in turn. Updates running statistics.
+    """y of each layer; `operands` are x, weight, bias of the first layer, the second, and so on.
 
-    x (N, C, *spatial) and y of one dtype; weight, bias (C,) or None. `known` gets the statistics
-    of each layer. Raises `BatchSizeError` for one value per channel over the group.
+    x: (N, C, *spatial); weight, bias: (C,) or None; y like x. Appends the statistics of each
+    layer to `known`. Raises `BatchSizeError` for one value per channel over the group.
     """
 
     @staticmethod
@@ -77,7 +77,7 @@ class BatchNormFunction(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         size = len(ctx.calls)
-        saved = ctx.saved_tensors  # asked for once: checkpointing unpacks them only once
+        saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
         xs, weights = saved[:size], saved[size:]
         if ctx.processes is None:
             gradients: list[Any] = [None, None, None]
@@ -96,9 +96,9 @@ def batch_norm_with_hooks(
     known: list[Any],
     *operands: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`BatchNormFunction.apply`, for use where saving tensors for backward runs the user's code.
+    """`BatchNormFunction.apply` for use under saved-tensor hooks.
 
-    That code may raise after the node's forward, so running statistics are updated after it.
+    The hooks run after the node's forward and may raise, so this updates running statistics last.
     """
     later = [call._replace(running=None) for call in calls]
     outputs: tuple[Tensor, ...] = BatchNormFunction.apply(later, processes, known, *operands)
@@ -111,7 +111,7 @@ def batch_norm_with_hooks(
 def _backward_alone(
     ctx: Any, first: int, call: LayerCall, statistics: Any, x: Tensor, dy: Tensor, weight: Any
 ) -> list[Tensor | None]:
-    """Gradients by x, weight and bias, the inputs from `first` on, of a batch that is x alone."""
+    """Gradients of x, weight and bias (inputs `first`, + 1, + 2) for a layer alone."""
     operations, rule, _ = call
     affine = Affine(weight)
     if needs_plain_backward(None, dy):
@@ -130,7 +130,7 @@ def _backward_alone(
 def _backward_over_processes(
     ctx: Any, xs: Sequence[Tensor], dys: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """One all_reduce for all layers: it is called whether or not this rank needs its result."""
+    """Gradients after one all_reduce for all layers, which every rank calls, needed or not."""
     layers = list(zip(ctx.calls, ctx.statistics, xs, dys, weights, strict=True))
     sums: list[Sums] = [
         call.operations.backward_reduce(x, dy, statistics, Affine(weight), call.rule)
@@ -151,7 +151,7 @@ def _backward_over_processes(
 
 
 def _joined(sums: Sequence[Any]) -> Any:
-    """Sums of several layers, (2, C) each, in one message."""
+    """The (2, C) sums of several layers, flattened into one message."""
     if len(sums) == 1:
         return sums[0]
     if isinstance(sums[0], Tensor):
@@ -160,6 +160,6 @@ def _joined(sums: Sequence[Any]) -> Any:
 
 
 def needed(ctx: Any, first: int, grad_weight: Tensor, grad_bias: Tensor) -> list[Tensor | None]:
-    """Gradients by weight and bias, inputs `first` and `first + 1` of a node, where needed."""
+    """The gradients that autograd needs of weight and bias, inputs `first` and `first + 1`."""
     by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
     return [grad_weight if by_weight else None, grad_bias if by_bias else None]

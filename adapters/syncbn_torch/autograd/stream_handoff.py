@@ -1,9 +1,8 @@
-"""Numbers that one thread's backward leaves for another's, perhaps on another GPU.
+"""`StreamHandoff`: pass a value between backward threads, perhaps from another GPU.
 
 Autograd runs a node on the stream of its forward and orders streams along the graph's edges, but
-on that node's own device alone: on others the thread has its default stream current. So with
-streams of the user's own, neither a copy from another GPU nor arithmetic there would wait for what
-they read.
+only on the node's own device. On other devices the default stream is current. If the user runs
+the model on other streams, work on such a device would not wait for the value that it reads.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["StreamHandoff"]
 
 
 class StreamHandoff:
-    """A value, and the stream that writes it if it is on a GPU."""
+    """A value and, if it is on a GPU, the stream that writes it."""
 
     __slots__ = ("stream", "value")
 
@@ -28,7 +27,7 @@ class StreamHandoff:
         self.stream = torch.cuda.current_stream(value.device) if on_gpu else None
 
     def on(self, device: torch.device) -> Any:
-        """The value where `device` is, for its current stream; what is on the host stays there."""
+        """The value, safe to use on the current stream of `device`; a host value stays there."""
         if self.stream is None:
             return self.value
         if self.value.device != device:
@@ -41,5 +40,5 @@ class StreamHandoff:
         return self.value
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within it, what is done to the value runs on its own stream."""
+        """A context manager in which work on the value runs on its own stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

@@ -1,9 +1,9 @@
-"""Tensors that are more than their memory: with a tangent, or wrapped by a function transform.
+"""Detect tensors that have a tangent or are wrapped by a function transform.
 
-Forward-mode AD (`torch.autograd.forward_ad`) gives tensors a tangent. `torch.func` wraps them, and
-so do `is_grads_batched` and `jacobian(vectorize=True)`, by an older vmap. Kernels, which go by the
-address, see neither. So a step on such tensors takes plain differentiable operations of torch, of
-any size and in any mode, or is refused where numbers leave torch.
+Forward-mode AD (`torch.autograd.forward_ad`) gives tensors a tangent. `torch.func` wraps tensors;
+so do `is_grads_batched` and `jacobian(vectorize=True)`, by an older vmap. Our kernels only see
+memory addresses and would miss both. So such tensors use plain differentiable operations, and
+raise an error where numbers leave torch (messages between processes, other threads).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def beyond_memory(*tensors: Any) -> bool:
-    """Whether one of `tensors` has a tangent or is wrapped; other objects are plain."""
+    """Whether one of `tensors` has a tangent or is wrapped; other objects do not count."""
     dual = forward_ad_active()
     for tensor in tensors:
         if isinstance(tensor, Tensor):
@@ -44,9 +44,9 @@ def beyond_memory(*tensors: Any) -> bool:
 def needs_plain_forward(
     name: Callable[[], str], replicas: bool, processes: bool, *operands: Tensor | None
 ) -> bool:
-    """Whether a forward takes plain operations; `StateError` where that can't be synchronized.
+    """Whether a forward needs plain operations; `StateError` if it then can't be synchronized.
 
-    The same for all replicas, whose messages have to go together.
+    All replicas get the same answer, because their messages must be of one kind.
     """
     wrapped = function_transforms_active()
     if not (wrapped or forward_ad_active()):
@@ -61,19 +61,19 @@ def needs_plain_forward(
 
 
 def refuse_over_processes(who: str) -> None:
-    """Raise the `StateError` for tensors beyond memory in `who`."""
+    """Raise `StateError`: `who` got tensors with a tangent or wrapped by a transform."""
     raise StateError(
-        f"expected plain tensors in {who}, which synchronizes over processes, got some of "
+        f"expected plain tensors in {who}, which synchronizes over processes, got tensors of "
         "forward-mode AD or of a function transform (torch.func, is_grads_batched, "
-        "vectorize=True), which can't be sent; compute those derivatives in one process"
+        "vectorize=True), which can't be sent; compute these derivatives in one process"
     )
 
 
 def among_replicas(who: str) -> None:
-    """Raise `StateError` inside a function transform, which is that of one thread."""
+    """Raise `StateError` inside a function transform, which other threads don't inherit."""
     if function_transforms_active():
         raise StateError(
-            f"expected {who} outside of function transforms (torch.func.grad, jvp, vmap, ...), "
-            "which don't reach the threads of replicas; transform the model without its wrapper, "
-            "or use torch.autograd, forward_ad included"
+            f"expected {who} outside of function transforms, got a call inside one "
+            "(torch.func.grad, jvp, vmap, ...), which replica threads do not inherit; transform "
+            "the model without its wrapper, or use torch.autograd (forward_ad works too)"
         )

@@ -1,1 +1,1 @@
-"""The steps of batch normalization for tensors: on the CPU, on CUDA devices, anywhere."""
+"""The steps of batch normalization for tensors: `cpu`, `cuda`, and `plain` for any device."""

@@ -1,6 +1,6 @@
-"""CPU tensors as the steps of `syncbn_core.backends.cpu` take them, by their addresses.
+"""`OPERATIONS` for CPU tensors: passes their memory to the steps of `syncbn_core.backends.cpu`.
 
-Views of a tensor's memory live only as long as a step, in which the tensor is held.
+The views of a tensor's memory live only during a step, which also holds the tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TensorMemory:
     """`HostMemory` of CPU tensors."""
 
     def may_use_threads(self) -> bool:
-        return torch.get_num_threads() > 1  # set_num_threads(1) means these kernels too
+        return torch.get_num_threads() > 1  # torch.set_num_threads(1) also applies to our kernels
 
     def dense(self, x: Tensor) -> tuple[Tensor, Array, Plan]:
         x, plan = _dense(x)
@@ -66,7 +66,7 @@ class TensorMemory:
     def as_float64(self, values: Tensor | None) -> Array:
         if values is None:
             return NOTHING
-        if values.dtype is torch.bfloat16:  # NumPy has none
+        if values.dtype is torch.bfloat16:  # NumPy has no bfloat16
             values = in_memory(values).float()
         return as_array(values).astype(np.float64)
 
@@ -89,7 +89,7 @@ class TensorMemory:
         assert var is not None
         if not _can_blend(mean, var, counter, total):
             return None
-        # who has kept them for backward must learn of the update
+        # the kernel writes them unseen by autograd, which must notice if a graph has saved them
         increment_version(mean)
         increment_version(var)
         if counter is None:
@@ -106,7 +106,7 @@ OPERATIONS = CpuOperations(TensorMemory())
 
 
 def _dense(x: Tensor) -> tuple[Tensor, Plan]:
-    """x, or a dense copy of it, and how the kernels take it; not for an empty one."""
+    """x or a dense copy of it, and the plan by which kernels read it; x must not be empty."""
     x = in_memory(x)
     plan = plan_of(x.shape, x.stride(), NUMPY_DTYPES[x.dtype])
     if plan is None:
@@ -141,7 +141,7 @@ def _can_blend(mean: Tensor, var: Tensor, counter: Tensor | None, total: Moments
             and own.layout is torch.strided
             and own.is_contiguous()
             and in_memory(own) is own
-            and not own.is_inference()  # those have no version
+            and not own.is_inference()  # inference tensors have no version to increment
         ):
             return False
     return bool(total.count > 1)

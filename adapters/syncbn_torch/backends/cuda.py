@@ -1,7 +1,6 @@
-"""CUDA tensors as the steps of `syncbn_core.backends.cuda` take them, by raw pointers.
+"""`OPERATIONS` for CUDA tensors: passes raw pointers to the steps of `syncbn_core.backends.cuda`.
 
-Memory is torch's allocator's. DLPack both ways takes longer than the launch of a kernel, and CuPy
-need not be installed.
+Torch allocates all memory. Pointers need no CuPy; DLPack would take longer than a kernel launch.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ __all__ = ["OPERATIONS", "TensorDeviceMemory", "takes"]
 
 _NAMES = {getattr(torch, name): name for name in (*SIZES, "int32", "int64")}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_HERE: AbstractContextManager[Any] = nullcontext()
+_NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the kernels take this tensor; warns once where something is missing for them."""
+    """Whether the kernels support this tensor; warns once if the kernels can't run here."""
     return (
         tensor.device.type == "cuda"
         and type(tensor) in (Tensor, Parameter)  # a subclass may have no data of its own
@@ -44,7 +43,7 @@ def takes(tensor: Tensor) -> bool:
 
 @cache
 def _ready(device: int, dtype: torch.dtype) -> bool:
-    # bfloat16 is rounded by an instruction of that capability
+    # the instruction that rounds to bfloat16 needs compute capability 8.0
     oldest = (8, 0) if dtype is torch.bfloat16 else driver.OLDEST
     return not _missing() and driver.compute_capability(device) >= oldest
 
@@ -54,7 +53,7 @@ def _missing() -> tuple[str, ...]:
     lacks = tuple(driver.missing())
     if lacks:
         warnings.warn(
-            "syncbn runs CUDA tensors in plain torch operations, which is slow, because "
+            "syncbn uses plain torch operations for CUDA tensors, which is slow, because "
             + "; ".join(lacks),
             stacklevel=2,
         )
@@ -70,7 +69,7 @@ class TensorDeviceMemory:
         return -1 if array.device.index is None else array.device.index
 
     def on_device(self, index: int) -> AbstractContextManager[Any]:
-        return _HERE if torch.cuda.current_device() == index else torch.cuda.device(index)
+        return _NO_SWITCH if torch.cuda.current_device() == index else torch.cuda.device(index)
 
     def stream(self, index: int) -> int:
         return int(current_raw_stream(index))

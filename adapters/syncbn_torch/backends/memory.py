@@ -1,8 +1,8 @@
-"""Tensors and NumPy arrays over the same memory, and whether the CPU kernels take a tensor.
+"""Share memory between CPU tensors and NumPy arrays, and check that a tensor's memory is valid.
 
-Tensors become arrays by their address: `tensor.numpy()` would make their storage one that can't be
-resized, which FSDP does, and DLPack takes longer. NumPy has no bfloat16: its bits go as
-uint16, as the kernels take them.
+Arrays are made from a tensor's address: `tensor.numpy()` would forbid resizing its storage, which
+FSDP does, and DLPack takes longer. NumPy has no bfloat16, so arrays and kernels hold its bits as
+uint16.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ __all__ = [
     "takes",
 ]
 
-LARGE = 1 << 22  # bytes from which NumPy, too, asks for huge pages
+LARGE = 1 << 22  # bytes; NumPy asks for huge pages from the same size on
 _MADV_HUGEPAGE = 14
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float64: np.dtype(np.float64),
     torch.float32: np.dtype(np.float32),
     torch.float16: np.dtype(np.float16),
     torch.bfloat16: np.dtype(np.uint16),
-    torch.int64: np.dtype(np.int64),  # of a counter
+    torch.int64: np.dtype(np.int64),  # num_batches_tracked
 }
 PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
 _KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the CPU kernels take this tensor: its device, dtype and storage layout."""
+    """Whether the CPU kernels support the type, device, dtype and layout of this tensor."""
     return (
         type(tensor) in PLAIN
         and tensor.is_cpu
@@ -65,9 +65,9 @@ def _has_half() -> bool:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """A plain `tensor`, or a copy of it where its address is not that of its values, aligned.
+    """`tensor`, or a copy if its address is not that of its values or is not aligned.
 
-    `StateError` for one whose storage was freed, or ends before its last element.
+    For plain CPU tensors. Raises `StateError` if the storage was freed or is too small.
     """
     if not (
         tensor.is_contiguous()
@@ -75,18 +75,18 @@ def in_memory(tensor: Tensor) -> Tensor:
         and not tensor.storage_offset()
     ):
         _check_extent(tensor)
-    if tensor.is_neg():  # negated when it is read
+    if tensor.is_neg():  # torch negates such a view on each read
         return tensor.detach().resolve_neg()
     address, size = tensor.data_ptr(), tensor.element_size()
-    if address == tensor.storage_offset() * size and tensor.numel() > 0:  # zeros without memory
+    if address == tensor.storage_offset() * size and tensor.numel() > 0:  # null: zeros, no data
         return tensor.detach().clone()
     return tensor.detach().clone() if address % size else tensor
 
 
 def check_storage(*tensors: Tensor | None) -> None:
-    """`StateError` where torch would read or write beyond the memory of a plain CPU tensor.
+    """Raise `StateError` if torch would read or write beyond the memory of a tensor.
 
-    Others pass, and all of them while torch traces or transforms a program.
+    Checks only plain CPU tensors, and nothing under torch.compile or function transforms.
     """
     if torch.compiler.is_compiling() or function_transforms_active():
         return
@@ -106,10 +106,7 @@ def check_storage(*tensors: Tensor | None) -> None:
 
 
 def _check_extent(tensor: Tensor) -> None:
-    """Raise unless the storage of a strided tensor on the CPU reaches to its last element.
-
-    The slow path: callers have ruled out contiguous tensors at the start of their storage.
-    """
+    """Raise `StateError` if the storage of a strided CPU tensor ends before its last element."""
     held = tensor.untyped_storage().nbytes()
     if tensor.is_contiguous():
         due = tensor.nbytes
@@ -128,21 +125,21 @@ def _check_extent(tensor: Tensor) -> None:
     if held == 0:
         raise StateError(
             f"expected a tensor with its values, got one of shape {shape} whose storage was "
-            "freed; if a wrapper such as FSDP has done so, call the wrapped model"
+            "freed; if a wrapper such as FSDP freed it, call the wrapped model"
         )
     raise StateError(
-        f"expected a storage of at least {due} bytes under a tensor of shape {shape}, got "
-        f"{held}; undo the untyped_storage().resize_() that cut it"
+        f"expected a storage of at least {due} bytes for a tensor of shape {shape}, got "
+        f"{held}; undo the untyped_storage().resize_() that shortened it"
     )
 
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The array that shares memory with a `tensor` on the CPU; outside the autograd graph."""
+    """An array that shares memory with a CPU `tensor` (or with its copy by `in_memory`)."""
     return shared_array(in_memory(tensor))
 
 
 def shared_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """`as_array` of what `in_memory` gives back as it is."""
+    """`as_array` without the checks, for a tensor that `in_memory` returns unchanged."""
     if tensor.numel() == 0:
         return np.empty(tuple(tensor.shape), NUMPY_DTYPES[tensor.dtype])
     dtype = NUMPY_DTYPES[tensor.dtype]
@@ -153,37 +150,37 @@ def shared_array(tensor: Tensor) -> np.ndarray[Any, Any]:
         strides = tuple([size * stride for stride in tensor.stride()])
         extent = size + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
     memory: Any = (ctypes.c_char * extent).from_address(tensor.data_ptr())
-    memory.owner = tensor  # lives as long as the array does
+    memory.owner = tensor  # keeps the tensor alive as long as the array
     return np.ndarray(tensor.shape, dtype, memory, 0, strides)
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """The tensor that shares memory with `array`, which must be writable."""
+    """A tensor that shares memory with `array`, which must be writable."""
     return torch.from_numpy(array)
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """A new tensor like x, on huge pages where the system grants them to who asks (Linux).
+    """A new tensor like x, on huge pages if Linux offers them through madvise.
 
-    A large result is new memory each time, and to get it page by page takes longer than to
-    compute it: 80 instead of 30 ms for 103 MB.
+    A large result is new memory each time. With small pages, mapping the pages takes longer than
+    the computation (80 ms instead of 30 ms for 103 MB).
     """
     y = torch.empty_like(x)
     size = y.numel() * y.element_size()
     if size >= LARGE and huge_pages_on_request():
         begin = -(-y.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (y.data_ptr() + size - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise()(begin, length, _MADV_HUGEPAGE)  # only advice: nobody asks what came of it
+        _madvise()(begin, length, _MADV_HUGEPAGE)  # only advice, so the result is not checked
     return y
 
 
 @cache
 def huge_pages_on_request() -> bool:
-    """Whether this system has huge pages for those who ask, and for nobody else."""
+    """Whether Linux gives huge pages only on request, by madvise."""
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
             return "[madvise]" in file.read()
-    except OSError:  # not Linux, or hidden from a container
+    except OSError:  # not Linux, or a container hides the file
         return False
 
 

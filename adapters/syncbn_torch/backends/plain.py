@@ -1,6 +1,4 @@
-"""The steps in differentiable tensor operations: for devices without kernels, for second
-derivatives, and for what forward-mode AD and function transforms hand in.
-"""
+"""The steps in differentiable tensor operations, for all devices, derivatives and transforms."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ class TensorNamespace:
 
 
 class TensorOperations(PlainOperations):
-    """Plain operations that write running statistics in place, and merge over devices."""
+    """Plain operations that update running statistics in place and merge parts across devices."""
 
     def merge(self, parts: Sequence[Moments]) -> Moments:
         home = parts[0].mean.device
@@ -55,22 +53,22 @@ class TensorOperations(PlainOperations):
             statistics = plain_statistics(statistics, running.mean.device)
         new = super().update_running(running, statistics)
         pairs = [(own, n) for own, n in zip(running[:3], new[:3], strict=True) if own is not None]
-        # in one call of C: between two writes no interrupt can come
+        # one C call writes all, so that KeyboardInterrupt can't come between two writes
         deque(map(Tensor.copy_, *zip(*pairs, strict=True)) if pairs else (), maxlen=0)
         return running
 
 
-OPERATIONS = TensorOperations(TensorNamespace())  # within the nodes of `autograd`
-DIFFERENTIABLE = TensorOperations(TensorNamespace())  # instead of them: torch has the graph
+OPERATIONS = TensorOperations(TensorNamespace())  # called by the nodes of `autograd`
+DIFFERENTIABLE = TensorOperations(TensorNamespace())  # without these nodes: torch differentiates
 
 
 def plain_moments(moments: Moments, device: torch.device) -> Moments:
-    """Moments as tensors on a device."""
+    """`moments` as tensors on `device`."""
     return Moments(moments.count, _on(moments.mean, device), _on(moments.m2, device))
 
 
 def plain_statistics(statistics: Statistics, device: torch.device) -> Statistics:
-    """Statistics as tensors on a device."""
+    """`statistics` as tensors on `device`."""
     return Statistics(plain_moments(statistics.moments, device), _on(statistics.invstd, device))
 
 

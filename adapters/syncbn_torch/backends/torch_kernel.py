@@ -1,7 +1,7 @@
-"""Torch's own kernel, which writes running statistics while it normalizes.
+"""`batch_norm` by torch's own kernel, which updates the running statistics itself.
 
-They have to be written all or not at all, so it may write them itself only where nothing can go
-wrong after it; elsewhere it writes copies.
+A forward must update all of them or, if it fails, none. So the kernel gets the buffers themselves
+only if nothing can fail after it, and copies otherwise.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def batch_norm(
     running: RunningStatistics | None,
     eps: float,
 ) -> Tensor:
-    """y of a batch that is x alone; `running`, if there is one, is updated by it.
+    """y for a layer alone, x (N, C, *spatial); updates `running` if given.
 
-    A recomputation updates nothing.
+    A forward that checkpointing repeats in backward updates nothing. Raises `BatchSizeError` or
+    torch's ValueError for one value per channel.
     """
     if running is None:
         return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
@@ -54,7 +55,7 @@ def batch_norm(
             counter.add_(1)
         return y
     recomputed = backward_task() != -1
-    # transforms, subclasses, modes and hooks run code that may raise after the kernel has written
+    # transforms, subclasses, modes and hooks run code that may raise after the kernel
     kinds = {type(x), type(weight), type(bias), type(mean), type(var), type(counter)}
     more = transforming() or not kinds <= _PLAIN or saving_runs_hooks()
     more = more or modes_run_other_code()
@@ -66,22 +67,19 @@ def batch_norm(
         return y
     if x.numel() <= x.shape[1]:
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-    increment_version(mean)  # a graph of eval that has kept them must learn of it
+    increment_version(mean)  # autograd must notice the update if a graph of eval has saved them
     increment_version(var)
-    # The graph of this forward keeps them too, and does not need them: by `data`, which has a
-    # version of its own, it does not mind that the next forward changes them.
+    # The graph of this forward saves them too but never reads them. `data` has its own version
+    # counter, so autograd does not object when the next forward changes them.
     settings = (mean.data, var.data, True, factor, eps, cudnn_enabled())
     steps: Any = (partial(torch.batch_norm, x, weight, bias, *settings), partial(counter.add_, 1))
     result: Tensor
-    result, _ = map(call, steps)  # in C: no interrupt can come between the two
+    result, _ = map(call, steps)  # in C, so that KeyboardInterrupt can't come between the two
     return result
 
 
 def _write(running: RunningStatistics, mean: Tensor | None, var: Tensor | None) -> None:
-    """Set what is not None, and count the batch.
-
-    All three in one call of C: between the writes no interrupt can come.
-    """
+    """Set what is not None and count the batch, in a C call that KeyboardInterrupt can't split."""
     counter: Any = running.num_batches_tracked
     counted = None if counter is None else counter + 1
     pairs = [(running.mean, mean), (running.var, var), (counter, counted)]

@@ -1,10 +1,9 @@
-"""Layers of the model itself, reached while replicas of it run.
+"""Calls of the original model's layers while replicas of the model run.
 
-A replica calls its own copies of the layers, unless something leads around them: a bound method
-or a partial made before, a plain list, a compiled function. What is reached then is a layer of the
-original model, which has no link to the other replicas. In a replica's thread `copy_of` finds the
-copy that belongs there. Where there is none, `check_alone` raises: statistics of a part of the
-batch are never computed without a word.
+A bound method, a partial, a plain list or a compiled function made earlier still refers to a layer
+of the original model, which has no link to other replicas. In a replica's thread `copy_of` finds
+the copy to use instead. If there is none, `check_alone` raises, so that no layer silently uses the
+statistics of a part of the batch.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ __all__ = ["Replica", "check_alone", "copy_of", "current", "give_up", "note_reac
 
 T = TypeVar("T")
 
-# False while no replica runs and no mark lives: layers then skip this module. A plain global,
+# False while no replica runs and no mark exists; layers then skip this module. A plain global,
 # because every forward reads it and torch.compile can guard on it.
 watching = False
 
-_lock = threading.RLock()  # garbage collection may run `_forget` in the thread that holds it
+_lock = threading.RLock()  # garbage collection may call `_forget` in the thread that holds it
 _running: set[Replica] = set()
 _current: ContextVar[Replica | None] = ContextVar("replica", default=None)
 
 
 class Replica:
-    """One of several replicas of a model: the copy that it has of each layer."""
+    """One of several replicas of a model. `copies`: original layer -> this replica's copy."""
 
     def __init__(self, index: int, size: int, copies: dict[nn.Module, nn.Module]) -> None:
         self.index = index
@@ -46,7 +45,7 @@ class Replica:
         self.given_up = False
 
     def run(self, call: Callable[[], T]) -> T:
-        """`call()`, to whose thread this replica belongs; in a context of its own."""
+        """Run `call()` as this replica; must be called in a `contextvars` context of its own."""
         _current.set(self)
         try:
             with _lock:
@@ -60,10 +59,7 @@ class Replica:
 
 
 def replicas_of(model: Sequence[nn.Module], copies: Sequence[Sequence[nn.Module]]) -> list[Replica]:
-    """What copies of a model need to find their layers; nothing for a single one.
-
-    All are given as lists of their modules, in the same order.
-    """
+    """A `Replica` for each of two or more copies of `model`, all lists of modules in one order."""
     if len(copies) < 2:
         return []
     places = [i for i, m in enumerate(model) if hasattr(type(m), "__data_parallel_replicate__")]
@@ -74,31 +70,31 @@ def replicas_of(model: Sequence[nn.Module], copies: Sequence[Sequence[nn.Module]
 
 
 def current() -> Replica | None:
-    """The replica in whose thread this is called."""
+    """The replica that runs in this thread, or None."""
     return _current.get()
 
 
 def give_up(replicas: Sequence[Replica]) -> None:
-    """The caller goes on without them, though some may still run: others needn't mind them."""
+    """Ignore these replicas from now on: their forward has failed, but some may still run."""
     for replica in replicas:
         replica.given_up = True
 
 
 def copy_of(layer: nn.Module) -> nn.Module | None:
-    """The copy of `layer` that belongs to the replica in whose thread this is called."""
+    """The copy of `layer` in the replica that runs in this thread, or None."""
     replica = _current.get()
     return None if replica is None else replica.copies.get(layer)
 
 
 def check_alone(layer: nn.Module) -> None:
-    """Raise if `layer`, which has no link, would take the statistics of a part of a batch only."""
+    """Raise if `layer`, which has no link, would use the statistics of a part of the batch."""
     replica = _current.get()
     if replica is not None:
         raise StateError(
-            f"{name_of(layer)} was reached in replica {replica.index} of {replica.size}, but is "
-            "not a submodule of the model that DataParallelWithCallback replicates (kept in a "
-            "plain list, a global, or made in forward?), so it can't be synchronized; register "
-            "it, e.g. in nn.ModuleList"
+            f"{name_of(layer)} was called in replica {replica.index} of {replica.size}, but is "
+            "not a submodule of the model that DataParallelWithCallback replicates (is it in a "
+            "plain list or a global, or made in forward?), so it can't be synchronized; register "
+            "it, for example in an nn.ModuleList"
         )
     with _lock:
         _watch()
@@ -106,33 +102,34 @@ def check_alone(layer: nn.Module) -> None:
         recomputed = any(reached() is layer for reached in list(_marks.values()))
     if theirs:
         raise StateError(
-            f"{name_of(layer)} of the original model was reached by a thread that belongs to no "
-            "replica while replicas of it run, so it can't be synchronized; in threads of your "
-            "own call the replica's submodules (self.bn), or run the call in "
+            f"{name_of(layer)} of the original model was called by a thread that belongs to no "
+            "replica while replicas of the model run, so it can't be synchronized; in your own "
+            "threads call the replica's submodules (self.bn), or run the call in "
             "contextvars.copy_context() of the replica"
         )
     if recomputed and backward_task() != -1:
         raise CheckpointError(
             f"{name_of(layer)} of the original model was recomputed in backward after a replica "
-            "had reached it through a bound method or a plain list, so it can't be synchronized; "
+            "had called it through a bound method or a plain list, so it can't be synchronized; "
             "checkpoint a function that calls the replica's submodules (self.bn)"
         )
 
 
 class _Mark:
-    """A replica has reached a layer of the original model, and the graph of that call lives."""
+    """Exists as long as the graph of a call in which a replica reached an original layer."""
 
 
-# The layer of each mark that lives.
+# Existing marks: id -> layer.
 _marks: dict[int, weakref.ref[nn.Module]] = {}
+# Marks without a graph exist as long as their layer.
 _kept: weakref.WeakKeyDictionary[nn.Module, _Mark] = weakref.WeakKeyDictionary()
 
 
 def note_reached(layer: nn.Module, y: Tensor) -> None:
-    """Remember, for a recomputation in backward, that a replica has reached the original `layer`.
+    """Remember that a replica has called the original `layer`; a recomputation must then raise.
 
-    The mark lives as long as the graph of y. A reentrant checkpoint makes none at first: then it
-    lives as long as the layer.
+    The mark exists as long as the graph of y. The first forward of a reentrant checkpoint has no
+    graph; its mark exists as long as the layer.
     """
     replica = _current.get()
     node: Any = y.grad_fn
@@ -154,8 +151,8 @@ def note_reached(layer: nn.Module, y: Tensor) -> None:
 def _forget(mark: int) -> None:
     with _lock:
         del _marks[mark]
-        # torch.compile may trace a forward twice and needs the same `watching` both times. A mark
-        # that is collected meanwhile leaves it as it is; the next forward corrects it.
+        # torch.compile may trace a forward twice and needs the same `watching` both times. So a
+        # mark that is collected during tracing does not change it; the next forward does.
         if not is_tracing():
             _watch()
 

@@ -1,4 +1,4 @@
-"""How a replica of a layer reaches the other replicas, and what it does when they are gone."""
+"""The link from a replica of a layer to the other replicas, for one forward of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["ReplicaSync", "Unconnected", "adopted"]
 
 
 class ReplicaSync:
-    """A replica's way to the other replicas, for one forward of the replicated model."""
+    """The link of a replica in `DataParallelWithCallback` or a wrapper of another project."""
 
     def __init__(self, context: CallbackContext, copy_id: int) -> None:
         self.context = context
@@ -40,7 +40,7 @@ class ReplicaSync:
         self._history: list[tuple[Any, StatisticsExchange, bool]] = []
 
     def check(self) -> None:
-        """Raise if nobody waits for this replica any more."""
+        """Raise `CommAborted` if the caller has given up this replica's forward."""
         if self.context.disowned:
             raise CommAborted(
                 f"{self.context.name}: the forward that this replica belonged to was given up: "
@@ -56,16 +56,16 @@ class ReplicaSync:
         processes: Processes | None,
         running: RunningStatistics | None,
     ) -> Tensor:
-        """y by the statistics of all replicas; the master's updates `running`."""
+        """y by the statistics of all replicas; only the master replica updates `running`."""
         record, edge = measure(operations, x)
         weight, bias = affine
         learns = any(p is not None and p.requires_grad for p in (weight, bias))
         if processes is not None and learns and torch.is_grad_enabled():
-            # other processes wait for the sums, whether or not x needs a gradient here
+            # other processes wait for this one's sums, even if x needs no gradient here
             edge.requires_grad_()
         if self.context.is_over():
-            # The others can't be reached any more; what runs then is activation checkpointing,
-            # and gets the statistics of the first time.
+            # The other replicas have finished, so this is a recomputation by activation
+            # checkpointing: reuse the statistics of the first forward.
             exchange, running = self._earlier_exchange(record.part), None
         else:
             message = ReplicaMessage(record, edge, rule, processes, self.context)
@@ -82,28 +82,28 @@ class ReplicaSync:
         if not found:
             raise CheckpointError(
                 f"{self.context.name} of a replica was called after the forward of its "
-                "DataParallelWithCallback, with an input that it had not seen; call the wrapped "
-                "model instead, and keep random numbers (dropout) out of what is checkpointed in "
-                "replicas: they share one generator"
+                "DataParallelWithCallback, with a new input; call the wrapped model instead. If "
+                "this is a checkpoint, remove random operations (dropout) from it: replicas share "
+                "one random number generator"
             )
         if torch.is_grad_enabled() and not all(graph for _, graph in found):
             raise CheckpointError(
-                f"{self.context.name} was recomputed by a reentrant checkpoint, one replica at a "
-                "time, which can't be synchronized; use "
+                f"{self.context.name} was recomputed by a reentrant checkpoint, which runs one "
+                "replica at a time and can't be synchronized; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         exchange = found[0][0]
         if not all(_same_bits(exchange.total, other.total) for other, _ in found):
             raise CheckpointError(
-                f"{self.context.name} was recomputed with an input that a replica had in several "
-                "calls, whose statistics over all replicas differ; checkpoint these calls apart "
-                "from each other by layers of their own, or not at all"
+                f"{self.context.name} was recomputed with an input that this replica had in "
+                "several calls with different statistics over all replicas; use a separate layer "
+                "for each of these calls, or do not checkpoint them"
             )
         return exchange
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    """Whether two moments of one kind are the same, NaN like any other number."""
+    """Whether two moments have the same type and bits, so that NaN equals NaN."""
     if type(a) is not type(b) or a.known_count != b.known_count:
         return False
     names = ("rows",) if isinstance(a, DeviceMoments) else ("mean", "m2")
@@ -120,7 +120,7 @@ def _same_bits(a: Any, b: Any) -> bool:
 
 
 class Unconnected:
-    """The link of a copy to which no replication callback has come yet: `nn.DataParallel`'s."""
+    """The link of a replica before its replication callback; under `nn.DataParallel` none comes."""
 
     is_master = False
 
@@ -128,19 +128,19 @@ class Unconnected:
         self.original = original
 
     def check(self) -> None:
-        """Nothing is wrong until the other copies are needed."""
+        """Pass: eval works without the other replicas."""
 
     def forward(self, *_: Any) -> NoReturn:
-        """Raise: the other copies are needed now."""
+        """Raise `StateError`."""
         raise StateError(
-            f"{name_of(self.original)} runs in a replica that can't reach the others: no "
-            "replication callback came; use DataParallelWithCallback instead of nn.DataParallel, "
-            "or call patch_replication_callback on it"
+            f"{name_of(self.original)} runs in a replica that is not connected to the others; use "
+            "DataParallelWithCallback instead of nn.DataParallel, or call "
+            "patch_replication_callback on it"
         )
 
 
-class _Name:
-    """What errors call a layer; looked for when it is printed, as that takes time."""
+class _LazyName:
+    """The name of a layer, searched only when it is printed, because the search is slow."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -150,18 +150,18 @@ class _Name:
 
 
 class _BareContext(CallbackContext):
-    """For wrappers of other projects, which tell neither size nor end of a forward."""
+    """For wrappers of other projects, which report neither the size nor the end of a forward."""
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__(cast(str, _Name(layer)))
+        super().__init__(cast(str, _LazyName(layer)))
 
     def is_over(self) -> bool:
-        """What runs in backward is a recomputation."""
+        """Whether a backward pass runs, in which a forward must be a recomputation."""
         return backward_task() != -1
 
 
 def adopted(context: Any, layer: nn.Module) -> CallbackContext:
-    """`context`, or one of ours that the copies of `layer` share through any other object."""
+    """`context`, or for a foreign object the `CallbackContext` that the copies share through it."""
     if isinstance(context, CallbackContext):
         return context
     own: CallbackContext | None = getattr(context, "syncbn_context", None)

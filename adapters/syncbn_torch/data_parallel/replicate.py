@@ -1,9 +1,9 @@
-"""Replicas of a model in threads, and callbacks that let their submodules find each other.
+"""`DataParallelWithCallback`: replicas of a model in threads, and their replication callbacks.
 
-`DataParallelWithCallback` on several GPUs is `nn.DataParallel`; on one device (CPU, or one
-GPU) it runs N replicas in N threads, sharing the parameters. In both cases each submodule that
-has `__data_parallel_replicate__(context, copy_id)` is called before the replicas run, and no
-replica is left waiting when another one fails.
+On several GPUs it works like `nn.DataParallel`. On one device (the CPU or one GPU) it runs N
+replicas in N threads that share the parameters. In both cases it calls
+`__data_parallel_replicate__(context, copy_id)` of each submodule that has it before the replicas
+run, and no replica waits forever when another one fails.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = [
 
 
 class CallbackContext:
-    """What the copies of one submodule share during one forward; set any attribute on it.
+    """What the copies of one submodule share during one forward; you may add attributes.
 
     Attributes:
         name: the submodule's name in the model, for error messages.
         size: the number of copies.
-        sync_master: a `SyncMaster` that copy 0 puts here begins a new round, so that it may be
-            kept from forward to forward, and is aborted when a replica fails.
-        closed: True once the forward is over and the other copies can't be reached.
-        disowned: the error with which the forward was given up, as text; "" if it was not. A
-            copy may still be running then; its results go nowhere.
+        sync_master: the `SyncMaster` that copy 0 sets. Setting it starts a new round, so one
+            object may serve many forwards; it is aborted when a replica fails.
+        closed: True after the forward, when the other copies can't be reached any more.
+        disowned: the error with which the caller gave up the forward, as text, or "". Some
+            copies may still run then; their results are dropped.
     """
 
     def __init__(self, name: str = "", size: int = 0) -> None:
@@ -57,38 +57,38 @@ class CallbackContext:
     @property
     def sync_master(self) -> SyncMaster:
         if self._sync_master is None:
-            raise AttributeError(f"no copy has put a SyncMaster on the context of {self.name!r}")
+            raise AttributeError(f"copy 0 has not set sync_master on the context of {self.name!r}")
         return self._sync_master
 
     @sync_master.setter
     def sync_master(self, master: SyncMaster) -> None:
-        # forget those of the last forward: there may be fewer this time
+        # forget the copies of the last forward: there may be fewer this time
         master.clear_slaves(self._siblings)
         self._sync_master = master
 
     def abort(self, error: BaseException) -> None:
-        """Release every copy that waits: one of them failed with `error`."""
+        """Release all waiting copies, because a replica failed with `error`."""
         if self._sync_master is not None:
             self._sync_master.abort(error)
 
     def close(self) -> None:
-        """The forward is over for all copies. Errors of it are forgotten: they keep its frames."""
+        """End the forward for all copies; drop its errors, whose tracebacks hold its frames."""
         self.closed = True
         self._siblings = None
         if self._sync_master is not None:
             self._sync_master.clear_slaves()
 
     def disown(self, error: BaseException) -> None:
-        """The caller goes on without the forward; copies that still run must not."""
-        # as text: its traceback would keep the frames of the forward
+        """Give up the forward because of `error`: copies that still run must stop."""
+        # as text, because its traceback would hold the frames of the forward
         self.disowned = traceback.format_exception_only(error)[0].strip()
 
     def is_over(self) -> bool:
-        """Whether what runs now is a recomputation after the forward."""
+        """Whether the forward has ended, so that a call now is a recomputation."""
         return self.closed
 
     def leave(self, copy_id: int) -> None:
-        """A copy's forward is over; release who waits for it."""
+        """End a copy's forward and release the copies that wait for it."""
         if self._sync_master is not None:
             self._sync_master.leave(copy_id)
 
@@ -96,9 +96,9 @@ class CallbackContext:
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[CallbackContext]:
     """Call `__data_parallel_replicate__(context, copy_id)` on every submodule that has it.
 
-    `modules`: copies of one model, the master copy first. The copies of a submodule, found by
-    position in `modules()`, get the same context; the master copy's callbacks come first.
-    Returns the contexts, in the order of positions.
+    `modules`: copies of one model, the master copy first; its callbacks run first. Submodules at
+    the same position in `modules()` get the same context. Returns the contexts in that order.
+    Raises `CommError` if the copies differ in their number of submodules.
     """
     if not modules:
         return []
@@ -106,7 +106,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
 
 
 def _execute(first: nn.Module, copies: Sequence[Sequence[nn.Module]]) -> list[CallbackContext]:
-    """Call back the submodules of each copy; `first` is copy 0, which has the names."""
+    """Call the callbacks of all copies, given as lists of modules; names come from `first`."""
     names = [name or type(first).__name__ for name, _ in first.named_modules()]
     contexts = [CallbackContext(name, len(copies)) for name in names]
     siblings = Siblings()
@@ -116,7 +116,7 @@ def _execute(first: nn.Module, copies: Sequence[Sequence[nn.Module]]) -> list[Ca
         if len(submodules) != len(contexts):
             raise CommError(
                 f"expected copies of one model with {len(contexts)} modules each, got "
-                f"{len(submodules)} in copy {copy_id}"
+                f"{len(submodules)} in copy {copy_id}; pass replicas of the same module"
             )
         for context, submodule in zip(contexts, submodules, strict=True):
             callback = getattr(submodule, "__data_parallel_replicate__", None)
@@ -126,7 +126,7 @@ def _execute(first: nn.Module, copies: Sequence[Sequence[nn.Module]]) -> list[Ca
 
 
 class _Replicas(list[nn.Module]):
-    """Copies of one model with what their submodules share."""
+    """Copies of one model, with the contexts and `Replica` objects of this forward."""
 
     def __init__(
         self,
@@ -139,11 +139,11 @@ class _Replicas(list[nn.Module]):
         self.found = found
 
 
-def _share(module: nn.Module, copies: int) -> list[nn.Module]:
-    """`copies` replicas of `module` on its own device: the same parameters, own structure.
+def _replicate_on_one_device(module: nn.Module, copies: int) -> list[nn.Module]:
+    """`copies` replicas of `module` on its own device, which share its parameters.
 
-    Replica 0 has the buffers themselves, so what it writes in place stays; the others have
-    copies of them, as under `nn.DataParallel`.
+    Replica 0 shares the buffers too, so its in-place updates stay; the other replicas have copies
+    of the buffers, as under `nn.DataParallel`.
     """
     modules = list(module.modules())
     index = {original: i for i, original in enumerate(modules)}
@@ -171,41 +171,41 @@ def _share(module: nn.Module, copies: int) -> list[nn.Module]:
 
 
 def _check_not_compiled(model: nn.Module) -> None:
-    """Raise for a compiled module: what it has compiled calls the original, not a replica."""
+    """Raise `StateError` for compiled modules: their compiled code calls the original layers."""
     dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
     optimized = getattr(dynamo, "OptimizedModule", ())
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or isinstance(module, optimized):
             which = name or "the model itself"
             raise StateError(
-                f"expected a model to replicate that is not compiled, got {which} "
-                f"({type(module).__name__}) compiled; wrap first, then compile the wrapper: "
+                f"expected a model that is not compiled, got {which} ({type(module).__name__}) "
+                "compiled; wrap first, then compile the wrapper: "
                 "torch.compile(DataParallelWithCallback(model))"
             )
 
 
 class DataParallelWithCallback(nn.DataParallel[nn.Module]):
-    """`nn.DataParallel` with replication callbacks, which runs on CPU too.
+    """`nn.DataParallel` with replication callbacks, also for CPU.
 
     Args:
         module: the model.
-        device_ids: where the replicas run. Different GPUs: as `nn.DataParallel`. The same
-            device several times, for example `["cpu"] * 4`: as many threads, which share the
-            parameters. None: all GPUs, or the plain model where there are none.
-        output_device: where outputs are joined; default the first of `device_ids`.
-        dim: the axis by which tensors are split and joined.
+        device_ids: different GPUs as in `nn.DataParallel`, or one device several times, such as
+            `["cpu"] * 4`, for threads that share parameters. None: all GPUs, or no replicas.
+        output_device: where outputs are joined; default is the first of `device_ids`.
+        dim: the axis along which tensors are split and joined.
         replicas: short for `device_ids=[device of the module] * replicas`.
 
-    Positional and keyword arguments may nest tuples, lists and dictionaries; tensors in them
-    are split like `torch.chunk`, other objects are shared. A batch smaller than the number of
-    replicas uses fewer of them.
+    Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica and for
+    CPU mixed with GPUs, `StateError` for a compiled model; compile the wrapper instead (several
+    replicas run eagerly).
 
-    When a replica raises, the others are released and the error is raised again, with a note
-    that says which replica it was; the next forward works.
+    Arguments of forward may nest tuples, lists and dictionaries. Their tensors are split like
+    `torch.chunk`; other objects are shared. A batch smaller than the number of replicas uses
+    fewer replicas. Raises `ShapeError` if arguments or outputs don't fit together. If a replica
+    raises, the others stop, and a note on the error names the replica; the next forward works.
 
-    Within a replica of another one it runs its module as it is: the batch has been split, and the
-    layers synchronize over all of it. Compile the wrapper, not the model: several replicas run
-    eagerly, and refuse compiled modules with `StateError`.
+    Inside a replica of another wrapper the module runs without new replicas: the batch is already
+    split, and the layers synchronize over all of it.
     """
 
     def __init__(
@@ -227,7 +227,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         if device_ids is None or not _one_device(device_ids):
             if device_ids is not None and any(_device(d).type == "cpu" for d in device_ids):
                 raise ArgumentError(
-                    f"expected replicas on CPU or on GPUs, got both in device_ids={device_ids!r}"
+                    f"expected replicas on CPU or on GPUs, got both in device_ids={device_ids!r}; "
+                    "use one kind"
                 )
             super().__init__(module, cast(Any, device_ids), cast(Any, output_device), dim)
             if len(self.device_ids) > 1:
@@ -246,25 +247,25 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the model returns, from all replicas."""
+        """Run the model in replicas and join their outputs on `output_device`."""
         if len(self.device_ids) < 2:
             return super().forward(*inputs, **kwargs)
         run = super().forward
-        if torch.compiler.is_compiling():  # replicas are new objects in every forward: run eagerly
+        if torch.compiler.is_compiling():  # replicas are new objects each time: can't be traced
             run = disable_tracing(run)
         return run(*inputs, **kwargs)
 
     def _within_replica(self) -> bool:
-        """Whether another wrapper has split the batch already."""
+        """Whether another wrapper has already split the batch."""
         return originals.current() is not None or getattr(self, "_is_replica", False)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
-        """Copies of `module`, one per device, with their callbacks done."""
+        """Replicas of `module`, one per device, after their replication callbacks."""
         if self._within_replica():
-            return [module]  # its layers have their links, or copies that have
+            return [module]  # its layers, or their copies, are already connected
         _check_not_compiled(module)
         if _one_device(device_ids):
-            replicas = _share(module, len(device_ids))
+            replicas = _replicate_on_one_device(module, len(device_ids))
         else:
             replicas = super().replicate(module, device_ids)
         copies = [list(replica.modules()) for replica in replicas]
@@ -275,7 +276,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Arguments of each replica."""
+        """Split the arguments: `(positional arguments, keyword arguments)` by replica."""
         if self._within_replica():
             device_ids = device_ids[:1]
         if not _one_device(device_ids):
@@ -287,7 +288,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        """Run every replica in a thread of its own; results in their order."""
+        """Run each replica in its own thread; return their outputs in order."""
         contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
         found: list[originals.Replica] = getattr(replicas, "found", [])
         siblings = contexts[0]._siblings if contexts else None
@@ -295,7 +296,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
         def member(index: int) -> Callable[[], Any]:
-            # A context can be entered by one thread at a time: each gets a copy.
+            # Only one thread at a time can enter a context, so each replica gets a copy.
             variables = contextvars.copy_context()
 
             def call() -> Any:
@@ -334,7 +335,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                 context.close()
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
-        """Outputs of all replicas, joined."""
+        """Join the outputs of all replicas on `output_device`."""
         if not _one_device(self.device_ids):
             return super().gather(outputs, output_device)
         return join(outputs, self.dim, _device(output_device))
@@ -346,7 +347,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _device(device: int | str | torch.device) -> torch.device:
-    """`device`; a number is a GPU, whether there is one or not, and there is only one CPU."""
+    """`device` as a `torch.device`: a number is a GPU, even without GPUs; "cpu:0" is "cpu"."""
     if isinstance(device, int):
         return torch.device("cuda", device)
     device = torch.device(device)
@@ -354,16 +355,16 @@ def _device(device: int | str | torch.device) -> torch.device:
 
 
 def _one_device(device_ids: Sequence[Any]) -> bool:
-    """Whether all replicas live on the same device, so that they share the parameters."""
+    """Whether all replicas are on one device and share the parameters; one GPU alone is not."""
     devices = {_device(d) for d in device_ids}
     return len(devices) == 1 and (len(device_ids) > 1 or devices.pop().type == "cpu")
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> None:
-    """Give an existing `nn.DataParallel` the callbacks: it becomes a `DataParallelWithCallback`.
+    """Turn an existing `nn.DataParallel` into a `DataParallelWithCallback`, in place.
 
-    The object stays the same one. One of a subclass keeps that class's methods too, but can't be
-    pickled any more. Raises `TypeError` for anything but an `nn.DataParallel`.
+    An object of a subclass keeps its own methods, but can't be pickled any more. Raises
+    `TypeError` for anything but an `nn.DataParallel`.
     """
     kind = type(data_parallel)
     if issubclass(kind, DataParallelWithCallback):

@@ -1,4 +1,4 @@
-"""Nested arguments split into parts, nested results joined: as `nn.DataParallel` does."""
+"""`split` nested arguments into parts and `join` nested outputs, as in `nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ __all__ = ["join", "split"]
 
 
 def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
-    """At most `parts` trees like `tree`, with each tensor in it split by axis `dim`.
+    """Split each tensor of `tree` along axis `dim`: at most `parts` trees, on `device`.
 
-    Tensors are cut like `torch.chunk`; scalars (0 axes) and objects that are no tensors go to
-    every part. Tuples, named tuples, lists and dictionaries nest. Raises `ShapeError` when two
-    tensors give different numbers of parts: a part would miss some of its arguments. `StateError`
-    inside a function transform.
+    `tree` is `(args, kwargs)`, nested. Tensors are split like `torch.chunk`; each part gets all
+    scalars (0 axes) and other objects. Raises `ShapeError` if a tensor has no such axis or two
+    tensors give different numbers of parts, `StateError` inside a function transform.
     """
     leaves: list[Tensor] = []
     _collect(tree, leaves)
@@ -34,7 +33,7 @@ def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
     if len(set(sizes.values())) > 1:
         raise ShapeError(
             f"expected tensors that split alike over {parts} replicas, got sizes "
-            f"{sorted(sizes)} on axis {dim}; give what every replica needs whole as a non-tensor"
+            f"{sorted(sizes)} on axis {dim}; pass a tensor for all replicas in an object"
         )
     count = next(iter(sizes.values()), parts if _has_anything(tree) else 1)
     if count > 1:
@@ -60,12 +59,12 @@ def _collect(tree: Any, leaves: list[Tensor]) -> None:
 
 
 def _parts(tree: Any, count: int, dim: int, device: torch.device) -> list[Any]:
-    """`count` trees. Each tensor is cut once: its gradient is then put together once."""
+    """`count` trees. Each tensor is split once, so that backward joins its gradient once."""
     if isinstance(tree, Tensor):
         if tree.dim() == 0 or count == 1:
             return [tree.to(device)] * count
-        # Chunks share one version counter: a replica that changes its input in place would seem
-        # to have changed everybody's. `data` has another one, but neither graph nor tangent.
+        # Chunks share one version counter: if a replica changed its input in place, autograd
+        # would see all inputs as changed. `data` has its own counter, but no graph or tangent.
         pieces = tree.chunk(count, dim)
         copied = tree.requires_grad or forward_ad_active()
         return [(p.clone() if copied else p.data).to(device) for p in pieces]
@@ -79,9 +78,9 @@ def _parts(tree: Any, count: int, dim: int, device: torch.device) -> list[Any]:
 
 
 def _like(tree: Any, values: Any) -> Any:
-    """`values` in a container of the type of `tree`."""
+    """`values` in a container of the same type as `tree`."""
     if isinstance(tree, MutableMapping):
-        filled = copy.copy(tree)  # with its settings, such as the factory of a defaultdict
+        filled = copy.copy(tree)  # keeps settings such as the factory of a defaultdict
         filled.update(values)
         return filled
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -92,10 +91,10 @@ def _like(tree: Any, values: Any) -> Any:
 
 
 def join(outputs: Sequence[Any], dim: int, device: torch.device) -> Any:
-    """One tree from the outputs of all parts: tensors concatenated by axis `dim`.
+    """Join the outputs of all parts into one tree, with tensors concatenated along axis `dim`.
 
-    Scalars become a vector with one entry per part; None stays None; other objects stay when
-    they are equal in all parts. Raises `ShapeError` for outputs that differ in structure.
+    Scalars (0 axes) become a vector with one entry per part. Other objects, such as None, must be
+    equal in all parts. Raises `ShapeError` for outputs that differ in structure.
     """
     first = outputs[0]
     if any(type(output) is not type(first) for output in outputs):
@@ -119,13 +118,13 @@ def join(outputs: Sequence[Any], dim: int, device: torch.device) -> Any:
     if not all(_same(output, first) for output in outputs):
         raise ShapeError(
             f"expected tensors, or the same {type(first).__name__} from all replicas, got "
-            f"{outputs!r:.200}"
+            f"{outputs!r:.200}; return a tensor"
         )
     return first
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two objects are equal, NaN like any other; arrays have no single answer to that."""
+    """Whether two objects are equal; NaN equals NaN, and arrays (no single truth value) differ."""
     try:
         return a is b or bool(a == b) or bool(a != a and b != b)
     except (ValueError, RuntimeError):

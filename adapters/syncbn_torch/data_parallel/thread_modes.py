@@ -1,4 +1,4 @@
-"""What replica threads take over from the thread that calls the model: modes, device, stream."""
+"""The modes, device and stream that replica threads take over from the calling thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Modes = list[Callable[[], AbstractContextManager[Any]]]
 
 
 def modes_of_caller() -> Modes:
-    """Gradient, inference and autocast modes of this thread, which others do not inherit."""
+    """Gradient, inference, forward AD and autocast modes, which other threads don't inherit."""
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     modes: Modes = [
         partial(torch.inference_mode, torch.is_inference_mode_enabled()),
@@ -35,7 +35,7 @@ def modes_of_caller() -> Modes:
 
 
 def place_of(device: torch.device) -> Modes:
-    """A GPU, and the stream on it that is current in the calling thread."""
+    """Context managers for a GPU and the calling thread's current stream on it; none for CPU."""
     if device.type != "cuda":
         return []
     stream = torch.cuda.current_stream(device)
@@ -43,9 +43,9 @@ def place_of(device: torch.device) -> Modes:
 
 
 def call_within(modes: Modes, call: Callable[[], Any]) -> Any:
-    """`call()` within all of `modes`, the first one outside.
+    """Run `call()` inside all `modes`; the first mode is the outermost.
 
-    No ExitStack and no generator: these assign `__traceback__`, which an error may refuse.
+    Not with ExitStack or a generator: they assign `__traceback__`, which some errors forbid.
     """
     if not modes:
         return call()

@@ -1,0 +1,211 @@
+"""Each private name of torch does what syncbn needs; each test says what breaks without it."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from syncbn_torch import _torch_private as private
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """The result of `call()` in a new thread."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def in_backward(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of `calls` within one backward pass."""
+    leaf = torch.ones(1, requires_grad=True)
+    results: list[Any] = []
+    y = leaf * 2
+    for call in calls:
+        y.register_hook(lambda _, call=call: results.append(call()))
+    y.sum().backward()
+    return results
+
+
+def in_vmap(call: Callable[[Tensor], Any]) -> Any:
+    """The result of `call(wrapped tensor)` inside `torch.func.vmap`."""
+    results: list[Any] = []
+
+    def wrapped(x: Tensor) -> Tensor:
+        results.append(call(x))
+        return x
+
+    torch.func.vmap(wrapped)(torch.ones(2))
+    return results[0]
+
+
+def test_every_private_name_has_a_test() -> None:
+    tests = [name for name in globals() if name.startswith("test_")]
+    for name in private.__all__:
+        assert any(test.startswith(f"test_{name}_") for test in tests), name
+
+
+def test_backward_task_numbers_backward_passes() -> None:
+    """Without it, checkpointing counts a batch twice and replicas mix sums of backward passes."""
+    assert private.backward_task() == -1
+    first = in_backward(private.backward_task, private.backward_task)
+    second = in_backward(private.backward_task)
+    assert first[0] == first[1] >= 0
+    assert second[0] not in (-1, first[0])
+    assert private.backward_task() == -1
+
+
+def test_run_after_backward_calls_back_at_the_end_of_a_pass() -> None:
+    """Without it, gradients that no replica has taken stay in memory after backward."""
+    ended: list[str] = []
+    steps = in_backward(
+        lambda: private.run_after_backward(lambda: ended.append("end")), lambda: list(ended)
+    )
+    assert steps == [None, []]
+    assert ended == ["end"]
+
+
+def test_run_after_backward_drops_the_callback_of_a_failed_pass() -> None:
+    """Without that, the callback would run in a later pass, or keep gradients in memory."""
+    ended: list[str] = []
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        in_backward(lambda: private.run_after_backward(lambda: ended.append("end")), fail)
+    in_backward(lambda: None)
+    assert ended == []
+
+
+def test_saving_runs_hooks_sees_the_hooks_of_saved_tensors() -> None:
+    """Without it, running statistics change in a forward that fails in a hook."""
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert private.saving_runs_hooks()
+        with torch.no_grad():
+            assert not private.saving_runs_hooks()
+    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        assert not private.saving_runs_hooks()
+
+
+@pytest.mark.parametrize("mode", [TorchDispatchMode, TorchFunctionMode])
+def test_modes_run_other_code_sees_dispatch_and_function_modes(mode: Any) -> None:
+    """Without it, running statistics change in a forward that fails in a mode."""
+    assert not private.modes_run_other_code()
+    with mode():
+        assert private.modes_run_other_code()
+    assert not private.modes_run_other_code()
+
+
+def test_forward_ad_active_sees_the_level_of_every_thread() -> None:
+    """Without it, our kernels silently drop tangents, also in replica threads."""
+    assert not private.forward_ad_active()
+    with forward_ad.dual_level():
+        assert private.forward_ad_active()
+        assert in_thread(private.forward_ad_active)
+    assert not private.forward_ad_active()
+
+
+def test_function_transforms_active_sees_transforms_of_this_thread() -> None:
+    """Without it, our kernels read the address of a wrapped tensor, which has no data."""
+    assert not private.function_transforms_active()
+    assert in_vmap(lambda _: private.function_transforms_active())
+    assert not in_vmap(lambda _: in_thread(private.function_transforms_active))
+
+
+def test_transforming_sees_forward_ad_and_transforms() -> None:
+    """Without it, a layer alone uses our kernels, which can't be transformed."""
+    assert not private.transforming()
+    assert in_vmap(lambda _: private.transforming())
+    with forward_ad.dual_level():
+        assert private.transforming()
+
+
+def test_is_wrapped_sees_tensors_of_transforms() -> None:
+    """Without it, a wrapped tensor is sent to other processes, or read by our kernels."""
+    assert not private.is_wrapped(torch.ones(2))
+    assert in_vmap(private.is_wrapped)
+
+
+def test_is_wrapped_sees_tensors_of_batched_gradients() -> None:
+    """Without it, our kernels read the address of a gradient that is wrapped by the older vmap."""
+    x = torch.ones(2, requires_grad=True)
+    y, seen = x * 2, []
+    y.register_hook(
+        lambda dy: seen.append((private.is_wrapped(dy), private.function_transforms_active()))
+    )
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert seen == [(True, False)]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_restored_forward_ad_gives_a_thread_the_mode_of_its_caller(enabled: bool) -> None:
+    """Without it, replica threads compute tangents where the caller has turned forward AD off."""
+
+    def enabled_there() -> bool:
+        with mode():
+            return torch._C._is_fwd_grad_enabled()
+
+    with forward_ad._set_fwd_grad_enabled(enabled):
+        mode = private.restored_forward_ad()
+        assert in_thread(enabled_there) == enabled
+
+
+def test_cudnn_enabled_follows_the_public_flag() -> None:
+    """Without it, a layer alone on a GPU ignores `torch.backends.cudnn.enabled`."""
+    for enabled in (True, False):
+        with torch.backends.cudnn.flags(enabled=enabled):
+            assert private.cudnn_enabled() == enabled
+
+
+def test_current_raw_stream_gives_the_stream_of_kernels() -> None:
+    """Without it, our kernels can't be launched on torch's current stream."""
+    if torch.backends.cuda.is_built():
+        assert private.current_raw_stream is not None
+    if torch.cuda.is_available():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            current = torch.cuda.current_stream().cuda_stream
+            assert private.current_raw_stream(torch.cuda.current_device()) == current
+
+
+def test_is_tracing_is_true_while_torch_compile_works() -> None:
+    """Without it, `originals.watching` may change between two traces of one forward."""
+    seen: list[bool] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append(private.is_tracing())
+        return graph
+
+    assert not private.is_tracing()
+    torch.compile(lambda x: x * 2, backend=backend)(torch.ones(1))
+    assert seen == [True]
+    assert not private.is_tracing()
+
+
+def test_disable_tracing_breaks_the_graph() -> None:
+    """Without it, torch.compile fails in layers, because it can't trace kernels and messages."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    inside: list[bool] = []
+
+    def call(x: Tensor) -> Tensor:
+        inside.append(private.is_tracing())
+        return x + 1
+
+    untraced = private.disable_tracing(call)
+    f = torch.compile(lambda x: untraced(x * 2) * 3, backend=backend)
+    assert f(torch.ones(1)).item() == 9
+    assert len(graphs) == 2
+    assert inside == [False]
