@@ -128,11 +128,12 @@ def soak(session: nox.Session) -> None:
 @nox.session(python=NEWER_PYTHONS)
 def tests_core(session: nox.Session) -> None:
     """The tests of the core, without torch, on the newer Pythons."""
-    session.install(*PIP_OPTIONS, "-e", ".", *groups("test"))
+    jax = ["jax"] if session.python == NEWER_PYTHONS[-1] else []
+    session.install(*PIP_OPTIONS, "-e", ".", *groups("test", *jax))
     fresh_numba_cache(session)
     # what the kernels compute does not depend on Python: of them, the public functions' tests
-    names = ("comm", "comm_failures", "functional", "functional_errors", "imports", "layers")
-    names += ("layout", "moment_exchange", "moments")
+    names = ("comm", "comm_failures", "dlpack", "dlpack_jax", "functional", "functional_errors")
+    names += ("imports", "layers", "layout", "moment_exchange", "moments")
     usual = [*SIDE_BY_SIDE, *(f"tests/core/test_{name}.py" for name in names)]
     session.run("pytest", *(session.posargs or usual))
 
@@ -215,7 +216,7 @@ def tests_oldest(session: nox.Session) -> None:
     session.install("--no-compile", "-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
     fresh_numba_cache(session)
     # what depends on them: the kernels, and how tensors become arrays
-    names = ("autograd", "batchnorm", "cpu", "memory")
+    names = ("autograd", "batchnorm", "core_with_tensors", "cpu", "memory")
     torch = [f"tests/torch/test_{name}.py" for name in names]
     waiting = ("comm", "comm_failures", "comm_misuse", "interrupts", "sum_labels", "mpi", "imports")
     others = [f"--ignore=tests/core/test_{name}.py" for name in (*waiting, "driver", "no_device")]

@@ -13,14 +13,20 @@ Ioffe and Szegedy 2015, "Batch Normalization". Shapes and dtypes, the same every
     weight, bias, running_*       (C,), floating
     mean, invstd, sums            (C,), float64
 
-Arrays are NumPy's, or CuPy's on a GPU, all of one kind; results are of that kind.
+Arrays are those of any library that speaks DLPack (NumPy, CuPy, torch, JAX), all on the CPU or all
+on one CUDA device; they need not be of one library. Memory is shared, not copied. Results, and
+`mean` and `invstd` of `Saved`, are of the library of x; `out` comes back as it was given. What is
+written (running statistics, `out`) has to be exported as writable, as NumPy, CuPy and torch 2.9 do
+it, and JAX, whose arrays are immutable, does not. Autograd of other libraries does not see what is
+computed here; tensors that require grad are refused.
 
 This is the one place that knows both arithmetic (`backends`) and communication (a communicator).
 NaN or infinity in a channel makes the statistics of that channel NaN, in the output and in the
 running statistics, and leaves other channels alone.
 
 Raised before anything is written: `ShapeError`, `DTypeError`, `DeviceError`, `ReadOnlyError`,
-`ArgumentError`, `BatchSizeError` (one value per channel in all), and the communicator's errors.
+`ArgumentError`, `BackendError` (no array, or one that its library does not export),
+`BatchSizeError` (one value per channel in all), and the communicator's errors.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from syncbn_core.checks import (
     check_running,
 )
 from syncbn_core.comm import Communicator
+from syncbn_core.dlpack import CORE, OWN, Caller, caller_of, readable, writable
 from syncbn_core.moment_exchange import CallSite, exchange_moments, exchange_sums
 from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
 
@@ -61,7 +68,8 @@ class Saved:
     `count`: values per channel over all members, -1 where only the device knows; None when the
     statistics were constants (running statistics in eval), through which no gradient flows.
     `call`: the number of the exchange in its group, by which backward is known; 0 for none.
-    `operations`: the implementation that computed the forward.
+    `operations`: the implementation that computed the forward. `caller`: how results become arrays
+    of the library of x; `x` and `weight` are NumPy's or CuPy's, over the memory that was given.
     """
 
     x: Array
@@ -71,16 +79,17 @@ class Saved:
     count: int | None
     operations: Operations
     call: int = 0
+    caller: Caller = CORE
 
     @property
     def mean(self) -> Array:
         """`(C,)` float64."""
-        return self.statistics.mean
+        return self.caller.give(self.statistics.mean)
 
     @property
     def invstd(self) -> Array:
         """`(C,)` float64."""
-        return self.statistics.invstd
+        return self.caller.give(self.statistics.invstd)
 
 
 def batch_norm_forward(
@@ -109,6 +118,24 @@ def batch_norm_forward(
     `out`: where to write y; x itself only if no backward follows. `parallel`: False keeps to
     the calling thread. `site`: what errors of the communicator call this layer.
     """
+    caller, given = CORE, out
+    if not (
+        type(x) in OWN
+        and type(weight) in OWN
+        and type(bias) in OWN
+        and type(running_mean) in OWN
+        and type(running_var) in OWN
+        and type(num_batches_tracked) in OWN
+        and type(out) in OWN
+    ):
+        caller = caller_of(x)
+        x, weight, bias = readable(x=x, weight=weight, bias=bias)
+        running_mean, running_var, num_batches_tracked, out = writable(
+            running_mean=running_mean,
+            running_var=running_var,
+            num_batches_tracked=num_batches_tracked,
+            out=out,
+        )
     operations = operations_for(x)
     check_input(x)
     check_per_channel(x, weight=weight, bias=bias)
@@ -131,7 +158,8 @@ def batch_norm_forward(
         statistics = operations.statistics(totals[0], rule)
         y, statistics, _ = operations.forward(x, statistics, affine, rule, running, out)
     known = UNKNOWN if count is None else count
-    return y, Saved(x, statistics, weight, rule, known, operations, call)
+    saved = Saved(x, statistics, weight, rule, known, operations, call, caller)
+    return (y if caller is CORE and given is out else caller.give(y, given)), saved
 
 
 def batch_norm_eval(
@@ -147,6 +175,21 @@ def batch_norm_eval(
     parallel: bool = True,
 ) -> tuple[Array, Saved]:
     """Normalize x by running statistics, which stay as they are; returns `(y, saved)`."""
+    caller, given = CORE, out
+    if not (
+        type(x) in OWN
+        and type(running_mean) in OWN
+        and type(running_var) in OWN
+        and type(weight) in OWN
+        and type(bias) in OWN
+        and type(out) in OWN
+    ):
+        caller = caller_of(x)
+        x, running_mean, running_var = readable(
+            x=x, running_mean=running_mean, running_var=running_var
+        )
+        weight, bias = readable(weight=weight, bias=bias)
+        (out,) = writable(out=out)
     operations = operations_for(x)
     check_input(x)
     check_per_channel(
@@ -158,7 +201,8 @@ def batch_norm_eval(
         operations = operations.serial
     running = RunningStatistics(running_mean, running_var)
     y, statistics, _ = operations.forward_eval(x, running, Affine(weight, bias), rule, out)
-    return y, Saved(x, statistics, weight, rule, None, operations)
+    saved = Saved(x, statistics, weight, rule, None, operations, caller=caller)
+    return (y if caller is CORE and given is out else caller.give(y, given)), saved
 
 
 def batch_norm_backward(
@@ -182,6 +226,10 @@ def batch_norm_backward(
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """
     x, statistics, rule, operations = saved.x, saved.statistics, saved.rule, saved.operations
+    given = out
+    if type(dy) not in OWN or type(out) not in OWN:
+        (dy,) = readable(dy=dy)
+        (out,) = writable(out=out)
     operations_for(dy)
     check_dy(x, dy)
     check_out(x, out)
@@ -189,13 +237,21 @@ def batch_norm_backward(
     if not parallel:
         operations = operations.serial
     if communicator is None and saved.count is not None:
-        return operations.backward_single(x, dy, statistics, affine, rule, out)
+        gradients = operations.backward_single(x, dy, statistics, affine, rule, out)
+        return _given(saved.caller, gradients, given)
     sums = operations.backward_reduce(x, dy, statistics, affine, rule)
     total = None  # constant statistics: no gradient flows through them
     if saved.count is not None and communicator is not None:
         total = exchange_sums(communicator, sums.exchange, site or _no_layer(x), saved.call)
     dx = operations.backward_input(x, dy, statistics, affine, rule, total, out)
-    return Gradients(dx, sums.grad_weight, sums.grad_bias)
+    return _given(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), given)
+
+
+def _given(caller: Caller, gradients: Gradients, out: Array | None) -> Gradients:
+    if caller is CORE:
+        return gradients if out is None else gradients._replace(x=out)
+    dx, dweight, dbias = gradients
+    return Gradients(caller.give(dx, out), caller.give(dweight), caller.give(dbias))
 
 
 def _no_layer(x: Array) -> CallSite:

@@ -4,7 +4,8 @@
     y = layer(x)                  # x (N, 64, *spatial)
     dx = layer.backward(dy)       # adds to layer.weight_grad and layer.bias_grad
 
-The formulas and dtypes are those of `syncbn_core.functional`.
+The formulas and dtypes are those of `syncbn_core.functional`. x and dy may be arrays of any library
+that speaks DLPack, y and dx are of the library of x; what the layer holds is NumPy's or CuPy's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from syncbn_core import functional
 from syncbn_core.backends.devices import array_library, device_of, place_like, to_numpy
 from syncbn_core.checks import check_eps, check_eps_mode, check_momentum, check_num_features
 from syncbn_core.comm import Communicator
+from syncbn_core.dlpack import CORE, OWN, caller_of, readable
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_core.moments import EpsMode
@@ -39,9 +41,9 @@ class BatchNorm:
         track_running_stats: keep `running_mean`, `running_var`, `num_batches_tracked`; without
             them eval uses the statistics of the batch.
         dtype: of parameters and running statistics.
-        device: where those are, and the inputs have to be: "cpu" for NumPy arrays, "cuda" for CuPy
-            arrays on the current device, "cuda:1" for another; `BackendError` where something
-            that GPUs need is missing.
+        device: where those are, and the inputs have to be: "cpu" (the layer holds NumPy arrays),
+            "cuda" for the current device (it holds CuPy arrays), "cuda:1" for another;
+            `BackendError` where something that GPUs need is missing.
         communicator: the group; None is a group of one. Every member has a layer of its own.
         eps_mode: "plus" as in the formula, "clamp" for `1 / sqrt(max(var, eps))`.
         name: what errors of the communicator call this layer.
@@ -88,6 +90,7 @@ class BatchNorm:
             self.running_var = xp.ones(num_features, dtype) if track_running_stats else None
             self.num_batches_tracked = xp.zeros((), np.int64) if track_running_stats else None
         self._saved: functional.Saved | None = None
+        self._caller = CORE
         self._forwards = 0  # that no backward has followed
 
     def __repr__(self) -> str:
@@ -118,6 +121,10 @@ class BatchNorm:
 
         Raises what `syncbn_core.functional.batch_norm_forward` does, with nothing changed.
         """
+        caller = CORE
+        if type(x) not in OWN:
+            caller = caller_of(x)
+            (x,) = readable(x=x)
         check_num_features(x, self.num_features)
         settings: dict[str, Any] = {"eps": self.eps, "eps_mode": self.eps_mode}
         if self.training or self.running_mean is None:
@@ -137,9 +144,9 @@ class BatchNorm:
             y, saved = functional.batch_norm_eval(
                 x, self.running_mean, self.running_var, self.weight, self.bias, **settings
             )
-        self._saved = saved
+        self._saved, self._caller = saved, caller
         self._forwards += 1
-        return y
+        return caller.give(y)
 
     def backward(self, dy: Array) -> Array:
         """Gradient by x of the last forward; adds to `weight_grad` and `bias_grad`.
@@ -160,7 +167,9 @@ class BatchNorm:
                 "after a forward that no backward follows, and take syncbn_core.functional for a "
                 "layer used several times"
             )
-        site = self._site(self._saved.x)
+        if type(dy) not in OWN:
+            (dy,) = readable(dy=dy)
+        caller, site = self._caller, self._site(self._saved.x)
         gradients = functional.batch_norm_backward(
             dy, self._saved, communicator=self.communicator, site=site
         )
@@ -169,7 +178,7 @@ class BatchNorm:
             with device_of(self.weight_grad):
                 self.weight_grad += gradients.weight
                 self.bias_grad += gradients.bias
-        return gradients.x
+        return caller.give(gradients.x)
 
     def discard(self) -> None:
         """Forget forwards that no backward has followed, and the x of the last one."""

@@ -91,4 +91,8 @@ def writable_view(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
     Numba treats read-only arrays as another type and would compile every kernel a second time.
     """
-    return array if array.flags.writeable else np.asarray(_Interface(array))
+    if array.flags.writeable:
+        return array
+    return np.asarray(_Interface(array)).view(
+        array.dtype
+    )  # of bfloat16 the interface knows no name

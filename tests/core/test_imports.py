@@ -18,6 +18,7 @@ PUBLIC = [
     "syncbn_core",
     "syncbn_core.backends",
     "syncbn_core.comm",
+    "syncbn_core.dlpack",
     "syncbn_core.errors",
     "syncbn_core.functional",
     "syncbn_core.layers",
@@ -25,7 +26,7 @@ PUBLIC = [
     "syncbn_core.moments",
     "syncbn_core.device_moments",
 ]
-HEAVY = ["numba", "llvmlite", "cupy", "torch", "scipy", "mpi4py", "syncbn_torch"]
+HEAVY = ["numba", "llvmlite", "cupy", "torch", "jax", "scipy", "mpi4py", "syncbn_torch"]
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -44,7 +45,7 @@ print([name for name in {HEAVY} if name in sys.modules])
 """
     printed = fresh_python(code).strip()
     assert "numba" in printed
-    for name in ("cupy", "torch", "mpi4py", "syncbn_torch"):
+    for name in ("cupy", "torch", "jax", "mpi4py", "syncbn_torch"):
         assert f"'{name}'" not in printed
 
 
@@ -71,12 +72,22 @@ def may_import(part: str) -> list[str]:
         "moment_exchange": ["comm", "errors", "moments", "device_moments"],
         "backends": ["backends", "kernels", "errors", "layout", "moments", "device_moments"],
         "checks": ["backends", "errors", "moments"],
-        "functional": ["backends", "checks", "comm", "errors", "moment_exchange", "moments"],
+        "dlpack": ["backends", "errors", "layout"],
+        "functional": [
+            "backends",
+            "checks",
+            "comm",
+            "dlpack",
+            "errors",
+            "moment_exchange",
+            "moments",
+        ],
         "layers": [
             "functional",
             "backends",
             "checks",
             "comm",
+            "dlpack",
             "errors",
             "moment_exchange",
             "moments",
@@ -93,7 +104,16 @@ def test_imports_point_down(path: Path) -> None:
     for name in imports_of(path):
         root = name.partition(".")[0]
         assert root not in ("torch", "syncbn_torch", "jax", "tensorflow"), name
-        if part in ("comm", "functional", "layers", "moments", "layout", "errors", "__init__"):
+        if part in (
+            "comm",
+            "dlpack",
+            "functional",
+            "layers",
+            "moments",
+            "layout",
+            "errors",
+            "__init__",
+        ):
             assert root != "numba", name
             assert root != "cupy" or path.stem in ("device_message", "message_arrays", "nccl"), name
         if root == "syncbn_core":

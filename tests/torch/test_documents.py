@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SHOWN = ("README.md", "docs/arrays.md", "docs/communication.md")
 BLOCKS = [
     pytest.param(code, id=f"{document.name}-{index}")
-    for document in [ROOT / "README.md", ROOT / "docs" / "communication.md"]
+    for document in [
+        ROOT / name for name in ("README.md", "docs/arrays.md", "docs/communication.md")
+    ]
     for index, code in enumerate(re.findall(r"```python\n(.*?)```", document.read_text(), re.S))
 ]
 
