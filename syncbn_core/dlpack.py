@@ -12,8 +12,8 @@ and the producer do it. This module only looks into capsules, for two things:
 
 - bfloat16, which neither of them reads or writes by DLPack: its bits pass as uint16, and the code
   of the dtype is exchanged in the capsule.
-- Whether memory may be written. Capsules of version 1 say so. Older ones do not, and JAX makes
-  those of its immutable arrays, so what they describe is only read.
+- Whether memory may be written. Capsules of version 1 say so. Older ones do not, so their
+  memory is only read. JAX makes such capsules, of immutable arrays.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from syncbn_core.backends.devices import array_library, device_of
 from syncbn_core.errors import BackendError, DeviceError, DTypeError, ReadOnlyError
 from syncbn_core.layout import writable_view
 
-__all__ = ["CORE", "OWN", "Caller", "caller_of", "readable", "writable"]
+__all__ = ["NATIVE_TYPES", "NO_CONVERSION", "Caller", "caller_of", "readable", "writable"]
 
 Array = Any
 
-# Types that need no conversion: NumPy's, and those of CuPy's arrays and subclasses that came.
-OWN: set[type] = {np.ndarray, type(None)}
+# Types that need no conversion: NumPy's, and every type of CuPy's seen so far.
+NATIVE_TYPES: set[type] = {np.ndarray, type(None)}
 
 _HOST = (1, 3)  # DLPack's numbers of devices: CPU, and its memory pinned by CUDA
 _CUDA = (2, 13)  # a device's own memory, and managed memory
@@ -96,7 +96,7 @@ def _look_into(capsule: Any) -> tuple[_Tensor, bool]:
 
 
 class _BitsOf:
-    """Passes an array on, bfloat16 as uint16; `is_bfloat16` is known when it has been read."""
+    """Passes an array on, bfloat16 as uint16; `__dlpack__` sets `is_bfloat16`."""
 
     def __init__(self, array: Array, device: tuple[int, int]) -> None:
         self.array = array
@@ -162,6 +162,12 @@ def _readable(name: str, array: Array) -> Array:
             f"expected {name} on the CPU or a CUDA device, got {_type_name(array)} on "
             f"{_DEVICES.get(int(kind), 'another device')} (DLPack's device type {int(kind)}); move "
             "it to the CPU first"
+        )
+    is_negated = getattr(array, "is_neg", None)
+    if is_negated is not None and is_negated():  # torch exports such a view without its sign
+        raise BackendError(
+            f"expected {name} with its values in memory, got {_type_name(array)} that is negated "
+            "when it is read; call resolve_neg() on it first"
         )
     bits = _BitsOf(array, (kind, index))
     if kind in _HOST:
@@ -240,7 +246,7 @@ class Caller:
         if isinstance(array, np.ndarray):
             if out is not None:
                 return out
-            if not array.flags.writeable:  # shared by threads; NumPy before 2.1 exports none
+            if not array.flags.writeable:  # NumPy before 2.1 exports no read-only arrays
                 array = array.copy()
             return self.from_dlpack(_exportable(array))
         with device_of(array):
@@ -248,7 +254,7 @@ class Caller:
         return given if out is None else out
 
 
-CORE = Caller(None)  # whose x is NumPy's or CuPy's
+NO_CONVERSION = Caller(None)  # whose x is NumPy's or CuPy's
 
 
 def caller_of(x: Array) -> Caller:
@@ -257,7 +263,7 @@ def caller_of(x: Array) -> Caller:
     That of `x.__array_namespace__()`, else of the root module of its type, or of a base of it.
     """
     if not _is_foreign(x):
-        return CORE
+        return NO_CONVERSION
     kind: type = type(x)
     namespace = getattr(x, "__array_namespace__", None)
     own = () if namespace is None else (namespace(),)
@@ -273,14 +279,14 @@ def caller_of(x: Array) -> Caller:
 
 def _is_foreign(array: Array) -> bool:
     kind: type = type(array)
-    return kind not in OWN and _is_foreign_type(kind)
+    return kind not in NATIVE_TYPES and _is_foreign_type(kind)
 
 
 @lru_cache(maxsize=64)
 def _is_foreign_type(kind: type) -> bool:
     """Whether arrays of this type are converted; of the others, remembers those of the core."""
     if {base.__module__.partition(".")[0] for base in kind.__mro__} & {"numpy", "cupy"}:
-        OWN.add(kind)
+        NATIVE_TYPES.add(kind)
         return False
     return hasattr(kind, "__dlpack__")
 

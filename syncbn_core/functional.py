@@ -15,10 +15,10 @@ Ioffe and Szegedy 2015, "Batch Normalization". Shapes and dtypes, the same every
 
 Arrays are those of any library that speaks DLPack (NumPy, CuPy, torch, JAX), all on the CPU or all
 on one CUDA device; they need not be of one library. Memory is shared, not copied. Results, and
-`mean` and `invstd` of `Saved`, are of the library of x; `out` comes back as it was given. What is
-written (running statistics, `out`) has to be exported as writable, as NumPy, CuPy and torch 2.9 do
-it, and JAX, whose arrays are immutable, does not. Autograd of other libraries does not see what is
-computed here; tensors that require grad are refused.
+`mean` and `invstd` of `Saved`, are of the library of x; `out` comes back as it was given. Arrays to
+be written (running statistics, `out`) must be exported as writable: NumPy, CuPy and torch from 2.9
+on do so; JAX, whose arrays are immutable, does not. Autograd of other libraries does not see what
+is computed here; tensors that require grad are refused.
 
 This is the one place that knows both arithmetic (`backends`) and communication (a communicator).
 NaN or infinity in a channel makes the statistics of that channel NaN, in the output and in the
@@ -45,7 +45,8 @@ from syncbn_core.checks import (
     check_running,
 )
 from syncbn_core.comm import Communicator
-from syncbn_core.dlpack import CORE, OWN, Caller, caller_of, readable, writable
+from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, readable, writable
+from syncbn_core.errors import ArgumentError
 from syncbn_core.moment_exchange import CallSite, exchange_moments, exchange_sums
 from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
 
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 Array = Any
-UNKNOWN = -1  # a count that only the device knows: asking would wait for it
+UNKNOWN = -1  # only the device knows the count; reading it would make the host wait
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,19 +68,21 @@ class Saved:
 
     `count`: values per channel over all members, -1 where only the device knows; None when the
     statistics were constants (running statistics in eval), through which no gradient flows.
-    `call`: the number of the exchange in its group, by which backward is known; 0 for none.
+    `call`: the number of the forward's exchange, which the sums of backward carry, so that members
+    notice different calls; 0 if the communicator counts none. `communicator`: that of the forward.
     `operations`: the implementation that computed the forward. `caller`: how results become arrays
-    of the library of x; `x` and `weight` are NumPy's or CuPy's, over the memory that was given.
+    of the library of x; `x` and `affine` are NumPy's or CuPy's, over the memory that was given.
     """
 
     x: Array
     statistics: Any
-    weight: Array | None
+    affine: Affine
     rule: NormRule
     count: int | None
     operations: Operations
     call: int = 0
-    caller: Caller = CORE
+    caller: Caller = NO_CONVERSION
+    communicator: Communicator | None = None
 
     @property
     def mean(self) -> Array:
@@ -113,21 +116,15 @@ def batch_norm_forward(
     `running_mean`, `running_var` (C,) and the integer counter `num_batches_tracked` () are
     updated in place: `(1 - momentum) * old + momentum * new`, with the unbiased variance;
     `momentum=None` averages over all batches, by the counter. An empty x takes part in the
-    exchange; when the whole batch is empty only the counter moves.
+    exchange; when the whole batch is empty only the counter is incremented.
 
-    `out`: where to write y; x itself only if no backward follows. `parallel`: False keeps to
-    the calling thread. `site`: what errors of the communicator call this layer.
+    `out`: where to write y; x itself only if no backward follows. `parallel`: False
+    uses the calling thread only. `site`: what errors of the communicator call this layer.
     """
-    caller, given = CORE, out
-    if not (
-        type(x) in OWN
-        and type(weight) in OWN
-        and type(bias) in OWN
-        and type(running_mean) in OWN
-        and type(running_var) in OWN
-        and type(num_batches_tracked) in OWN
-        and type(out) in OWN
-    ):
+    caller, original_out = NO_CONVERSION, out
+    kinds = {type(x), type(weight), type(bias), type(out)}
+    written = {type(running_mean), type(running_var), type(num_batches_tracked)}
+    if not (kinds <= NATIVE_TYPES and written <= NATIVE_TYPES):
         caller = caller_of(x)
         x, weight, bias = readable(x=x, weight=weight, bias=bias)
         running_mean, running_var, num_batches_tracked, out = writable(
@@ -146,20 +143,27 @@ def batch_norm_forward(
         operations = operations.serial
     affine = Affine(weight, bias)
     running = RunningStatistics(running_mean, running_var, num_batches_tracked, momentum)
+    # another library may refuse to take y: then running statistics have to stay as they are
+    updated = running if caller is NO_CONVERSION else None
     call = 0
     if communicator is None:
         count: int | None = x.size // max(x.shape[1], 1)
         require_more_than_one_value(count, x.shape)
-        y, statistics, _ = operations.forward_single(x, affine, rule, running, out)
+        y, statistics, _ = operations.forward_single(x, affine, rule, updated, out)
     else:
         totals, call = exchange_moments(communicator, [operations.moments(x)], site or _no_layer(x))
         count = totals[0].known_count
         require_more_than_one_value(count, x.shape)
         statistics = operations.statistics(totals[0], rule)
-        y, statistics, _ = operations.forward(x, statistics, affine, rule, running, out)
+        y, statistics, _ = operations.forward(x, statistics, affine, rule, updated, out)
     known = UNKNOWN if count is None else count
-    saved = Saved(x, statistics, weight, rule, known, operations, call, caller)
-    return (y if caller is CORE and given is out else caller.give(y, given)), saved
+    kept = affine.for_backward(rule)
+    saved = Saved(x, statistics, kept, rule, known, operations, call, caller, communicator)
+    if caller is not NO_CONVERSION or original_out is not out:
+        y = caller.give(y, original_out)
+    if caller is not NO_CONVERSION:
+        operations.update_running(running, statistics)
+    return y, saved
 
 
 def batch_norm_eval(
@@ -175,21 +179,20 @@ def batch_norm_eval(
     parallel: bool = True,
 ) -> tuple[Array, Saved]:
     """Normalize x by running statistics, which stay as they are; returns `(y, saved)`."""
-    caller, given = CORE, out
-    if not (
-        type(x) in OWN
-        and type(running_mean) in OWN
-        and type(running_var) in OWN
-        and type(weight) in OWN
-        and type(bias) in OWN
-        and type(out) in OWN
-    ):
+    caller, original_out = NO_CONVERSION, out
+    kinds = {type(x), type(weight), type(bias), type(out), type(running_mean), type(running_var)}
+    if not kinds <= NATIVE_TYPES:
         caller = caller_of(x)
         x, running_mean, running_var = readable(
             x=x, running_mean=running_mean, running_var=running_var
         )
         weight, bias = readable(weight=weight, bias=bias)
         (out,) = writable(out=out)
+    if running_mean is None or running_var is None:
+        raise ArgumentError(
+            "expected running_mean and running_var, got None; use batch_norm_forward, which takes "
+            "the statistics of the batch"
+        )
     operations = operations_for(x)
     check_input(x)
     check_per_channel(
@@ -200,9 +203,13 @@ def batch_norm_eval(
     if not parallel:
         operations = operations.serial
     running = RunningStatistics(running_mean, running_var)
-    y, statistics, _ = operations.forward_eval(x, running, Affine(weight, bias), rule, out)
-    saved = Saved(x, statistics, weight, rule, None, operations, caller=caller)
-    return (y if caller is CORE and given is out else caller.give(y, given)), saved
+    affine = Affine(weight, bias)
+    y, statistics, _ = operations.forward_eval(x, running, affine, rule, out)
+    kept = affine.for_backward(rule)
+    saved = Saved(x, statistics, kept, rule, None, operations, caller=caller)
+    if caller is not NO_CONVERSION or original_out is not out:
+        y = caller.give(y, original_out)
+    return y, saved
 
 
 def batch_norm_backward(
@@ -225,30 +232,35 @@ def batch_norm_backward(
 
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """
-    x, statistics, rule, operations = saved.x, saved.statistics, saved.rule, saved.operations
-    given = out
-    if type(dy) not in OWN or type(out) not in OWN:
+    x, statistics, affine, rule = saved.x, saved.statistics, saved.affine, saved.rule
+    operations = saved.operations
+    original_out = out
+    if type(dy) not in NATIVE_TYPES or type(out) not in NATIVE_TYPES:
         (dy,) = readable(dy=dy)
         (out,) = writable(out=out)
+    if saved.count is not None and communicator is not saved.communicator:
+        raise ArgumentError(
+            f"expected the communicator of the forward, {saved.communicator!r}, got "
+            f"{communicator!r}; pass the same one to forward and backward"
+        )
     operations_for(dy)
     check_dy(x, dy)
     check_out(x, out)
-    affine = Affine(saved.weight)
     if not parallel:
         operations = operations.serial
     if communicator is None and saved.count is not None:
         gradients = operations.backward_single(x, dy, statistics, affine, rule, out)
-        return _given(saved.caller, gradients, given)
+        return _given(saved.caller, gradients, original_out)
     sums = operations.backward_reduce(x, dy, statistics, affine, rule)
     total = None  # constant statistics: no gradient flows through them
     if saved.count is not None and communicator is not None:
         total = exchange_sums(communicator, sums.exchange, site or _no_layer(x), saved.call)
     dx = operations.backward_input(x, dy, statistics, affine, rule, total, out)
-    return _given(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), given)
+    return _given(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
 
 
 def _given(caller: Caller, gradients: Gradients, out: Array | None) -> Gradients:
-    if caller is CORE:
+    if caller is NO_CONVERSION:
         return gradients if out is None else gradients._replace(x=out)
     dx, dweight, dbias = gradients
     return Gradients(caller.give(dx, out), caller.give(dweight), caller.give(dbias))

@@ -19,7 +19,7 @@ from syncbn_core import functional
 from syncbn_core.backends.devices import array_library, device_of, place_like, to_numpy
 from syncbn_core.checks import check_eps, check_eps_mode, check_momentum, check_num_features
 from syncbn_core.comm import Communicator
-from syncbn_core.dlpack import CORE, OWN, caller_of, readable
+from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, caller_of, readable
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_core.moments import EpsMode
@@ -69,8 +69,10 @@ class BatchNorm:
         eps_mode: EpsMode = "plus",
         name: str = "BatchNorm",
     ) -> None:
-        if num_features < 1:
-            raise ArgumentError(f"expected num_features of 1 or more, got {num_features!r}")
+        if not isinstance(num_features, int | np.integer) or num_features < 1:
+            raise ArgumentError(
+                f"expected an integer num_features of 1 or more, got {num_features!r}"
+            )
         dtype = np.dtype(dtype)
         if dtype.kind != "f":
             raise DTypeError(f"expected a floating dtype, got {dtype}")
@@ -90,7 +92,7 @@ class BatchNorm:
             self.running_var = xp.ones(num_features, dtype) if track_running_stats else None
             self.num_batches_tracked = xp.zeros((), np.int64) if track_running_stats else None
         self._saved: functional.Saved | None = None
-        self._caller = CORE
+        self._caller = NO_CONVERSION
         self._forwards = 0  # that no backward has followed
 
     def __repr__(self) -> str:
@@ -121,8 +123,8 @@ class BatchNorm:
 
         Raises what `syncbn_core.functional.batch_norm_forward` does, with nothing changed.
         """
-        caller = CORE
-        if type(x) not in OWN:
+        caller = NO_CONVERSION
+        if type(x) not in NATIVE_TYPES:
             caller = caller_of(x)
             (x,) = readable(x=x)
         check_num_features(x, self.num_features)
@@ -167,7 +169,7 @@ class BatchNorm:
                 "after a forward that no backward follows, and take syncbn_core.functional for a "
                 "layer used several times"
             )
-        if type(dy) not in OWN:
+        if type(dy) not in NATIVE_TYPES:
             (dy,) = readable(dy=dy)
         caller, site = self._caller, self._site(self._saved.x)
         gradients = functional.batch_norm_backward(

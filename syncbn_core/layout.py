@@ -93,6 +93,5 @@ def writable_view(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """
     if array.flags.writeable:
         return array
-    return np.asarray(_Interface(array)).view(
-        array.dtype
-    )  # of bfloat16 the interface knows no name
+    # the interface has no name for bfloat16: it comes as 16-bit void
+    return np.asarray(_Interface(array)).view(array.dtype)

@@ -113,8 +113,7 @@ def exchange_moments(
     `parts`: `Moments` of NumPy arrays or of any that an adapter has registered, or `DeviceMoments`
     of one row; one for each input, with the same channels on all members. Totals are of the same
     kind and on the same device. The count of a device's total is known where the members are
-    threads. The number is what `exchange_sums` wants to know, 0 where the communicator counts no
-    calls.
+    threads. Pass the number to `exchange_sums`; it is 0 if the communicator counts no calls.
 
     Raises `ProtocolError` where members are in different layers, `DTypeError` where their inputs
     differ in dtype, `ShapeError` in threads with different channels, and the communicator's errors.
@@ -141,7 +140,7 @@ def exchange_moments(
         totals = exchange(communicator, cast(Any, parts), site, layer, call)
     except BaseException as error:
         if is_new:  # members may have numbered different layers here, or none
-            numbers.forget(site.layer)
+            numbers.undo_last(site.layer)
         if isinstance(error, ShapeError):
             raise ShapeError(
                 f"expected the same number of channels from every member: {error}"
@@ -228,7 +227,8 @@ def _exchange_on_host(
         begin += width
     combine = partial(_merged_if_alike, widths=widths)
     if isinstance(communicator, ThreadCommunicator):  # one thread merges for all
-        (rows, totals), _ = communicator.all_gather_with(message, call, combine=combine)
+        (rows, shared), _ = communicator.all_gather_with(message, call, combine=combine)
+        totals = shared and [Moments(n, mean.copy(), m2.copy()) for n, mean, m2 in shared]
     else:
         rows, totals = combine(communicator.all_gather(message, call))
     if len(rows) == 1:
@@ -265,7 +265,7 @@ def _merged_if_alike(rows: Array, widths: Sequence[int]) -> tuple[Array, list[Mo
 
 def _are_counts(numbers: list[float]) -> bool:
     """Whether these numbers can be counts: NaN can't."""
-    return all(number >= 0 for number in numbers)
+    return all(0 <= number < math.inf for number in numbers)
 
 
 def _merged(columns: MomentsRow) -> Moments:
@@ -294,12 +294,12 @@ def _like(total: Moments, part: Moments) -> Moments:
 
 
 def _require_alike(columns: MomentsRow, call: CollectiveCall) -> None:
-    """Raise unless the members are in one layer, and have one dtype, as far as these are known.
+    """Raise if members report different layers or dtypes.
 
     Every member sees the same rows, so all raise the same kind of error.
     """
     _, _, _, layers, codes = columns
-    # where ranks are out of step, rows of something else may come: then any number may be there
+    # if ranks make different calls, these rows may hold another call's data: any numbers
     is_row = (
         _are_counts(columns.counts)
         and all(layer >= 0 for layer in layers)
@@ -348,8 +348,8 @@ class _LayerNumbers:
         """The layer's number, 0 if it has none."""
         return 0 if layer is None else self._numbers.get(layer, 0)
 
-    def forget(self, layer: Any) -> None:
-        """Take back the number that was given last."""
+    def undo_last(self, layer: Any) -> None:
+        """Take back the newest number, that of `layer`."""
         del self._numbers[layer]
         self._given -= 1
 

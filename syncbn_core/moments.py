@@ -52,6 +52,11 @@ class NormRule(NamedTuple):
     mode: EpsMode = "plus"
 
     @property
+    def unusual(self) -> str | None:
+        """The setting that the batch norm of other libraries does not have, None for none."""
+        return 'eps_mode="clamp"' if self.mode == "clamp" else None
+
+    @property
     def clamps(self) -> bool:
         """Whether variances less than eps are replaced by eps."""
         return self.mode == "clamp"

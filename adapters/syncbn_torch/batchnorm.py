@@ -19,11 +19,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.checks import check_eps, check_eps_mode, check_momentum
 from syncbn_core.errors import ShapeError
-from syncbn_core.moments import EpsMode
+from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch import dispatch
 from syncbn_torch._torch_private import disable_tracing
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, adopted
+from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, context_of
 from syncbn_torch.data_parallel.replicate import CallbackContext
 from syncbn_torch.dispatch import always_ours
 from syncbn_torch.process_group import communicator_for
@@ -57,6 +57,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
     # The allowed numbers of axes of an input, and the same in words; None allows 2 or more.
     _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
     # Class-level defaults: converted layers and old pickles never ran __init__.
+    # Attributes of an instance that torch's layers do not have.
+    _own_attributes: ClassVar[tuple[str, ...]] = ("eps_mode", "_replica_sync", "_copied_from")
     process_group: Any = None
     eps_mode: EpsMode | None = None
     _replica_sync: ReplicaSync | Unconnected | None = None
@@ -89,6 +91,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
         )
         self.process_group = process_group
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+
+    @property
+    def _rule(self) -> NormRule:
+        """The layer's settings apart from arrays."""
+        return NormRule(self.eps, self.effective_eps_mode)
 
     @property
     def effective_eps_mode(self) -> EpsMode:
@@ -129,7 +136,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
         `context` may be any object that all copies share: wrappers of other projects call this too.
         """
-        context = adopted(context, self._original)
+        context = context_of(context, self._original)
         alone = context.size == 1 and (
             not self.training or communicator_for(self.process_group) is None
         )

@@ -77,11 +77,12 @@ def _to_torch(module: nn.Module) -> nn.Module | str | None:
     target = _TO_TORCH.get(type(module))
     if target is None:
         return "an unknown subclass" if isinstance(module, _SynchronizedBatchNorm) else None
-    if cast(_SynchronizedBatchNorm, module).effective_eps_mode == "clamp":
-        return 'eps_mode="clamp", which torch does not have'
+    unusual = cast(_SynchronizedBatchNorm, module)._rule.unusual
+    if unusual is not None:
+        return f"{unusual}, which torch does not have"
     origin = module.__dict__.get("_converted_from", target)
     new = with_class(origin, module)
-    for name in ("_replica_sync", "_copied_from", "eps_mode", "_converted_from"):
+    for name in (*_SynchronizedBatchNorm._own_attributes, "_converted_from"):
         new.__dict__.pop(name, None)
     if origin is not nn.SyncBatchNorm:
         new.__dict__.pop("process_group", None)

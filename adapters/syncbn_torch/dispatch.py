@@ -36,18 +36,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn_core.backends.base import Operations
+from syncbn_core.backends.base import Affine, Operations
 from syncbn_core.moment_exchange import CallSite
-from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
+from syncbn_core.moments import NormRule, require_more_than_one_value
 from syncbn_torch._torch_private import disable_tracing, saving_runs_hooks, transforming
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.single import BatchNormFunction, LayerCall, batch_norm_with_hooks
+from syncbn_torch.autograd.single import BatchNormFunction, LayerCall, batch_norm_updating_last
 from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import cuda, memory, plain, torch_kernel
 from syncbn_torch.module_names import name_of
 from syncbn_torch.process_group import communicator_for
 from syncbn_torch.validation import (
     check_floating,
+    check_for_processes,
     check_for_torch,
     check_input,
     check_operands,
@@ -84,33 +85,36 @@ def forward(layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True) -> Te
     `traced`: False in what torch.compile calls untraced. There `is_compiling` may still be true:
     it is one flag for all threads.
     """
-    check_input(layer, x)
-    mean, var = layer.running_mean, layer.running_var
-    if not layer.training and mean is not None and var is not None:
-        return _eval(layer, x, mean, var)
+    affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
+    check_input(layer, x, affine.weight)
+    if not layer.training:
+        mean, var = layer.running_mean, layer.running_var
+        if mean is not None and var is not None:
+            return _eval(layer, x, affine, mean, var)
     if traced and torch.compiler.is_compiling():
-        if _surely_alone(layer) and layer.effective_eps_mode == "plus":
-            return _by_torch(layer, x)
+        if _surely_alone(layer) and layer._rule.unusual is None:
+            return _by_torch(layer, x, affine)
         # torch.compile can't trace kernels and messages: break the graph here
         return disable_tracing(forward)(layer, x, False)  # type: ignore[no-any-return]
-    sync, processes, mode = layer._replica_sync, processes_of(layer, x), layer.effective_eps_mode
-    if sync is None and processes is None and torch_is_faster(x, mode):
-        return _by_torch(layer, x)
+    sync, processes, rule = layer._replica_sync, processes_of(layer, x), layer._rule
+    if sync is None and processes is None and torch_is_faster(x, rule):
+        return _by_torch(layer, x, affine)
     operations = operations_for(x)
-    affine = check_operands(layer, x, operations is not plain.OPERATIONS)
     running = checked_running_once(layer)
+    check_operands(x, layer.num_features, affine, running, operations is not plain.OPERATIONS)
     if transforming() and needs_plain_forward(
         partial(name_of, layer), sync is not None, processes is not None, x, *affine
     ):
         operations = plain.DIFFERENTIABLE
-    rule = NormRule(layer.eps, mode)
+    if processes is not None:
+        check_for_processes(partial(name_of, layer), x, affine)
     if sync is not None:
         return sync.forward(operations, x, affine, rule, processes, running)
     if operations is plain.DIFFERENTIABLE:
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
         y: Tensor = operations.forward_single(x, affine, rule, running).y
         return y
-    node = batch_norm_with_hooks if saving_runs_hooks() else BatchNormFunction.apply
+    node = batch_norm_updating_last if saving_runs_hooks() else BatchNormFunction.apply
     (y,) = node([LayerCall(operations, rule, running)], processes, [], x, *affine)
     return y
 
@@ -145,25 +149,26 @@ def _surely_alone(layer: _SynchronizedBatchNorm) -> bool:
     return layer._replica_sync is None and not (layer.training and processes)
 
 
-def _eval(layer: _SynchronizedBatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+def _eval(
+    layer: _SynchronizedBatchNorm, x: Tensor, affine: Affine, mean: Tensor, var: Tensor
+) -> Tensor:
     """y in eval, by torch's kernel; for "clamp" with the clamped variance and negligible eps."""
-    weight, bias, eps = layer.weight, layer.bias, layer.eps
+    weight, bias, eps = *affine, layer.eps
     check_floating(weight, bias, mean, var)
-    if layer.effective_eps_mode == "clamp":
+    if layer._rule.clamps:
         var, eps = var.clamp(min=eps), eps * 1e-30
     return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
 
-def _by_torch(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
+def _by_torch(layer: _SynchronizedBatchNorm, x: Tensor, affine: Affine) -> Tensor:
     running = checked_running(layer)
-    weight, bias = layer.weight, layer.bias  # read once: nn.Module looks them up slowly
-    check_for_torch(x, weight, bias, running)
-    return torch_kernel.batch_norm(x, weight, bias, running, layer.eps)
+    check_for_torch(x, *affine, running)
+    return torch_kernel.batch_norm(x, *affine, running, layer.eps)
 
 
-def torch_is_faster(x: Tensor, eps_mode: EpsMode) -> bool:
+def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
     """Whether to use torch's kernel for a layer alone: it can, and is faster or the only one."""
-    if eps_mode != "plus":
+    if rule.unusual is not None:
         return False
     if transforming():
         return True  # transforms can't see into our kernels

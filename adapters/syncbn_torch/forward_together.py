@@ -12,20 +12,24 @@ from functools import partial
 from torch import Tensor
 from torch.nn.modules import module as modules
 
+from syncbn_core.backends.base import Affine
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import ShapeError
 from syncbn_core.moment_exchange import CallSite
-from syncbn_core.moments import NormRule
-from syncbn_torch._torch_private import saving_runs_hooks
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.single import BatchNormFunction, LayerCall, batch_norm_with_hooks
+from syncbn_torch.autograd.single import LayerCall, batch_norm_updating_last
 from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import plain
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.dispatch import operations_for, processes_of
 from syncbn_torch.module_names import name_of
-from syncbn_torch.validation import check_input, check_operands, checked_running_once
+from syncbn_torch.validation import (
+    check_for_processes,
+    check_input,
+    check_operands,
+    checked_running_once,
+)
 
 __all__ = ["forward_together"]
 
@@ -52,21 +56,24 @@ def forward_together(
     if communicator is None or len({(type(x), x.device) for x in inputs}) > 1:
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
-        check_input(layer, x)
+        check_input(layer, x, layer.weight)
     for layer, x in zip(layers, inputs, strict=True):
-        needs_plain_forward(partial(name_of, layer), False, True, x, layer.weight, layer.bias)
+        name, affine = partial(name_of, layer), Affine(layer.weight, layer.bias)
+        needs_plain_forward(name, False, True, x, *affine)
+        check_for_processes(name, x, affine)
     calls: list[LayerCall] = []
     operands: list[Tensor | None] = []
     for layer, x in zip(layers, inputs, strict=True):
         operations = operations_for(x)
-        affine = check_operands(layer, x, operations is not plain.OPERATIONS)
-        rule = NormRule(layer.eps, layer.effective_eps_mode)
-        calls.append(LayerCall(operations, rule, checked_running_once(layer)))
+        affine, running = Affine(layer.weight, layer.bias), checked_running_once(layer)
+        check_operands(x, layer.num_features, affine, running, operations is not plain.OPERATIONS)
+        calls.append(LayerCall(operations, layer._rule, running))
         operands += [x, *affine]
     dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
     site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0])
-    node = batch_norm_with_hooks if saving_runs_hooks() else BatchNormFunction.apply
-    return list(node(calls, Processes(communicator, site), [], *operands))
+    # a layer's step may fail when those before it are done: update running statistics after all
+    outputs = batch_norm_updating_last(calls, Processes(communicator, site), [], *operands)
+    return list(outputs)
 
 
 def _common_communicator(
@@ -74,6 +81,8 @@ def _common_communicator(
 ) -> Communicator | None:
     """The communicator that all layers use, or None if they can't share a message."""
     if any(layer._replica_sync or _runs_other_code(layer) for layer in layers):
+        return None
+    if not all(isinstance(x, Tensor) for x in inputs):  # the layer says so
         return None
     if originals.current() is not None:  # in a replica, layers exchange with the other replicas
         return None

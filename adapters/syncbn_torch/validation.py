@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_floating",
+    "check_for_processes",
     "check_for_torch",
     "check_input",
     "check_operands",
@@ -29,8 +31,11 @@ _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMES = ("weight", "bias", "running_mean", "running_var")
 
 
-def check_input(layer: _SynchronizedBatchNorm, x: Any) -> None:
-    """Raise `DTypeError`, `ShapeError` or `DeviceError` for input that doesn't fit the layer."""
+def check_input(layer: _SynchronizedBatchNorm, x: Any, weight: Tensor | None) -> None:
+    """Raise `DTypeError`, `ShapeError` or `DeviceError` for input that doesn't fit the layer.
+
+    `weight`: that of the layer, which is read only once because `nn.Module` takes long to find it.
+    """
     if not isinstance(x, Tensor):
         raise DTypeError(
             f"expected a torch.Tensor, got {type(x).__module__}.{type(x).__name__}; "
@@ -46,7 +51,7 @@ def check_input(layer: _SynchronizedBatchNorm, x: Any) -> None:
         raise DTypeError(
             f"expected a floating dtype, got {x.dtype}; convert it first with input.float()"
         )
-    own = layer.weight if layer.weight is not None else layer.running_mean
+    own = layer.running_mean if weight is None else weight
     if own is None:
         return
     if own.device != x.device:
@@ -56,11 +61,25 @@ def check_input(layer: _SynchronizedBatchNorm, x: Any) -> None:
         )
     half = x.dtype in (torch.float16, torch.bfloat16)
     if own.dtype != x.dtype and not (half and own.dtype == torch.float32):
-        check_floating(layer.weight, layer.bias, layer.running_mean, layer.running_var)
+        check_floating(weight, layer.bias, layer.running_mean, layer.running_var)
         raise DTypeError(
             f"expected input of dtype {own.dtype}, the layer's dtype, got {x.dtype}; "
             f"convert one with input.to({own.dtype}) or layer.to({x.dtype})"
         )
+
+
+def check_for_processes(name: Callable[[], str], x: Tensor, affine: Affine) -> None:
+    """Raise before ranks exchange anything what would only be noticed after it.
+
+    `DTypeError` for tensors without values of their own, such as DTensor; `StateError` for a weight
+    or bias whose storage is too small. `name()`: what errors call the layer.
+    """
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise DTypeError(
+            f"expected a tensor with values of its own in {name()}, which synchronizes over "
+            f"processes, got {type(x).__name__}; pass its local tensor (of a DTensor x.to_local())"
+        )
+    check_storage(*affine)
 
 
 def check_for_torch(
@@ -74,15 +93,21 @@ def check_for_torch(
         check_savable(x, weight, bias)
 
 
-def check_operands(layer: _SynchronizedBatchNorm, x: Tensor, by_address: bool) -> Affine:
-    """Weight and bias for our kernels; raises for what the kernels do not check themselves.
+def check_operands(
+    x: Tensor,
+    num_features: int,
+    affine: Affine,
+    running: RunningStatistics | None,
+    by_address: bool,
+) -> None:
+    """Raise `ShapeError`, `DeviceError` or `DTypeError` for what our kernels do not check.
 
     `by_address`: whether the kernels accept only plain tensors.
     """
-    weight, bias = layer.weight, layer.bias
-    size = (layer.num_features,)
-    tensors = (weight, bias, layer.running_mean, layer.running_var)
-    for name, own in zip(_NAMES, tensors, strict=True):
+    weight, bias = affine
+    size = (num_features,)
+    tensors = affine if running is None else (weight, bias, running.mean, running.var)
+    for name, own in zip(_NAMES, tensors, strict=False):
         if own is None:
             continue
         if own.shape != size:
@@ -103,7 +128,6 @@ def check_operands(layer: _SynchronizedBatchNorm, x: Tensor, by_address: bool) -
                 f"{type(own).__name__}; convert one of them"
             )
     check_savable(x, weight, bias)
-    return Affine(weight, bias)
 
 
 def checked_running_once(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:

@@ -41,6 +41,10 @@ class Affine(NamedTuple):
     weight: Array | None = None
     bias: Array | None = None
 
+    def for_backward(self, rule: NormRule) -> Affine:
+        """What backward needs: the weight. A rule whose backward needs the bias would keep it."""
+        return self if self.bias is None else Affine(self.weight)
+
 
 class RunningStatistics(NamedTuple):
     """The running statistics that a training forward updates.

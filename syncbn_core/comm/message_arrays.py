@@ -85,10 +85,11 @@ class CupyArrays:
     def with_label(values: Array, label: int) -> Array:
         import cupy
 
-        message = cupy.empty(values.size + 1, values.dtype)
-        message[:-1] = values.reshape(-1)
-        message[-1:] = label
-        return message
+        with values.device:
+            message = cupy.empty(values.size + 1, values.dtype)
+            message[:-1] = values.reshape(-1)
+            message[-1:] = label
+            return message
 
     @staticmethod
     def without_label(total: Array, shape: tuple[int, ...], label: int) -> tuple[Array, Verdict]:

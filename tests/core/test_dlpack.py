@@ -365,6 +365,18 @@ def test_results_are_made_by_the_root_module_of_the_type_or_of_a_base(monkeypatc
         assert same(forward(kind(x))[0], forward(x)[0])
 
 
+def test_a_library_that_refuses_the_result_leaves_running_statistics_as_they_are(
+    monkeypatch: Any,
+) -> None:
+    arrays = foreign(arguments())
+
+    def refuse(_: Any) -> Any:
+        raise BufferError("not today")
+
+    monkeypatch.setattr(Foreign, "read", refuse)
+    refused(lambda: forward(**arrays), arrays, BufferError, "not today")
+
+
 def test_numpy_arrays_and_their_subclasses_are_not_converted(monkeypatch: Any) -> None:
     class Sub(np.ndarray):
         pass

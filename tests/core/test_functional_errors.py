@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from syncbn_core import backends, batch_norm_backward, batch_norm_eval, batch_norm_forward
-from syncbn_core.comm import Communicator
+from syncbn_core.comm import Communicator, SingleCommunicator
 from syncbn_core.errors import (
     ArgumentError,
     BackendError,
@@ -342,3 +342,20 @@ def test_what_only_looks_like_an_array_is_refused(kind: Any) -> None:
     _, saved = batch_norm_forward(np.array(values))
     with pytest.raises(BackendError, match=r"numpy\.asarray"):
         batch_norm_backward(other, saved)
+
+
+def test_eval_without_running_statistics_is_refused() -> None:
+    x = arguments()["x"]
+    with pytest.raises(ArgumentError, match="running_mean and running_var, got None; use batch_"):
+        batch_norm_eval(x, None, None)  # type: ignore[arg-type]
+
+
+def test_backward_with_another_communicator_than_forward_is_refused() -> None:
+    """It would take the sums of one part, or of other members."""
+    x = arguments()["x"]
+    alone = SingleCommunicator()
+    for first, second in ((None, alone), (alone, None), (alone, SingleCommunicator())):
+        _, saved = batch_norm_forward(x, communicator=first)
+        with pytest.raises(ArgumentError, match="pass the same one to forward and"):
+            batch_norm_backward(x, saved, communicator=second)
+        batch_norm_backward(x, saved, communicator=first)

@@ -228,6 +228,7 @@ def test_refused_forward_changes_nothing() -> None:
     ("options", "error", "words"),
     [
         ({"num_features": 0}, ArgumentError, "num_features of 1 or more, got 0"),
+        ({"num_features": "a"}, ArgumentError, "num_features of 1 or more, got 'a'"),
         ({"num_features": -3}, ArgumentError, "num_features of 1 or more, got -3"),
         ({"eps": 0}, ArgumentError, "expected eps .* got 0"),
         ({"momentum": 2}, ArgumentError, "expected momentum .* got 2"),

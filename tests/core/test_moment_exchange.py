@@ -195,10 +195,11 @@ def test_members_with_different_channels_are_told_so(in_group: InGroup) -> None:
         in_group(2, member)
 
 
-def test_something_else_of_the_size_of_a_row_is_no_row(in_group: InGroup) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_something_else_of_the_size_of_a_row_is_no_row(value: float, in_group: InGroup) -> None:
     def member(rank: int, own: "Described") -> Any:
         if rank == 1:
-            own.all_gather(np.full(9, np.nan))
+            own.all_gather(np.full(9, value))
             return None
         with pytest.raises(ProtocolError, match="same layer"):
             exchange_moments(own, [part_of(rank)], site("bn"))
@@ -340,3 +341,13 @@ def test_a_group_is_not_kept_alive() -> None:
     del group
     gc.collect()
     assert kept() is None
+
+
+def test_members_that_are_threads_may_write_to_their_totals(in_group: InGroup) -> None:
+    def member(rank: int, own: ThreadCommunicator) -> Any:
+        (total,), _ = exchange_moments(own, [part_of(rank)], site())
+        total.mean[:] = rank
+        own.all_gather(np.zeros(1))  # all have written
+        return total.mean.tolist() == [rank] * len(total.mean)
+
+    assert all(in_group(3, member))

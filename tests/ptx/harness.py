@@ -17,6 +17,7 @@ from syncbn_core.backends.cuda import driver
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.kernels.cuda.constants import SIZES, UNROLL, lanes_of
+from syncbn_core.moments import NormRule
 
 Array = np.ndarray[Any, Any]
 
@@ -264,6 +265,9 @@ def cases(form: str, dtype: str) -> list[Case]:
     ]
 
 
+DEFAULT_RULE = NormRule()
+
+
 @dataclass(frozen=True)
 class Setting:
     """Options of a step; dtypes are those of parameters, gradients and running statistics."""
@@ -274,8 +278,7 @@ class Setting:
     gradients: str = "float32"
     factor: float = 0.1
     counts: bool = True
-    clamp: bool = False
-    eps: float = 1e-5
+    rule: NormRule = DEFAULT_RULE
     members: int = 1
     constant: bool = False  # running statistics in place of the batch's
 
@@ -284,12 +287,18 @@ SETTINGS = [
     Setting(),
     Setting("float64", "float16", "float64", "float64", factor=-1.0, members=15),
     Setting(
-        "float16", "bfloat16", "float16", "float16", factor=1.0, clamp=True, eps=4.0, members=14
+        "float16",
+        "bfloat16",
+        "float16",
+        "float16",
+        factor=1.0,
+        rule=NormRule(4.0, "clamp"),
+        members=14,
     ),
     Setting("bfloat16", "float64", "bfloat16", "bfloat16", counts=False, members=17),
     Setting(None, None, None, "float32", counts=False),
     Setting(running="float32", constant=True),
-    Setting("float64", None, "float64", constant=True, clamp=True, eps=1.5),
+    Setting("float64", None, "float64", constant=True, rule=NormRule(1.5, "clamp")),
     Setting("float16", "float32", "float16", constant=True),
     Setting("bfloat16", "float32", "bfloat16", constant=True),
     Setting(None, "float32", "float32", constant=True),
@@ -328,7 +337,7 @@ def merged(parts: Array) -> Array:
 
 def inverse_deviation(count: float, m2: Array, setting: Setting) -> Array:
     var = m2 / count
-    positive = np.maximum(var, setting.eps) if setting.clamp else var + setting.eps
+    positive = np.maximum(var, setting.rule.eps) if setting.rule.clamps else var + setting.rule.eps
     inverse: Array = 1 / np.sqrt(positive)
     return inverse
 
@@ -423,8 +432,7 @@ class Steps:
             0 if setting.constant else packed.pointer,
             0 if setting.constant else setting.members,
             self.statistics.pointer,
-            eps=setting.eps,
-            clamp=setting.clamp,
+            rule=setting.rule,
             running=running,
         )
         if setting.constant:
@@ -521,12 +529,11 @@ class Steps:
             self.statistics.pointer,
             self.parameters,
             0 if setting.constant else total.pointer,
-            eps=setting.eps,
-            clamp=setting.clamp,
+            rule=setting.rule,
         )
         first, second = np.zeros((2, channels)) if setting.constant else sums
-        if setting.clamp:
-            second = np.where(m2 / count < setting.eps, 0, second)
+        if setting.rule.clamps:
+            second = np.where(m2 / count < setting.rule.eps, 0, second)
         inner = grad * column(weight) - column(first) / count
         expected = column(invstd) * (inner - xhat * column(second) / count)
         unit, arithmetic = work_epsilon(self.dtype)

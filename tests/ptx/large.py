@@ -20,6 +20,7 @@ from harness import STORAGE, Bench, Buffer, View, to_bfloat16, within, work_epsi
 
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.kernels.cuda.constants import SIZES, THREADS, UNROLL, lanes_of
+from syncbn_core.moments import NormRule
 
 __all__ = ["run"]
 
@@ -111,7 +112,7 @@ class Large:
         code = cuda.CODES["float64"]
         parameters = cuda.Parameters(operands[0].pointer, code, operands[1].pointer, code)
         kept = self.bench.of(np.zeros(3 * channels + 1), "float64")
-        settings: dict[str, Any] = {"eps": 1e-5, "clamp": False}
+        settings: dict[str, Any] = {"rule": NormRule()}
         with self.only(blocks):
             into = kept.pointer
             cuda.normalize(self.bench, x, y, parameters, parts.pointer, 1, into, **settings)

@@ -36,7 +36,7 @@ from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.errors import BackendError
 from syncbn_core.kernels.cuda import constants as cuda_constants
 from syncbn_core.kernels.cuda.signatures import SIGNATURES, codes_of
-from syncbn_core.moments import merged
+from syncbn_core.moments import NormRule, merged
 
 EPS = 1e-5
 
@@ -146,7 +146,7 @@ def test_nan_and_infinity_stay_in_their_channel(name, bad, dtype, arch, bench, r
         bench.empty(2 * channels + 1, "float64"),
         bench.empty(3 * channels + 1, "float64"),
     )
-    sums, settings = bench.empty(2 * channels, "float64"), {"eps": EPS, "clamp": True}
+    sums, settings = bench.empty(2 * channels, "float64"), {"rule": NormRule(EPS, "clamp")}
     none = cuda.Parameters()
     cuda.moments(bench, x, moments.pointer)
     cuda.normalize(bench, x, y, none, moments.pointer, 1, kept.pointer, **settings)
@@ -171,7 +171,7 @@ def test_an_empty_part_updates_running_statistics_too(shape, others, bench, rng)
     tracked, values = bench.of(np.array([3]), "int64"), rng.normal(2, 3, (others, 5, 5))
     parts, kept = bench.of(moments_of(values), "float64"), bench.empty(16, "float64")
     running = cuda.Running(mean.pointer, var.pointer, cuda.CODES["float64"], tracked.pointer, 1.0)
-    settings = {"eps": EPS, "clamp": False, "running": running}
+    settings = {"rule": NormRule(EPS), "running": running}
     into = kept.pointer
     cuda.normalize(bench, x, bench.like(x), cuda.Parameters(), parts.pointer, 1, into, **settings)
     if others:
@@ -272,7 +272,7 @@ def test_all_kernels_merge_to_the_same_bits(form, dtype, arch, bench, rng):
     x, channels = bench.view(rng.normal(size=case.shape), dtype, case.offset), case.channels
     for sizes in SIZES_OF_PARTS:
         parts = parts_of(sizes, channels, rng)
-        into, settings = bench.empty(3 * channels + 1, "float64"), {"eps": EPS, "clamp": False}
+        into, settings = bench.empty(3 * channels + 1, "float64"), {"rule": NormRule(EPS)}
         ends = (bench.of(parts, "float64").pointer, len(sizes), into.pointer)
         cuda.normalize(bench, x, bench.like(x), cuda.Parameters(), *ends, **settings)
         found = into.array[: 2 * channels + 1]
@@ -284,7 +284,7 @@ def test_many_members_are_merged_before(members, bench, rng):
     x = bench.view(rng.normal(size=(6, 4, 1)), "float64")
     every = rng.normal(3, 2, (members, 5, 4, 3))
     parts = bench.of(np.concatenate([moments_of(part) for part in every]), "float64")
-    into, y, settings = bench.empty(13, "float64"), bench.like(x), {"eps": EPS, "clamp": False}
+    into, y, settings = bench.empty(13, "float64"), bench.like(x), {"rule": NormRule(EPS)}
     none, kept = cuda.Parameters(), into.pointer
     cuda.normalize(bench, x, y, none, parts.pointer, members, kept, **settings)
     whole = moments_of(every.reshape(-1, 4, 3))
@@ -304,7 +304,7 @@ def test_memory_that_is_too_small_is_noticed(short, bench, rng, monkeypatch):
     monkeypatch.setattr(bench, "empty", too_small)
     moments, y = bench.empty(5, "float64", name="moments"), bench.like(x)
     kept = bench.empty(7, "float64", name="statistics")
-    settings, none, into = {"eps": EPS, "clamp": False}, cuda.Parameters(), kept.pointer
+    settings, none, into = {"rule": NormRule(EPS)}, cuda.Parameters(), kept.pointer
 
     def both():
         cuda.moments(bench, x, moments.pointer)
@@ -352,7 +352,7 @@ def test_each_argument_is_launched_under_its_name(kind):
     )
     parameters = cuda.Parameters("weight", "weight_code", "bias", "bias_code")
     running = cuda.Running("running_mean", "running_var", "running_code", "tracked", "factor")
-    rule = {"eps": "eps", "clamp": True}
+    rule = {"rule": NormRule("eps", "clamp")}
     run = Recorder()
     cuda.moments(run, x, "moments")
     cuda.normalize(run, x, y, parameters, "parts", 5, "statistics", **rule, running=running)

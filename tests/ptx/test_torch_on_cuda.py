@@ -365,7 +365,10 @@ def replicas_equal_the_undivided_batch(shape, replicas, **settings):
     single = nn.Sequential(copy.deepcopy(model.module[0]), alone)
     x, dy = batch(shape, "float64"), torch.randn(shape, dtype=torch.float64)
     one, many = x.clone().requires_grad_(), x.clone().requires_grad_()
+    versions = [buffer._version for buffer in layer.buffers()]
     y, expected = model(many), single(one)
+    for buffer, version in zip(layer.buffers(), versions, strict=True):
+        assert buffer._version > version, "a graph that has saved it must notice"
     y.backward(dy)
     expected.backward(dy)
     close(y, expected, "float64", 10)

@@ -13,6 +13,7 @@ from harness import DTYPES, Bench
 
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.kernels.cuda.constants import UNROLL
+from syncbn_core.moments import NormRule
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def test_the_model_is_what_compiled_kernels_read_and_write(sizes, dtype, device)
         counter = bench.of(np.zeros(1), "int64")
         parameters = cuda.Parameters(weight, code, bias, code)
         running = cuda.Running(mean, var, code, counter.pointer, 0.1)
-        settings = {"eps": 1e-5, "clamp": False}
+        settings = {"rule": NormRule()}
         parts = bench.of(np.concatenate([packed.array, packed.array]), "float64")
         statistics = bench.empty(3 * channels + 1, "float64")
         ends = (parts.pointer, 2, statistics.pointer)

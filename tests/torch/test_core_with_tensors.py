@@ -136,3 +136,12 @@ def test_out_and_arrays_of_other_kinds() -> None:
     assert same(y, batch_norm_forward(as_numpy(x), **CALL)[0])
     assert mean.any()
     assert type(batch_norm_forward(as_numpy(x), torch.ones(3), **CALL)[0]) is np.ndarray
+
+
+@pytest.mark.parametrize("name", ["x", "running_mean"])
+def test_tensors_that_are_negated_when_they_are_read_are_refused(name: str) -> None:
+    """Torch would export their memory without the sign."""
+    arrays = {"x": torch.ones(2, 3), "running_mean": torch.zeros(3), "running_var": torch.ones(3)}
+    arrays[name] = torch._neg_view(arrays[name])
+    with pytest.raises(BackendError, match=rf"expected {name} .*resolve_neg\(\)"):
+        batch_norm_forward(**arrays)

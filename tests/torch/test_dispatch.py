@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from syncbn_core.moments import NormRule
 from syncbn_torch.backends import memory
 from syncbn_torch.dispatch import (
     HUGE_SIZE,
@@ -27,7 +28,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def goes_to_torch(x: Tensor) -> bool:
-    return torch_is_faster(x, "plus")
+    return torch_is_faster(x, NormRule())
 
 
 def planes(count: int, inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,6 +65,6 @@ def test_other_layouts_where_results_are_mapped_anew(
 def test_clamp_and_always_ours_never_go_to_torch() -> None:
     x = torch.empty(2, 3, 4)
     assert goes_to_torch(x)
-    assert not torch_is_faster(x, "clamp")
+    assert not torch_is_faster(x, NormRule(1e-5, "clamp"))
     with always_ours():
         assert not goes_to_torch(x)

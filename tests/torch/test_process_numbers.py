@@ -18,6 +18,7 @@ from world import (
     whole_batch,
 )
 
+from syncbn_core.errors import DTypeError
 from syncbn_torch import (
     DataParallelWithCallback,
     SyncBatchNorm,
@@ -184,6 +185,30 @@ def test_ranks_of_different_dtypes_are_told_so_and_the_next_batch_succeeds(
     assert torch.equal(layer.running_var, before)
     layer(part.float())
     same_on_all_ranks(layer.running_mean)
+
+
+class Wrapper(Tensor):
+    """Has no values of its own, like a DTensor."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return made(cls, values.shape, dtype=values.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise AssertionError("nothing is to be computed")
+
+
+@on_ranks(2)
+def test_tensors_without_values_of_their_own_are_refused_before_anything_is_exchanged(
+    rank: int, size: int
+) -> None:
+    x, _ = whole_batch((4, 3, 2, 2))
+    layer = SyncBatchNorm(3).double()
+    raises(DTypeError, "values of its own", "to_local()", call=lambda: layer(Wrapper(x)))
+    assert int(layer.num_batches_tracked) == 0
+    close(layer(x[2 * rank : 2 * rank + 2]), nn.BatchNorm2d(3).double()(x)[2 * rank : 2 * rank + 2])
 
 
 @on_ranks(3)

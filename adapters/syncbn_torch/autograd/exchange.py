@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from syncbn_core.backends.base import Affine
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import StateError
 from syncbn_core.moment_exchange import CallSite, exchange_sums
 from syncbn_torch._torch_private import backward_task, run_after_backward
-from syncbn_torch.autograd.transforms import beyond_memory, refuse_over_processes
+from syncbn_torch.autograd.transforms import has_tangent_or_wrapper, refuse_over_processes
 
 __all__ = ["BackwardPass", "BackwardPasses", "Processes", "needs_plain_backward"]
 
@@ -41,7 +42,7 @@ class Processes(NamedTuple):
 
 def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:
     """Whether backward on `tensors` needs plain operations; `StateError` if they can't be sent."""
-    beyond = beyond_memory(*tensors)
+    beyond = has_tangent_or_wrapper(*tensors)
     if beyond and processes is not None:
         refuse_over_processes("the backward of a layer")
     return beyond or torch.is_grad_enabled()
@@ -51,7 +52,7 @@ class BackwardPass:
     """The values that the nodes of one exchange pass to each other in one backward pass.
 
     Attributes:
-        pending_grads: `(dy, weight, weighted sums (2, C))` for each replica whose y is part of
+        pending_grads: `(dy, affine, weighted sums (2, C))` for each replica whose y is part of
             the loss; from `Normalize`, for `AllReduce` and `LocalMoments`.
         total: the sums over all members; from `AllReduce`, for every `LocalMoments`.
     """
@@ -59,7 +60,7 @@ class BackwardPass:
     __slots__ = ("__weakref__", "pending_grads", "total")
 
     def __init__(self) -> None:
-        self.pending_grads: dict[Any, tuple[Tensor, Tensor | None, Any]] = {}
+        self.pending_grads: dict[Any, tuple[Tensor, Affine, Any]] = {}
         self.total: Any = None
 
     def end(self) -> None:

@@ -92,8 +92,8 @@ class StatisticsExchange:
     """
 
     __slots__ = (
-        "_moments_by_device",
         "_passes",
+        "_statistics_by_device",
         "call",
         "context",
         "processes",
@@ -123,21 +123,21 @@ class StatisticsExchange:
         require_more_than_one_value(total.known_count, records[0].shape)
         self.total: Moments | DeviceMoments = total
         # Copy to all devices here: the current streams of this thread have computed the totals.
-        self._moments_by_device: dict[Any, Any] = {}
+        self._statistics_by_device: dict[Any, Any] = {}
         if isinstance(total, DeviceMoments):
             devices = {total.rows.device, *(record.part.rows.device for record in records)}
             rows = total.rows.contiguous()
-            self._moments_by_device = {
+            self._statistics_by_device = {
                 device: total.with_rows(rows.to(device), total.known_count) for device in devices
             }
         else:
-            self._moments_by_device[None] = operations.statistics(total, rule)
+            self._statistics_by_device[None] = operations.statistics(total, rule)
 
     def statistics_for(self, x: Tensor) -> Any:
         """Statistics of the whole batch on the device of x."""
         if isinstance(self.total, DeviceMoments):
-            return self._moments_by_device[x.device]
-        known: Statistics = self._moments_by_device[None]
+            return self._statistics_by_device[x.device]
+        known: Statistics = self._statistics_by_device[None]
         if isinstance(known.invstd, Tensor) and known.invstd.device != x.device:
             return plain.plain_statistics(known, x.device)
         return known
@@ -184,7 +184,7 @@ class LocalMoments(Function):
         record: ReplicaRecord = ctx.record
         exchange = record.exchange
         current = exchange.current_pass()
-        dy, weight, _ = current.pending_grads.pop(record, (None, None, None))
+        dy, affine, _ = current.pending_grads.pop(record, (None, Affine(), None))
         if dy is None:  # the loss doesn't use this replica's y, but other y depend on its x
             dy = torch.zeros_like(x)
         total = current.total.on(x.device)
@@ -192,7 +192,7 @@ class LocalMoments(Function):
         if needs_plain_backward(exchange.processes, dy, total):
             operations, statistics = plain.OPERATIONS, exchange.plain_statistics_for(x)
             total = _as_tensor(total).to(x.device)
-        dx = operations.backward_input(x, dy, statistics, Affine(weight), exchange.rule, total)
+        dx = operations.backward_input(x, dy, statistics, affine, exchange.rule, total)
         return dx, None
 
 
@@ -235,9 +235,9 @@ class Normalize(Function):
         exchange: StatisticsExchange,
         running: RunningStatistics | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.record = record
         known, affine = exchange.statistics_for(x), Affine(weight, bias)
+        ctx.save_for_backward(x, *affine.for_backward(exchange.rule))
+        ctx.record = record
         done = record.operations.serial.forward(x, known, affine, exchange.rule, running)
         record.settle(exchange, done.statistics)
         y: Tensor = done.y
@@ -245,7 +245,8 @@ class Normalize(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, *parameters = ctx.saved_tensors
+        affine = Affine(*parameters)
         record: ReplicaRecord = ctx.record
         exchange = record.exchange
         operations, statistics = record.operations, record.statistics
@@ -254,10 +255,10 @@ class Normalize(Function):
                 live = record.live_x()
                 x = x if live is None else live
             operations, statistics = plain.OPERATIONS, exchange.plain_statistics_for(x)
-        sums: Sums = operations.backward_reduce(x, dy, statistics, Affine(weight), exchange.rule)
+        sums: Sums = operations.backward_reduce(x, dy, statistics, affine, exchange.rule)
         edge = None
         if ctx.needs_input_grad[1]:
-            left = (dy, weight, StreamHandoff(sums.exchange))
+            left = (dy, affine, StreamHandoff(sums.exchange))
             exchange.current_pass().pending_grads[record] = left
             edge = dy.new_empty(0)
         own = needed(ctx, 2, sums.grad_weight, sums.grad_bias)

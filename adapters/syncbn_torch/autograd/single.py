@@ -7,6 +7,7 @@ Several layers may share one node, and then also one message per direction.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from syncbn_core.moments import NormRule, require_more_than_one_value
 from syncbn_torch.autograd.exchange import Processes, needs_plain_backward
 from syncbn_torch.backends import plain
 
-__all__ = ["BatchNormFunction", "LayerCall", "batch_norm_with_hooks"]
+__all__ = ["BatchNormFunction", "LayerCall", "batch_norm_updating_last"]
 
 
 class LayerCall(NamedTuple):
@@ -47,15 +48,13 @@ class BatchNormFunction(Function):
         *operands: Any,
     ) -> tuple[Tensor, ...]:
         ctx.calls, ctx.processes, ctx.statistics = calls, processes, known
-        xs, weights, biases = operands[::3], operands[1::3], operands[2::3]
-        ctx.save_for_backward(*xs, *weights)
+        xs, affines = operands[::3], list(map(Affine, operands[1::3], operands[2::3]))
+        kept = [affine.for_backward(call.rule) for affine, call in zip(affines, calls, strict=True)]
+        ctx.save_for_backward(*xs, *chain.from_iterable(kept))
         outputs = []
         if processes is None:
-            for (operations, rule, running), x, weight, bias in zip(
-                calls, xs, weights, biases, strict=True
-            ):
+            for (operations, rule, running), x, affine in zip(calls, xs, affines, strict=True):
                 require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-                affine = Affine(weight, bias)
                 y, statistics, _ = operations.forward_single(x, affine, rule, running)
                 known.append(statistics)
                 outputs.append(y)
@@ -64,11 +63,10 @@ class BatchNormFunction(Function):
         totals, ctx.number = exchange_moments(processes.communicator, parts, processes.site)
         for total, x in zip(totals, xs, strict=True):
             require_more_than_one_value(total.known_count, x.shape)
-        for (operations, rule, running), total, x, weight, bias in zip(
-            calls, totals, xs, weights, biases, strict=True
+        for (operations, rule, running), total, x, affine in zip(
+            calls, totals, xs, affines, strict=True
         ):
             statistics = operations.statistics(total, rule)
-            affine = Affine(weight, bias)
             y, statistics, _ = operations.forward(x, statistics, affine, rule, running)
             known.append(statistics)
             outputs.append(y)
@@ -78,27 +76,28 @@ class BatchNormFunction(Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         size = len(ctx.calls)
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
-        xs, weights = saved[:size], saved[size:]
+        xs, affines = saved[:size], list(map(Affine, saved[size::2], saved[size + 1 :: 2]))
         if ctx.processes is None:
+            known = ctx.statistics
             gradients: list[Any] = [None, None, None]
-            for i, (call, statistics, x, dy, weight) in enumerate(
-                zip(ctx.calls, ctx.statistics, xs, dys, weights, strict=True)
-            ):
-                gradients += _backward_alone(ctx, 3 + 3 * i, call, statistics, x, dy, weight)
+            for i, call in enumerate(ctx.calls):
+                own = (call, known[i], xs[i], dys[i], affines[i])
+                gradients += _backward_alone(ctx, 3 + 3 * i, *own)
             return tuple(gradients)
         needs_plain_backward(ctx.processes, *dys)
-        return _backward_over_processes(ctx, xs, dys, weights)
+        return _backward_over_processes(ctx, xs, dys, affines)
 
 
-def batch_norm_with_hooks(
+def batch_norm_updating_last(
     calls: Sequence[LayerCall],
     processes: Processes | None,
     known: list[Any],
     *operands: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`BatchNormFunction.apply` for use under saved-tensor hooks.
+    """`BatchNormFunction.apply`, after which all running statistics are updated.
 
-    The hooks run after the node's forward and may raise, so this updates running statistics last.
+    For several layers, and under saved-tensor hooks, which run after the node's forward: if one of
+    them raises, no running statistics have changed.
     """
     later = [call._replace(running=None) for call in calls]
     outputs: tuple[Tensor, ...] = BatchNormFunction.apply(later, processes, known, *operands)
@@ -109,11 +108,10 @@ def batch_norm_with_hooks(
 
 
 def _backward_alone(
-    ctx: Any, first: int, call: LayerCall, statistics: Any, x: Tensor, dy: Tensor, weight: Any
+    ctx: Any, first: int, call: LayerCall, statistics: Any, x: Tensor, dy: Tensor, affine: Affine
 ) -> list[Tensor | None]:
     """Gradients of x, weight and bias (inputs `first`, + 1, + 2) for a layer alone."""
     operations, rule, _ = call
-    affine = Affine(weight)
     if needs_plain_backward(None, dy):
         operations = plain.OPERATIONS
         statistics = operations.statistics(operations.moments(x), rule)
@@ -128,22 +126,22 @@ def _backward_alone(
 
 
 def _backward_over_processes(
-    ctx: Any, xs: Sequence[Tensor], dys: Sequence[Tensor], weights: Sequence[Tensor | None]
+    ctx: Any, xs: Sequence[Tensor], dys: Sequence[Tensor], affines: Sequence[Affine]
 ) -> tuple[Any, ...]:
     """Gradients after one all_reduce for all layers, which every rank calls, needed or not."""
-    layers = list(zip(ctx.calls, ctx.statistics, xs, dys, weights, strict=True))
+    layers = list(zip(ctx.calls, ctx.statistics, xs, dys, affines, strict=True))
     sums: list[Sums] = [
-        call.operations.backward_reduce(x, dy, statistics, Affine(weight), call.rule)
-        for call, statistics, x, dy, weight in layers
+        call.operations.backward_reduce(x, dy, statistics, affine, call.rule)
+        for call, statistics, x, dy, affine in layers
     ]
     exchanges = [one.exchange for one in sums]
     total = ctx.processes.all_reduce(_joined(exchanges), ctx.number)
     gradients: list[Any] = [None, None, None]
     start = 0
-    for i, (call, statistics, x, dy, weight) in enumerate(layers):
+    for i, (call, statistics, x, dy, affine) in enumerate(layers):
         end = start + 2 * x.shape[1]
         own = total if len(layers) == 1 else total[start:end].reshape(2, -1)
-        affine, start = Affine(weight), end
+        start = end
         dx = call.operations.backward_input(x, dy, statistics, affine, call.rule, own)
         gradients.append(dx)
         gradients += needed(ctx, 4 + 3 * i, sums[i].grad_weight, sums[i].grad_bias)

@@ -22,14 +22,14 @@ from syncbn_torch._torch_private import (
 )
 
 __all__ = [
-    "among_replicas",
-    "beyond_memory",
+    "has_tangent_or_wrapper",
     "needs_plain_forward",
+    "refuse_in_replicas",
     "refuse_over_processes",
 ]
 
 
-def beyond_memory(*tensors: Any) -> bool:
+def has_tangent_or_wrapper(*tensors: Any) -> bool:
     """Whether one of `tensors` has a tangent or is wrapped; other objects do not count."""
     dual = forward_ad_active()
     for tensor in tensors:
@@ -52,11 +52,11 @@ def needs_plain_forward(
     if not (wrapped or forward_ad_active()):
         return False
     if processes:
-        if wrapped or beyond_memory(*operands):
+        if wrapped or has_tangent_or_wrapper(*operands):
             refuse_over_processes(name())
         return False
     if wrapped and replicas:
-        among_replicas(name())
+        refuse_in_replicas(name())
     return True
 
 
@@ -69,7 +69,7 @@ def refuse_over_processes(who: str) -> None:
     )
 
 
-def among_replicas(who: str) -> None:
+def refuse_in_replicas(who: str) -> None:
     """Raise `StateError` inside a function transform, which other threads don't inherit."""
     if function_transforms_active():
         raise StateError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from syncbn_core.backends.base import RunningStatistics
-from syncbn_core.backends.cpu.operations import NOTHING, CpuOperations
+from syncbn_core.backends.cpu.operations import NO_VALUES, CpuOperations
 from syncbn_core.backends.cpu.plan import Plan, plan_of
 from syncbn_core.moments import Moments
 from syncbn_torch.backends.memory import (
@@ -65,7 +65,7 @@ class TensorMemory:
 
     def as_float64(self, values: Tensor | None) -> Array:
         if values is None:
-            return NOTHING
+            return NO_VALUES
         if values.dtype is torch.bfloat16:  # NumPy has no bfloat16
             values = in_memory(values).float()
         return as_array(values).astype(np.float64)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from syncbn_core.backends.cuda import driver
@@ -126,6 +127,11 @@ class TensorDeviceMemory:
 
     def cast_to_output(self, result: Tensor, out: Tensor | None) -> Tensor:
         return result
+
+    def mark_written(self, *arrays: Tensor) -> None:
+        for array in arrays:
+            if not array.is_inference():  # those have no version
+                increment_version(array)  # a graph that has saved it must notice
 
     def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for target, value in zip(targets, values, strict=True):

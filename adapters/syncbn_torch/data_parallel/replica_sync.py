@@ -24,7 +24,7 @@ from syncbn_torch.autograd.replicas import (
 from syncbn_torch.data_parallel.replicate import CallbackContext
 from syncbn_torch.module_names import name_of
 
-__all__ = ["ReplicaSync", "Unconnected", "adopted"]
+__all__ = ["ReplicaSync", "Unconnected", "context_of"]
 
 
 class ReplicaSync:
@@ -160,7 +160,7 @@ class _BareContext(CallbackContext):
         return backward_task() != -1
 
 
-def adopted(context: Any, layer: nn.Module) -> CallbackContext:
+def context_of(context: Any, layer: nn.Module) -> CallbackContext:
     """`context`, or for a foreign object the `CallbackContext` that the copies share through it."""
     if isinstance(context, CallbackContext):
         return context

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from syncbn_core.errors import ShapeError
 from syncbn_torch._torch_private import forward_ad_active
-from syncbn_torch.autograd.transforms import among_replicas
+from syncbn_torch.autograd.transforms import refuse_in_replicas
 
 __all__ = ["join", "split"]
 
@@ -37,7 +37,7 @@ def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
         )
     count = next(iter(sizes.values()), parts if _has_anything(tree) else 1)
     if count > 1:
-        among_replicas("DataParallelWithCallback")
+        refuse_in_replicas("DataParallelWithCallback")
     return _parts(tree, count, dim, device)
 
 

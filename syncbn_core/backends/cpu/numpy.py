@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.backends.base import RunningStatistics
-from syncbn_core.backends.cpu.operations import NOTHING, CpuOperations
+from syncbn_core.backends.cpu.operations import NO_VALUES, CpuOperations
 from syncbn_core.backends.cpu.plan import Plan, kernel_dtype, plan_of
 from syncbn_core.layout import writable_view
 from syncbn_core.moments import Moments
@@ -72,7 +72,7 @@ class NumpyMemory:
 
     def as_float64(self, values: Array | None) -> Array:
         if values is None:
-            return NOTHING
+            return NO_VALUES
         return writable_view(np.ascontiguousarray(values, np.float64))
 
     def parameter_gradients(

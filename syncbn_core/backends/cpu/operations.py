@@ -33,14 +33,14 @@ from syncbn_core.moments import (
     merge_moments,
 )
 
-__all__ = ["NOTHING", "CpuOperations", "HostMemory"]
+__all__ = ["NO_VALUES", "CpuOperations", "HostMemory"]
 
 Array = Any  # of the library
 Host = np.ndarray[Any, Any]
 
-NOTHING = np.empty(0)  # no weight or no bias
-_NOWHERE = np.empty(0, np.bool_)
-_UNCOUNTED = np.empty(0, np.int64)
+NO_VALUES = np.empty(0)  # no weight or no bias
+_NO_MASK = np.empty(0, np.bool_)
+_NO_COUNTER = np.empty(0, np.int64)
 
 
 class HostMemory(Protocol):
@@ -73,7 +73,7 @@ class HostMemory(Protocol):
         """The result for an empty x: `out`, or a new array like x."""
 
     def as_float64(self, values: Array | None) -> Host:
-        """Per-channel values as a contiguous float64 array `(C,)`; `NOTHING` for None."""
+        """Per-channel values as a contiguous float64 array `(C,)`; `NO_VALUES` for None."""
 
     def parameter_gradients(
         self, sums: Host, x: Array, weight: Array | None
@@ -187,9 +187,10 @@ class CpuOperations(Operations):
             statistics = self.statistics(_moments(plan, view, threads), rule)
             per_channel = (statistics.moments.mean, statistics.invstd, weight, bias)
             launch(plan, "normalize", threads, (view,), per_channel, target)
+        y = memory.cast_to_output(y, x, out)
         if running is not None:
             self.update_running(running, statistics)
-        return Forward(memory.cast_to_output(y, x, out), statistics, running)
+        return Forward(y, statistics, running)
 
     def backward_reduce(
         self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
@@ -251,7 +252,7 @@ class CpuOperations(Operations):
         threads = self._threads()
         if plan.fits_cache(2, threads):
             sums = np.empty((2, plan.channels))
-            clamped = rule.clamped(moments.var) if rule.clamps else _NOWHERE
+            clamped = rule.clamped(moments.var) if rule.clamps else _NO_MASK
             per_channel = (moments.mean, invstd, weight, clamped, *sums)
             launch(plan, "backward", threads, (view, dy_view), per_channel, target)
         else:
@@ -274,7 +275,7 @@ class CpuOperations(Operations):
             shared = memory.shared_buffers(running, total)
             if shared is not None:
                 own_mean, own_var, tracked = shared
-                tracked = _UNCOUNTED if tracked is None else tracked.reshape(1)
+                tracked = _NO_COUNTER if tracked is None else tracked.reshape(1)
                 new = (total.mean, total.m2, total.count, float(factor))
                 blend_kernel(own_mean, own_var, tracked, *new)
                 return running

@@ -78,7 +78,8 @@ class CupyMemory:
         return cupy.zeros(shape, _dtype(dtype))
 
     def join(self, arrays: list[Array]) -> Array:
-        return cupy.concatenate(arrays)
+        with arrays[0].device:
+            return cupy.concatenate(arrays)
 
     def is_contiguous(self, array: Array) -> bool:
         return bool(array.flags.c_contiguous)
@@ -114,6 +115,9 @@ class CupyMemory:
             return result
         out[...] = result
         return out
+
+    def mark_written(self, *arrays: Array) -> None:
+        """CuPy keeps no count of writes."""
 
     def assign(self, targets: Sequence[Array], values: Sequence[Array]) -> None:
         for target, value in zip(targets, values, strict=True):

@@ -32,6 +32,7 @@ from syncbn_core.kernels.cuda.constants import (
     lanes_of,
 )
 from syncbn_core.kernels.cuda.signatures import codes_of
+from syncbn_core.moments import NormRule
 
 __all__ = [
     "CODES",
@@ -345,8 +346,7 @@ def normalize(
     num_parts: int,
     into: Pointer,
     *,
-    eps: float,
-    clamp: bool,
+    rule: NormRule,
     running: Running = NO_RUNNING,
 ) -> None:
     """Write y. Its statistics are the `num_parts` packed moments at `parts`, merged in their order.
@@ -374,8 +374,8 @@ def normalize(
         parameters.bias_code,
         parts,
         num_parts,
-        eps,
-        int(clamp),
+        rule.eps,
+        int(rule.clamps),
         running.mean,
         running.var,
         running.code,
@@ -431,8 +431,7 @@ def backward_input(
     parameters: Parameters,
     sums: Pointer,
     *,
-    eps: float,
-    clamp: bool,
+    rule: NormRule,
 ) -> None:
     """Write dx. `sums`: pointer to the sums over all members; 0 for constant statistics (eval)."""
     if x.outer * x.channels * x.inner == 0:
@@ -449,8 +448,8 @@ def backward_input(
         parameters.weight,
         parameters.weight_code,
         sums,
-        eps,
-        int(clamp),
+        rule.eps,
+        int(rule.clamps),
     )
 
 

@@ -79,6 +79,9 @@ class DeviceMemory(Protocol):
     def cast_to_output(self, result: Array, out: Array | None) -> Array:
         """`result`, or `out` after writing the result into it."""
 
+    def mark_written(self, *arrays: Array) -> None:
+        """Tell the library that a kernel has written these arrays."""
+
     def assign(self, targets: Sequence[Array], values: Sequence[Array]) -> None:
         """Write `values` into `targets`, on the current stream."""
 

@@ -113,14 +113,15 @@ class CudaOperations(Operations):
                 memory.pointer(rows),
                 len(rows),
                 memory.pointer(packed),
-                eps=rule.eps,
-                clamp=rule.clamps,
+                rule=rule,
                 running=in_kernel or grid.NO_RUNNING,
             )
             known = DeviceStatistics(packed)
             if running is not None and in_kernel is None:
                 self.update_running(running, known)
-            elif running is not None and running.momentum is None:
+            elif running is not None:
+                memory.mark_written(*(own for own in running[:3] if own is not None))
+            if in_kernel is not None and running is not None and running.momentum is None:
                 counter: Any = running.num_batches_tracked
                 counter += 1  # not in the kernel, where many blocks read it
             return Forward(memory.cast_to_output(y, out), known, running)
@@ -152,8 +153,7 @@ class CudaOperations(Operations):
                 0,
                 0,
                 memory.pointer(packed),
-                eps=rule.eps,
-                clamp=rule.clamps,
+                rule=rule,
                 running=constant,
             )
             return Forward(memory.cast_to_output(y, out), DeviceStatistics(packed))
@@ -180,7 +180,7 @@ class CudaOperations(Operations):
             if 0 in x.shape:
                 return Sums(exchange, grad_weight, grad_bias)
             dense, layout, grad = self._pair(x, dy)
-            parameters, _kept = self._parameters(Affine(affine.weight))
+            parameters, _kept = self._parameters(affine)
             grid.backward_reduce(
                 self.launcher(index),
                 DeviceView(memory, dense, layout),
@@ -208,7 +208,7 @@ class CudaOperations(Operations):
         with memory.on_device(index):
             dense, layout, grad = self._pair(x, dy)
             dx = memory.target(dense, layout, out, grad)
-            parameters, _kept = self._parameters(Affine(affine.weight))
+            parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
             grid.backward_input(
                 self.launcher(index),
@@ -218,8 +218,7 @@ class CudaOperations(Operations):
                 memory.pointer(statistics.packed),
                 parameters,
                 0 if total is None else memory.pointer(total),
-                eps=rule.eps,
-                clamp=rule.clamps,
+                rule=rule,
             )
             return memory.cast_to_output(dx, out)
 
