@@ -238,7 +238,7 @@ def batch_norm_backward(
     if type(dy) not in NATIVE_TYPES or type(out) not in NATIVE_TYPES:
         (dy,) = readable(dy=dy)
         (out,) = writable(out=out)
-    if saved.count is not None and communicator is not saved.communicator:
+    if saved.count is not None and not _same_group(communicator, saved.communicator):
         raise ArgumentError(
             f"expected the communicator of the forward, {saved.communicator!r}, got "
             f"{communicator!r}; pass the same one to forward and backward"
@@ -264,6 +264,11 @@ def _given(caller: Caller, gradients: Gradients, out: Array | None) -> Gradients
         return gradients if out is None else gradients._replace(x=out)
     dx, dweight, dbias = gradients
     return Gradients(caller.give(dx, out), caller.give(dweight), caller.give(dbias))
+
+
+def _same_group(a: Communicator | None, b: Communicator | None) -> bool:
+    """Whether both are one communicator, or each is a group of one."""
+    return a is b or all(each is None or each.size == 1 for each in (a, b))
 
 
 def _no_layer(x: Array) -> CallSite:

@@ -204,8 +204,9 @@ def test_forward_keeps_x_and_nothing_of_its_size() -> None:
     x, _, weight, bias = random_batch((6, 4, 7))
     _, saved = batch_norm_forward(x, weight, bias)
     assert saved.x is x
-    for name in ("mean", "invstd", "weight"):
-        assert getattr(saved, name).size == 4
+    for kept in (saved.mean, saved.invstd, saved.affine.weight):
+        assert kept.size == 4
+    assert saved.affine.bias is None
 
 
 # -------------------------------------------------------------------------------- gradients

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from syncbn_core import backends, batch_norm_backward, batch_norm_eval, batch_norm_forward
-from syncbn_core.comm import Communicator, SingleCommunicator
+from syncbn_core.comm import Communicator, SingleCommunicator, thread_group
 from syncbn_core.errors import (
     ArgumentError,
     BackendError,
@@ -352,10 +353,10 @@ def test_eval_without_running_statistics_is_refused() -> None:
 
 def test_backward_with_another_communicator_than_forward_is_refused() -> None:
     """It would take the sums of one part, or of other members."""
-    x = arguments()["x"]
-    alone = SingleCommunicator()
-    for first, second in ((None, alone), (alone, None), (alone, SingleCommunicator())):
-        _, saved = batch_norm_forward(x, communicator=first)
+    x, (two, _), (other, _) = arguments()["x"], thread_group(2), thread_group(2)
+    _, saved = batch_norm_forward(x)
+    batch_norm_backward(x, saved, communicator=SingleCommunicator())
+    for first, second in ((None, two), (two, None), (two, other)):
+        saved = replace(saved, communicator=first)
         with pytest.raises(ArgumentError, match="pass the same one to forward and"):
             batch_norm_backward(x, saved, communicator=second)
-        batch_norm_backward(x, saved, communicator=first)

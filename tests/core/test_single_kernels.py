@@ -75,8 +75,9 @@ def test_bitwise_the_same(
     done = ours.backward_single(x, dy, statistics, Affine(given[0]), rule)
     dtype = x.dtype if given[0] is None else given[0].dtype
     np.testing.assert_array_equal(done.x, dx)
-    np.testing.assert_array_equal(done.weight, second.astype(dtype))
-    np.testing.assert_array_equal(done.bias, first.astype(dtype))
+    with np.errstate(over="ignore"):  # sums of a float16 activation may exceed float16
+        expected_gradients = second.astype(dtype), first.astype(dtype)
+    np.testing.assert_array_equal(done[1:], expected_gradients)
 
 
 def test_layers_alone_take_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
