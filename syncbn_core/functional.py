@@ -69,7 +69,7 @@ class Saved:
     `count`: values per channel over all members, -1 where only the device knows; None when the
     statistics were constants (running statistics in eval), through which no gradient flows.
     `call`: the number of the forward's exchange, which the sums of backward carry, so that members
-    notice different calls; 0 if the communicator counts none. `communicator`: that of the forward.
+    notice different calls; 0 if the communicator counts none. `members`: how many there were.
     `operations`: the implementation that computed the forward. `caller`: how results become arrays
     of the library of x; `x` and `affine` are NumPy's or CuPy's, over the memory that was given.
     """
@@ -82,7 +82,7 @@ class Saved:
     operations: Operations
     call: int = 0
     caller: Caller = NO_CONVERSION
-    communicator: Communicator | None = None
+    members: int = 1
 
     @property
     def mean(self) -> Array:
@@ -158,7 +158,8 @@ def batch_norm_forward(
         y, statistics, _ = operations.forward(x, statistics, affine, rule, updated, out)
     known = UNKNOWN if count is None else count
     kept = affine.for_backward(rule)
-    saved = Saved(x, statistics, kept, rule, known, operations, call, caller, communicator)
+    members = _size_of(communicator)
+    saved = Saved(x, statistics, kept, rule, known, operations, call, caller, members)
     if caller is not NO_CONVERSION or original_out is not out:
         y = caller.give(y, original_out)
     if caller is not NO_CONVERSION:
@@ -238,10 +239,10 @@ def batch_norm_backward(
     if type(dy) not in NATIVE_TYPES or type(out) not in NATIVE_TYPES:
         (dy,) = readable(dy=dy)
         (out,) = writable(out=out)
-    if saved.count is not None and not _same_group(communicator, saved.communicator):
+    if saved.count is not None and _size_of(communicator) != saved.members:
         raise ArgumentError(
-            f"expected the communicator of the forward, {saved.communicator!r}, got "
-            f"{communicator!r}; pass the same one to forward and backward"
+            f"expected the communicator of the forward, of {saved.members} members, got one of "
+            f"{_size_of(communicator)}; pass the same one to forward and backward"
         )
     operations_for(dy)
     check_dy(x, dy)
@@ -266,9 +267,8 @@ def _given(caller: Caller, gradients: Gradients, out: Array | None) -> Gradients
     return Gradients(caller.give(dx, out), caller.give(dweight), caller.give(dbias))
 
 
-def _same_group(a: Communicator | None, b: Communicator | None) -> bool:
-    """Whether both are one communicator, or each is a group of one."""
-    return a is b or all(each is None or each.size == 1 for each in (a, b))
+def _size_of(communicator: Communicator | None) -> int:
+    return 1 if communicator is None else communicator.size
 
 
 def _no_layer(x: Array) -> CallSite:

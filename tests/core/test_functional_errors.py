@@ -351,12 +351,11 @@ def test_eval_without_running_statistics_is_refused() -> None:
         batch_norm_eval(x, None, None)  # type: ignore[arg-type]
 
 
-def test_backward_with_another_communicator_than_forward_is_refused() -> None:
+def test_backward_with_another_group_than_forward_is_refused() -> None:
     """It would take the sums of one part, or of other members."""
-    x, (two, _), (other, _) = arguments()["x"], thread_group(2), thread_group(2)
+    x, (two, _), (three, *_) = arguments()["x"], thread_group(2), thread_group(3)
     _, saved = batch_norm_forward(x)
     batch_norm_backward(x, saved, communicator=SingleCommunicator())
-    for first, second in ((None, two), (two, None), (two, other)):
-        saved = replace(saved, communicator=first)
-        with pytest.raises(ArgumentError, match="pass the same one to forward and"):
-            batch_norm_backward(x, saved, communicator=second)
+    for members, wrong in ((1, two), (2, None), (2, three)):
+        with pytest.raises(ArgumentError, match=f"of {members} members.* pass the same one to"):
+            batch_norm_backward(x, replace(saved, members=members), communicator=wrong)
