@@ -41,8 +41,10 @@ from cpu_plain import PlainSynchronized
 from cpu_report import show
 from torch import Tensor, nn
 
-from syncbn_core import functional as core
+from syncbn_core.backends import operations_for
+from syncbn_core.backends.base import Affine
 from syncbn_core.comm import run_in_threads, thread_group
+from syncbn_core.moments import Moments, NormRule, Statistics
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.backends.memory import as_array, huge_pages_on_request
 from syncbn_torch.dispatch import always_ours
@@ -219,21 +221,42 @@ def kernel_dtypes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield dtype_case(shape, layout, count, args.rounds)
 
 
-def dtype_case(shape: tuple[int, ...], layout: str, count: int, rounds: int) -> dict[str, Any]:
-    channels, parallel = shape[1], count > 1
-    mean, invstd, weight = np.zeros(channels), np.ones(channels), np.ones(channels, np.float32)
+Step = Callable[[Any], None]
 
+
+def steps(x: Any, dy: Any, parallel: bool) -> tuple[Step, Step]:
+    """Both steps of forward and of backward, given where to write y or dx."""
+    channels = x.shape[1]
+    operations = operations_for(x) if parallel else operations_for(x).serial
+    zeros, ones, weight = np.zeros(channels), np.ones(channels), np.ones(channels, np.float32)
+    moments, affine, rule = (
+        Moments(x.size // channels, zeros, ones),
+        Affine(weight, weight),
+        NormRule(),
+    )
+    statistics, sums = Statistics(moments, ones), np.zeros((2, channels))
+
+    def forward(into: Any) -> None:
+        operations.moments(x)
+        operations.forward(x, statistics, affine, rule, None, into)
+
+    def backward(into: Any) -> None:
+        operations.backward_reduce(x, dy, statistics, affine, rule)
+        operations.backward_input(x, dy, statistics, affine, rule, sums, into)
+
+    return forward, backward
+
+
+def dtype_case(shape: tuple[int, ...], layout: str, count: int, rounds: int) -> dict[str, Any]:
     def contender(dtype: torch.dtype) -> Callable[[], dict[str, float]]:
         x, dy, out = (as_array(tensor(shape, dtype, layout)) for _ in range(3))
+        forward, backward = steps(x, dy, count > 1)
 
         def run() -> dict[str, float]:
             begin = time.perf_counter()
-            core.local_moments(x, parallel=parallel)
-            core.normalize(x, mean, invstd, weight, weight, out=out, parallel=parallel)
+            forward(out)
             middle = time.perf_counter()
-            core.backward_sums(x, dy, mean, invstd, parallel=parallel)
-            sums = (mean, mean)
-            core.backward_input(x, dy, mean, invstd, weight, *sums, out=out, parallel=parallel)
+            backward(out)
             return {"forward": middle - begin, "backward": time.perf_counter() - middle}
 
         return run
@@ -254,10 +277,9 @@ def dtype_case(shape: tuple[int, ...], layout: str, count: int, rounds: int) -> 
 def kernel_case(shape: tuple[int, ...], count: int, rounds: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     x, dy = (rng.standard_normal(shape, np.float32) for _ in range(2))
-    out, channels = np.empty_like(x), shape[1]
+    out = np.empty_like(x)
     source, target = torch.from_numpy(x), torch.from_numpy(np.empty_like(x))
-    mean, invstd, weight = np.zeros(channels), np.ones(channels), np.ones(channels, np.float32)
-    parallel = count > 1
+    forward, backward = steps(x, dy, count > 1)
 
     def timed(call: Callable[[], Any]) -> float:
         begin = time.perf_counter()
@@ -265,17 +287,10 @@ def kernel_case(shape: tuple[int, ...], count: int, rounds: int) -> dict[str, An
         return time.perf_counter() - begin
 
     def ours(into: np.ndarray | None) -> dict[str, float]:
-        forward = timed(lambda: core.local_moments(x, parallel=parallel))
-        forward += timed(
-            lambda: core.normalize(x, mean, invstd, weight, weight, out=into, parallel=parallel)
-        )
-        backward = timed(lambda: core.backward_sums(x, dy, mean, invstd, parallel=parallel))
-        backward += timed(
-            lambda: core.backward_input(
-                x, dy, mean, invstd, weight, mean, mean, out=into, parallel=parallel
-            )
-        )
-        return {"forward": forward, "backward": backward}
+        return {
+            "forward": timed(lambda: forward(into)),
+            "backward": timed(lambda: backward(into)),
+        }
 
     runs = {
         "reused output": lambda: ours(out),

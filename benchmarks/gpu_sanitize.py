@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncbn_core.backends.base import Affine
+from syncbn_core.moments import NormRule
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.dispatch import always_ours
-from syncbn_torch.functional import batch_norm
+from syncbn_torch.dispatch import always_ours, operations_for
 
 # Largest error of a result of that dtype, relative to the largest value or 1.
 TOLERANCE = {
@@ -189,15 +190,17 @@ def exact(twin: SyncBatchNorm, x: Tensor) -> Tensor:
 
 
 def run_functional(device: torch.device, check: Check) -> None:
-    """`functional.batch_norm`: moments, and y without parameters."""
+    """The steps alone: statistics, and y without parameters."""
     case = Case((6, 8, 7, 7), torch.float32)
     x = torch.randn(case.shape)
-    y, moments = batch_norm(x.to(device), None, None, eps=1e-5, eps_mode="plus")
+    own = x.to(device)
+    y, statistics, _ = operations_for(own).forward_single(own, Affine(), NormRule(1e-5))
     var, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0, keepdim=True)
-    check(case, "y of functional", y, (x.double() - mean) * (var + 1e-5).rsqrt())
-    found = torch.as_tensor(moments.mean), torch.as_tensor(moments.m2) / moments.count
-    for name, actual, expected in zip(("mean", "var"), found, (mean, var), strict=True):
-        check(case, f"{name} of functional", actual.float(), expected.flatten())
+    check(case, "y of the steps", y, (x.double() - mean) * (var + 1e-5).rsqrt())
+    found = torch.as_tensor(statistics.mean), torch.as_tensor(statistics.invstd)
+    wanted = mean, (var + 1e-5).rsqrt()
+    for name, actual, expected in zip(("mean", "invstd"), found, wanted, strict=True):
+        check(case, f"{name} of the steps", actual.float(), expected.flatten())
 
 
 def run_replicas(check: Check) -> None:
@@ -225,7 +228,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--replicas", action="store_true", help="only the check on all GPUs")
     options = parser.parse_args()
-    warnings.filterwarnings("error", message="syncbn runs CUDA tensors in plain")
+    warnings.filterwarnings("error", message="syncbn uses plain torch operations")
     device, check = torch.device(options.device), Check()
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
