@@ -56,9 +56,9 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     # The allowed numbers of axes of an input, and the same in words; None allows 2 or more.
     _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
-    # Class-level defaults: converted layers and old pickles never ran __init__.
     # Attributes of an instance that torch's layers do not have.
     _own_attributes: ClassVar[tuple[str, ...]] = ("eps_mode", "_replica_sync", "_copied_from")
+    # Class-level defaults: converted layers and old pickles never ran __init__.
     process_group: Any = None
     eps_mode: EpsMode | None = None
     _replica_sync: ReplicaSync | Unconnected | None = None

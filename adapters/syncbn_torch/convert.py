@@ -61,9 +61,9 @@ def revert_model(module: nn.Module) -> nn.Module:
     """Replace every synchronized layer in `module` by the torch layer: undo `convert_model`.
 
     `SynchronizedBatchNorm2d` becomes `nn.BatchNorm2d`. `SyncBatchNorm` becomes the class that it
-    was converted from, or `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with
-    eps_mode="clamp", which torch does not have, stay too, and a `UserWarning` lists them. Returns
-    and raises as `convert_model`, which also says what is kept.
+    was converted from, or `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with a
+    setting that torch does not have (eps_mode="clamp") stay too, and a `UserWarning` lists them.
+    Returns and raises as `convert_model`, which also says what is kept.
     """
     return replace_modules(module, _to_torch, "revert_model")
 

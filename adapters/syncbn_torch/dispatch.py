@@ -101,7 +101,8 @@ def forward(layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True) -> Te
         return _by_torch(layer, x, affine)
     operations = operations_for(x)
     running = checked_running_once(layer)
-    check_operands(x, layer.num_features, affine, running, operations is not plain.OPERATIONS)
+    by_address = operations is not plain.OPERATIONS
+    check_operands(x, layer.num_features, affine, running, rule, by_address)
     if transforming() and needs_plain_forward(
         partial(name_of, layer), sync is not None, processes is not None, x, *affine
     ):

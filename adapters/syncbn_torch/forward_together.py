@@ -66,8 +66,9 @@ def forward_together(
     for layer, x in zip(layers, inputs, strict=True):
         operations = operations_for(x)
         affine, running = Affine(layer.weight, layer.bias), checked_running_once(layer)
-        check_operands(x, layer.num_features, affine, running, operations is not plain.OPERATIONS)
-        calls.append(LayerCall(operations, layer._rule, running))
+        rule, by_address = layer._rule, operations is not plain.OPERATIONS
+        check_operands(x, layer.num_features, affine, running, rule, by_address)
+        calls.append(LayerCall(operations, rule, running))
         operands += [x, *affine]
     dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
     site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0])

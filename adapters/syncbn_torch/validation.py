@@ -10,6 +10,7 @@ from torch import Tensor
 
 from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
+from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.backends.memory import PLAIN, check_storage
 
@@ -90,7 +91,7 @@ def check_for_torch(
     check_floating(weight, bias, mean, var)
     check_storage(x, weight, bias)
     if not torch.compiler.is_compiling():
-        check_savable(x, weight, bias)
+        check_savable(x, Affine(weight, bias), Affine(weight))
 
 
 def check_operands(
@@ -98,6 +99,7 @@ def check_operands(
     num_features: int,
     affine: Affine,
     running: RunningStatistics | None,
+    rule: NormRule,
     by_address: bool,
 ) -> None:
     """Raise `ShapeError`, `DeviceError` or `DTypeError` for what our kernels do not check.
@@ -127,7 +129,7 @@ def check_operands(
                 f"expected {name} to be a plain tensor like the input, got "
                 f"{type(own).__name__}; convert one of them"
             )
-    check_savable(x, weight, bias)
+    check_savable(x, affine, affine.for_backward(rule))
 
 
 def checked_running_once(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
@@ -163,13 +165,14 @@ def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
     return running
 
 
-def check_savable(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Raise `StateError` now for tensors that torch would later refuse to save for backward."""
-    if not (x.is_inference() or (weight is not None and weight.is_inference())):
+def check_savable(x: Tensor, affine: Affine, kept: Affine) -> None:
+    """Raise `StateError` now for tensors that torch would later refuse to save for backward.
+
+    `kept`: what backward needs of `affine`, as `Affine.for_backward` gives it.
+    """
+    if not (x.is_inference() or any(t is not None and t.is_inference() for t in kept)):
         return
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias)
-    ):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *affine)):
         raise StateError(
             "expected tensors that can be saved for backward, got one made in "
             "torch.inference_mode(); clone() it outside, or run the layer in torch.no_grad()"
