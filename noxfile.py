@@ -143,7 +143,8 @@ def tests_mpi(session: nox.Session) -> None:
     session.install(*PIP_OPTIONS, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
     fresh_numba_cache(session)
     session.run("python", "-c", COMPILE_KERNELS)
-    session.run("pytest", *(session.posargs or ["tests/core/test_mpi.py"]))
+    usual = ["-k", "mpi", "tests/core/test_mpi.py", "tests/core/test_moment_exchange.py"]
+    session.run("pytest", *(session.posargs or usual))
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")
 

@@ -143,7 +143,7 @@ def batch_norm_forward(
         operations = operations.serial
     affine = Affine(weight, bias)
     running = RunningStatistics(running_mean, running_var, num_batches_tracked, momentum)
-    # another library may refuse to take y: then running statistics have to stay as they are
+    # Another library may refuse y. Then running statistics must not have changed.
     updated = running if caller is NO_CONVERSION else None
     call = 0
     if communicator is None:
@@ -251,16 +251,17 @@ def batch_norm_backward(
         operations = operations.serial
     if communicator is None and saved.count is not None:
         gradients = operations.backward_single(x, dy, statistics, affine, rule, out)
-        return _given(saved.caller, gradients, original_out)
+        return _converted(saved.caller, gradients, original_out)
     sums = operations.backward_reduce(x, dy, statistics, affine, rule)
     total = None  # constant statistics: no gradient flows through them
     if saved.count is not None and communicator is not None:
         total = exchange_sums(communicator, sums.exchange, site or _no_layer(x), saved.call)
     dx = operations.backward_input(x, dy, statistics, affine, rule, total, out)
-    return _given(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
+    return _converted(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
 
 
-def _given(caller: Caller, gradients: Gradients, out: Array | None) -> Gradients:
+def _converted(caller: Caller, gradients: Gradients, out: Array | None) -> Gradients:
+    """Gradients as arrays of the caller's library; `out`, if given, is the array that holds dx."""
     if caller is NO_CONVERSION:
         return gradients if out is None else gradients._replace(x=out)
     dx, dweight, dbias = gradients

@@ -72,7 +72,7 @@ def forward_together(
         operands += [x, *affine]
     dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
     site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0])
-    # a layer's step may fail when those before it are done: update running statistics after all
+    # Update running statistics after all layers: the last one may still fail.
     outputs = batch_norm_updating_last(calls, Processes(communicator, site), [], *operands)
     return list(outputs)
 
@@ -83,7 +83,7 @@ def _common_communicator(
     """The communicator that all layers use, or None if they can't share a message."""
     if any(layer._replica_sync or _runs_other_code(layer) for layer in layers):
         return None
-    if not all(isinstance(x, Tensor) for x in inputs):  # the layer says so
+    if not all(isinstance(x, Tensor) for x in inputs):  # the layer raises
         return None
     if originals.current() is not None:  # in a replica, layers exchange with the other replicas
         return None

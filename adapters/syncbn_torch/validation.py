@@ -70,10 +70,10 @@ def check_input(layer: _SynchronizedBatchNorm, x: Any, weight: Tensor | None) ->
 
 
 def check_for_processes(name: Callable[[], str], x: Tensor, affine: Affine) -> None:
-    """Raise before ranks exchange anything what would only be noticed after it.
+    """Find, before ranks exchange anything, what would otherwise fail after the exchange.
 
-    `DTypeError` for tensors without values of their own, such as DTensor; `StateError` for a weight
-    or bias whose storage is too small. `name()`: what errors call the layer.
+    Raises `DTypeError` for tensors without values of their own, such as DTensor, and `StateError`
+    for a weight or bias whose storage is too small. `name()`: what errors call the layer.
     """
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise DTypeError(
