@@ -15,7 +15,7 @@ python=${PYTHON:-python3}
 out=${OUT:-benchmarks/results}
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 cd "$(dirname "$0")/.." || exit 2
-export PYTHONPATH=.:adapters PYTHONUNBUFFERED=1 PATH="$PATH:/usr/local/cuda/bin"
+export PYTHONPATH=".:adapters${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PATH="$PATH:/usr/local/cuda/bin"
 [ -d /usr/local/cuda ] && export CUDA_HOME="${CUDA_HOME:-/usr/local/cuda}" # where NVVM may be
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
