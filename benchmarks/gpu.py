@@ -117,7 +117,13 @@ def ours(p: Parameters) -> Net:
 
 def by_torch(p: Parameters, cudnn: bool) -> Net:
     settings = (p.weight, p.bias, p.mean, p.var, True, MOMENTUM, EPS, cudnn)
-    return lambda x: torch.batch_norm(x, *settings)  # what F.batch_norm calls
+
+    def forward(x: Tensor) -> Tensor:
+        # torch does not look at the last argument of batch_norm, but at this setting
+        with torch.backends.cudnn.flags(enabled=cudnn):
+            return torch.batch_norm(x, *settings)  # what F.batch_norm calls
+
+    return forward
 
 
 def by_operations(p: Parameters) -> Net:

@@ -9,7 +9,7 @@ set -u
 
 SECONDS=0
 LIMIT=530      # seconds for everything; ten more for what a killed stage still prints
-BENCHMARK=225  # of them kept for the benchmark
+BENCHMARK=285  # of them kept for the benchmark
 
 python=${PYTHON:-python3}
 out=${OUT:-benchmarks/results}
@@ -103,7 +103,7 @@ sanitizer sanitize.log memcheck "$(smaller 60 "$(left $((BENCHMARK + 40)))")" \
 # Of races it sees those in shared memory; what blocks tell each other is compared with float64 above.
 sanitizer sanitize.log racecheck "$(smaller 60 "$(left $BENCHMARK)")"
 
-seconds=$(smaller 200 "$(left 20)")
+seconds=$(smaller 260 "$(left 20)")
 stage benchmark.log "$((seconds + 20))" \
     "$python" benchmarks/gpu.py --seconds "$seconds" --output "$out"
 

@@ -58,9 +58,10 @@ int cuDeviceGet(int *device, int ordinal) {
 }
 
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    if (attribute != 75 && attribute != 76)
+    if (attribute != 16 && attribute != 75 && attribute != 76)
         return INVALID_VALUE;
-    *value = attribute == 75 ? stub_capabilities[device] / 10 : stub_capabilities[device] % 10;
+    *value = attribute == 16   ? 132
+             : attribute == 75 ? stub_capabilities[device] / 10 : stub_capabilities[device] % 10;
     return OK;
 }
 

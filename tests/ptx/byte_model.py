@@ -18,10 +18,20 @@ from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.backends.cuda.grid import SIZES, THREADS, View
 from syncbn_core.kernels.cuda.constants import UNROLL
 
-__all__ = ["Traffic", "backward_input", "backward_reduce", "moments", "normalize"]
+__all__ = [
+    "MULTIPROCESSORS",
+    "Traffic",
+    "backward_input",
+    "backward_reduce",
+    "moments",
+    "normalize",
+]
 
 _F64 = 8
 _COUNTER = 4
+
+
+MULTIPROCESSORS = 132  # of an H100
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,22 @@ def _nbytes(x: View) -> int:
     return x.outer * x.channels * x.inner * SIZES[x.dtype]
 
 
+def _reads(threads: int, x: View, *others: View) -> int:
+    """Bytes of x that a reduction reads: those of vectors that planes share are read twice."""
+    nbytes = _nbytes(x)
+    walk = None if cuda.channels_innermost(x) else cuda._walk(threads, MULTIPROCESSORS, x, *others)
+    if walk is None or not walk.ragged:
+        return nbytes
+    lanes, total = walk.lanes, x.outer * x.channels * x.inner
+    for start in range(0, total, x.inner):
+        head = -(start + walk.skew) % lanes
+        tail = (x.inner - head) % lanes
+        for own, first in ((head, start + head - lanes), (tail, start + x.inner - tail)):
+            if own and first >= 0 and first + lanes <= total:
+                nbytes += (lanes - own) * SIZES[x.dtype]
+    return nbytes
+
+
 def _partial_sums(places: int, span: int, counters: int) -> tuple[int, int]:
     """Read and written when blocks leave `span` pairs of sums at `places` for the last of them.
 
@@ -53,14 +79,14 @@ def _partial_sums(places: int, span: int, counters: int) -> tuple[int, int]:
 def _reduction(threads: int, x: View, *others: View) -> tuple[int, int, int]:
     """Read and written for splits, and how often threads read one number of a channel."""
     if cuda.channels_innermost(x):
-        cut = cuda._tiles(threads, x, *others)
-        plan = cuda._row_splits(cut, x.outer)
+        cut = cuda._tiles(threads, cuda.REDUCTION_WIDTH, x, *others)
+        plan = cuda._row_splits(MULTIPROCESSORS, cut, x.outer)
         again = plan.groups if plan.groups > 1 else 0
         places, counters = plan.splits + again, plan.groups + (again > 0)
         splits, span, size = plan.splits, cut.width * cut.lanes, cut.tiles
         per_channel = cut.height * x.channels * splits
     else:
-        splits, span, size = cuda._walk(threads, x, *others).splits, 1, x.channels
+        splits, span, size = cuda._walk(threads, MULTIPROCESSORS, x, *others).splits, 1, x.channels
         places, counters = splits, 1
         per_channel = x.channels * splits * threads
     if splits == 1:
@@ -71,7 +97,7 @@ def _reduction(threads: int, x: View, *others: View) -> tuple[int, int, int]:
 def _entries(threads: int, x: View, *others: View) -> int:
     """How many channels all blocks of an elementwise kernel read, each block its own."""
     if cuda.channels_innermost(x):
-        cut = cuda._tiles(threads, x, *others)
+        cut = cuda._tiles(threads, cuda.ELEMENTWISE_WIDTH, x, *others)
         return x.channels * cuda._row_piece(cut, x.outer)[1]
     total = x.outer * x.channels * x.inner
     lanes = cuda._plane_lanes(x, *others)
@@ -86,7 +112,7 @@ def moments(x: View, *, threads: int = THREADS) -> Traffic:
     if cuda.channels_innermost(x):
         pivots += x.channels  # read again by the thread that has the sums
     packed = (2 * x.channels + 1) * _F64
-    return Traffic(_nbytes(x), 0, read + pivots * SIZES[x.dtype], written + packed)
+    return Traffic(_reads(threads, x), 0, read + pivots * SIZES[x.dtype], written + packed)
 
 
 def normalize(
@@ -121,7 +147,8 @@ def backward_reduce(
     read, written, means = _reduction(threads, x, dy)
     channels = x.channels
     read += means * _F64 + channels * (2 * _F64 + weight)
-    return Traffic(2 * _nbytes(x), 0, read, written + channels * (2 * _F64 + gradients))
+    once = _reads(threads, x, dy)
+    return Traffic(2 * once, 0, read, written + channels * (2 * _F64 + gradients))
 
 
 def backward_input(

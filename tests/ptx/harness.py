@@ -101,6 +101,7 @@ class Bench:
     """
 
     threads = cuda.THREADS
+    multiprocessors = 132
 
     def __init__(self, device: Device, index: int = 0) -> None:
         self.device, self.index = device, index
@@ -210,10 +211,12 @@ class Case:
             if self.splits:
                 count, group = self.splits
                 plan = cuda._Splits(count, group, -(-count // group))
-                patch.setattr(cuda, "_row_splits", lambda cut, rows: plan)
+                patch.setattr(cuda, "_row_splits", lambda multiprocessors, cut, rows: plan)
+                patch.setattr(cuda, "_reduction", cuda._reduction.__wrapped__)  # no cache
                 walk = cuda._walk
                 patch.setattr(cuda, "_walk", lambda *views: replace(walk(*views), splits=count))
             if self.tall:
+                patch.setattr(cuda, "_elementwise", cuda._elementwise.__wrapped__)
                 patch.setattr(cuda, "ROW_PIECES", 0.01)
             yield
 
@@ -241,6 +244,12 @@ def cases(form: str, dtype: str) -> list[Case]:
             (1, 1, 3 * step + 5),
             (300, 3, 17),
             (2, 3, 200, 1),
+            (700, 2, 2 * lanes + 1),
+            (257, 3, 2 * lanes + 1),
+            (130, 2, 3 * lanes - 1),
+            (6 * lanes + 1, 3, 49),
+            (700, 2, 3 * lanes, 1),
+            (300, 2, 3 * lanes, 1),
         ]
         return [*(Case(form, *shape) for shape in shapes), Case(form, 2, 1, 255, splits=MANY)]
     if form == "single planes":
@@ -254,6 +263,12 @@ def cases(form: str, dtype: str) -> list[Case]:
             Case(form, 90, 16 * lanes, splits=(40, 1), tall=True),
             Case(form, 700, 16 * lanes, tall=True),
             Case(form, 1, lanes),
+            Case(form, 70, 16 * lanes),
+            Case(form, 1003, 16 * lanes),
+            Case(form, 300, 5 * lanes),
+            Case(form, 77, 12 * lanes),
+            Case(form, 515, 3 * lanes),
+            Case(form, 2600, 4 * lanes),
         ]
     return [
         Case(form, 50, 1),
@@ -262,6 +277,8 @@ def cases(form: str, dtype: str) -> list[Case]:
         Case(form, 90, 32, splits=(40, 1), offset=1, tall=True),
         Case(form, 700, 32, offset=1, tall=True),
         Case(form, 40, 2 * lanes, offset=1),
+        Case(form, 25, 31, offset=1),
+        Case(form, 1003, 31, offset=1),
     ]
 
 

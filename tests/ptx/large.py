@@ -148,17 +148,18 @@ class Large:
         x, dy = self.view("x"), self.view("dy")
         rows = cuda.channels_innermost(x)
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "_reduction", cuda._reduction.__wrapped__)  # no cache
             walk = cuda._walk
             patch.setattr(cuda, "_walk", lambda *views: replace(walk(*views), splits=SPLITS))
             plan = cuda._Splits(SPLITS, 1, SPLITS)
-            patch.setattr(cuda, "_row_splits", lambda cut, rows: plan)
+            patch.setattr(cuda, "_row_splits", lambda multiprocessors, cut, rows: plan)
             patch.setattr(self.bench, "block_counters", self._block_counters)
             if rows:
-                cut = cuda._tiles(THREADS, x)
+                cut = cuda._tiles(THREADS, cuda.REDUCTION_WIDTH, x)
                 slots, lanes, span = self.outer, 1, cut.width * cut.lanes
                 assert cut.tiles == 1
             else:
-                shape = walk(THREADS, x)
+                shape = walk(cuda.THREADS, 132, x)
                 slots, lanes, span = self.outer * shape.slots, shape.lanes, 1
             per = self.channels if rows else lanes
             at_edges = {edge // per * SPLITS // slots for edge in EDGES}
@@ -212,7 +213,7 @@ class Large:
     def _pieces(self, x: View) -> tuple[list[tuple[int, int]], set[int]]:
         """Numbers in the pieces of an elementwise kernel, and the blocks that have these pieces."""
         if cuda.channels_innermost(x):
-            cut = cuda._tiles(THREADS, x)
+            cut = cuda._tiles(THREADS, cuda.ELEMENTWISE_WIDTH, x)
             piece, count = cuda._row_piece(cut, self.outer)
             assert cut.tiles == 1
             size = piece * self.channels

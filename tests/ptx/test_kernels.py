@@ -326,6 +326,7 @@ class Recorder:
     """A runner that keeps the arguments of each launch, by the names in the table."""
 
     threads = cuda.THREADS
+    multiprocessors = 132
 
     def __init__(self):
         self.launches = {}
@@ -362,13 +363,15 @@ def test_each_argument_is_launched_under_its_name(kind):
     cuda.merge_parts(run, "parts", 5, 24, "moments")
     sizes |= {"total": prod(shape), "rows": shape[0], "num_parts": 5, "clamp": 1}
     if kind == "planes":
-        walk = cuda._walk(cuda.THREADS, x)
+        walk = cuda._walk(cuda.THREADS, 132, x)
         sizes |= {"skew": 1, "slots": walk.slots, "splits": walk.splits}
     else:
-        tiles = cuda._tiles(cuda.THREADS, x)
-        plan = cuda._row_splits(tiles, shape[0])
-        sizes |= {"width": tiles.width, "splits": plan.splits, "group": plan.group}
-        sizes["piece"] = cuda._row_piece(tiles, shape[0])[0]
+        tiles = cuda._tiles(cuda.THREADS, cuda.REDUCTION_WIDTH, x)
+        plan = cuda._row_splits(132, tiles, shape[0])
+        sizes |= {"splits": plan.splits, "group": plan.group}
+        wider = cuda._tiles(cuda.THREADS, cuda.ELEMENTWISE_WIDTH, x)
+        sizes |= {"width": wider.width, "piece": cuda._row_piece(wider, shape[0])[0]}
+        assert wider.width == tiles.width  # so that both kinds of kernels can be compared below
     assert set(run.launches) == {f"{kind}_{step}" for step in STEPS} | {"merge_parts"}
     for name, arguments in run.launches.items():
         assert arguments == {n: sizes.get(n, n) for n in SIGNATURES[name]}, name

@@ -23,6 +23,7 @@ STEPS = ["moments", "normalize", "backward_reduce", "backward_input"]
 # 512 threads on each multiprocessor, at least: two blocks.
 MAX_REGISTERS = 128
 ELEMENTWISE_REGISTERS = 96
+SPILLING = ("planes_moments", "planes_backward_input")
 
 
 def variants():
@@ -93,7 +94,11 @@ def test_no_spills_few_registers_wide_accesses(kernel, capability, tools, folder
     name, _, lanes, _ = kernel
     result = built(kernel, capability, tools, folder)
     table[kernel, capability] = result
-    assert result.spilled == result.local == 0
+    # One register, once per block. With two blocks per multiprocessor instead of three there is
+    # none, but on an H100 the gradient of 16-bit planes then takes 1.14 times as long.
+    spills = lanes == 8 and name in SPILLING
+    assert result.spilled <= 8 * spills
+    assert result.local <= 9 * spills
     elementwise = name.endswith(("normalize", "backward_input"))
     assert result.registers <= (ELEMENTWISE_REGISTERS if elementwise else MAX_REGISTERS)
     assert result.shared <= 48 * 1024

@@ -8,7 +8,7 @@ from math import prod
 import byte_model
 import numpy as np
 import pytest
-from byte_model import Traffic
+from byte_model import MULTIPROCESSORS, Traffic
 from harness import DTYPES, Bench
 
 from syncbn_core.backends.cuda import grid as cuda
@@ -51,6 +51,7 @@ ROWS = [
     (50, 1, 1),
     (9000, 3, 1),
     (34000, 1, 1),
+    (90000, 8, 1),
     (11, 77, 1),
 ]
 OFF = [(2, 3, 200, 1), (2, 3, 23, 3), (40, 16, 1, 1)]  # in numbers
@@ -86,8 +87,8 @@ def pivots_of_idle_threads(x):
     """Bytes of pivots that threads without a row read."""
     if not cuda.channels_innermost(x):
         return 0
-    cut = cuda._tiles(cuda.THREADS, x)
-    if cuda._row_splits(cut, x.outer).splits > 1:
+    cut = cuda._tiles(cuda.THREADS, cuda.REDUCTION_WIDTH, x)
+    if cuda._row_splits(MULTIPROCESSORS, cut, x.outer).splits > 1:
         return 0
     return max(cut.height - x.outer, 0) * x.channels * cuda.SIZES[x.dtype]
 
@@ -153,10 +154,11 @@ def test_the_shapes_reach_every_branch_of_the_plan(dtype):
     for sizes in SHAPES:
         x = shape_of(sizes, dtype)
         if cuda.channels_innermost(x):
-            plan = cuda._row_splits(cuda._tiles(cuda.THREADS, x), x.outer)
+            cut = cuda._tiles(cuda.THREADS, cuda.REDUCTION_WIDTH, x)
+            plan = cuda._row_splits(MULTIPROCESSORS, cut, x.outer)
             plans["rows"].add((plan.splits > 1, plan.groups > 1))
         else:
-            walk = cuda._walk(cuda.THREADS, x)
+            walk = cuda._walk(cuda.THREADS, MULTIPROCESSORS, x)
             plans["planes"].add((walk.splits > 1, walk.ragged))
     for kind, found in plans.items():
         assert {(False, False), (True, False), (True, True)} <= found, kind
@@ -183,8 +185,15 @@ def test_three_passes_forward_and_five_backward_and_little_else(layout, dtype, b
             byte_model.backward_input(x, x, x),
         ]
         forward, backward = steps[0] + steps[1], steps[2] + steps[3]
-        assert forward.read + forward.written == 3 * nbytes
-        assert backward.read + backward.written == 5 * nbytes
+        passes = (
+            (forward.read + forward.written) / nbytes,
+            (backward.read + backward.written) / nbytes,
+        )
+        if layout == "NHWC" or side**2 % cuda.lanes_of(dtype) == 0:
+            assert passes == (3, 5)
+        else:  # reductions read vectors that two planes share twice; the second time from a cache
+            assert passes[0] <= 3.2
+            assert passes[1] <= 5.4
         if nbytes >= 100e6:  # where bandwidth counts; and all of this stays in caches
             shares = [(step.shared_read + step.shared_written) / nbytes for step in steps]
             assert max(shares[::2]) < 0.1, (shares, x)
@@ -195,7 +204,8 @@ def test_three_passes_forward_and_five_backward_and_little_else(layout, dtype, b
 def test_no_block_is_left_with_a_long_sum(dtype):
     for channels, side in RESNET:
         rows = 256 * side**2
-        cut = cuda._tiles(cuda.THREADS, Shape(rows, channels, 1, dtype))
-        plan = cuda._row_splits(cut, rows)
+        x = Shape(rows, channels, 1, dtype)
+        cut = cuda._tiles(cuda.THREADS, cuda.REDUCTION_WIDTH, x)
+        plan = cuda._row_splits(MULTIPROCESSORS, cut, rows)
         longest = max(plan.group, plan.groups) * cut.width * cut.lanes * 16
         assert longest <= 64 * 1024

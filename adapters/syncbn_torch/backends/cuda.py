@@ -30,6 +30,11 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 
 
+@cache
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
 def takes(tensor: Tensor) -> bool:
     """Whether the kernels support this tensor; warns once if the kernels can't run here."""
     return (
@@ -82,13 +87,17 @@ class TensorDeviceMemory:
         return array.data_ptr()
 
     def dtype_name(self, array: Tensor) -> str:
-        return _NAMES.get(array.dtype, str(array.dtype))
+        name = _NAMES.get(array.dtype)
+        return str(array.dtype) if name is None else name
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
-        return torch.empty(shape, dtype=_DTYPES[dtype], device=torch.device("cuda", index))
+        return torch.empty(shape, dtype=_DTYPES[dtype], device=_device(index))
+
+    def keeps_stream(self, stream: int) -> bool:
+        return True  # torch never destroys the streams of its pool
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
-        return torch.zeros(shape, dtype=_DTYPES[dtype], device=torch.device("cuda", index))
+        return torch.zeros(shape, dtype=_DTYPES[dtype], device=_device(index))
 
     def join(self, arrays: list[Tensor]) -> Tensor:
         home = arrays[0].device

@@ -65,6 +65,9 @@ class CupyMemory:
     def is_captured(self, stream: int) -> bool:
         return bool(cupy.cuda.runtime.streamIsCapturing(stream))
 
+    def keeps_stream(self, stream: int) -> bool:
+        return False  # it may be destroyed, and its handle used again, while its work runs
+
     def pointer(self, array: Array) -> Any:
         return array.data.ptr
 

@@ -31,12 +31,20 @@ from syncbn_core.backends.cuda.compiler import (
 )
 from syncbn_core.errors import BackendError
 
-__all__ = ["Kernel", "compute_capability", "device_count", "kernel_for", "missing", "require"]
+__all__ = [
+    "Kernel",
+    "compute_capability",
+    "device_count",
+    "kernel_for",
+    "missing",
+    "multiprocessor_count",
+    "require",
+]
 
 OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 
 _INVALID_CONTEXT = 201
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+_MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 
 # All driver functions in use. Handles have 64 bits; results are written through pointers.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
@@ -159,6 +167,14 @@ def compute_capability(device: int) -> tuple[int, int]:
         for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)
     )
     return major, minor
+
+
+@cache
+def multiprocessor_count(device: int) -> int:
+    """The number of multiprocessors, such as 132 for an H100."""
+    driver = _driver()
+    number = driver.integer("cuDeviceGet", device)
+    return max(driver.integer("cuDeviceGetAttribute", _MULTIPROCESSORS, number), 1)
 
 
 _lock = threading.Lock()

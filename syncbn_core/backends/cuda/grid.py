@@ -2,9 +2,9 @@
 
 Arrays are passed as `View`s: a pointer and sizes. The caller allocates the results. Forward is
 `moments` then `normalize`, backward is `backward_reduce` then `backward_input`; between the two,
-members exchange their parts. Nothing here waits for the device. A grid depends only on shapes and
-alignment, so results are bitwise the same on every run. Arguments are passed in the order of
-`syncbn_core/kernels/cuda/signatures.py`.
+members exchange their parts. Nothing here waits for the device. A grid depends only on shapes,
+alignment and the type of the device, so results are bitwise the same on every run. Arguments are
+passed in the order of `syncbn_core/kernels/cuda/signatures.py`.
 
     packed moments   float64 [2 C + 1]: count, mean, m2
     statistics       float64 [3 C + 1]: count, mean, m2, invstd; backward needs them besides x
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from math import isqrt
 from pathlib import Path
@@ -53,19 +53,20 @@ __all__ = [
 
 Pointer = Any  # an int on a device
 
-# The wanted number of blocks of a reduction, tuned for 132 multiprocessors. Over planes it is
-# several times the number of blocks that run at once, so that few multiprocessors are idle at the
-# end. Over rows it is that number itself, because the last block adds the sums of all others.
-BLOCKS = 2112
-ROW_BLOCKS = {1: 396, 2: 396, 4: 396, 8: 264}  # by lanes
-LONE_GROUP = 32  # one block adds up to so many partial sums of rows; more are added in groups
+# The wanted number of blocks of a reduction, per multiprocessor: as many as run at once
+# (`_min_blocks`), because a block takes about 2 us besides reading, and the last one adds the sums
+# of all others. Measured on an H100: twice as many took up to 1.5 times as long.
+PLANE_BLOCKS = 4
+ROW_BLOCKS = {1: 3, 2: 3, 4: 3, 8: 2}  # by lanes
+LONE_GROUP = 64  # one block adds up to so many partial sums of rows; more are added in groups
 # Elementwise kernels over rows: the fewest and most rows per thread, and the number of blocks above
 # which a thread gets more than the fewest.
 ROWS_PER_THREAD = (4, 32)
 ROW_PIECES = 3168
-# Threads of a block along the channels of a row. More would mean more partial sums and coefficients
-# per block; 256 adjacent bytes are enough for full memory speed.
-MAX_WIDTH = 32
+# Threads of a block along the channels of a row, by whether they have one channel each. Wider
+# blocks of a reduction have more partial sums, wider elementwise ones more coefficients.
+REDUCTION_WIDTH = {True: 32, False: 8}
+ELEMENTWISE_WIDTH = {True: 32, False: 16}
 MAX_GRID_Y = 65535
 MAX_PARTS = 16  # each block of `normalize` merges up to so many; more are merged in advance
 
@@ -86,10 +87,21 @@ class View(Protocol):
     inner: int
 
 
+class _Sizes(NamedTuple):
+    """What the cut of a view depends on; a `View` without a pointer."""
+
+    offset: int
+    dtype: str
+    outer: int
+    channels: int
+    inner: int
+
+
 class Runner(Protocol):
     """Launches kernels on the current stream of a device, and allocates their scratch memory."""
 
     threads: int  # threads per block; `THREADS` on a device
+    multiprocessors: int  # of the device
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
         """Start a kernel without waiting for it."""
@@ -146,6 +158,21 @@ _BACKWARD_REDUCE = _Step("planes_backward_reduce", "rows_backward_reduce")
 _BACKWARD_INPUT = _Step("planes_backward_input", "rows_backward_input")
 
 
+def _min_blocks(name: str, lanes: int, ragged: bool) -> int:
+    """How many blocks of a kernel have to fit on one multiprocessor.
+
+    Else ptxas gives some kernels so many registers that only one fits, and spills registers of
+    others to fit more. The numbers are those with which an H100 was fastest.
+    """
+    if name.endswith(("normalize", "backward_input")):
+        return 3
+    if name.startswith("rows"):
+        return 2 if lanes == 8 else 3
+    if name.startswith("planes"):
+        return 3 if lanes == 2 or (lanes == 8 and ragged) else 4
+    return 1
+
+
 @cache
 def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Source:
     """The kernel `name` for activations of `dtype`, with `lanes` numbers per load or store."""
@@ -163,14 +190,13 @@ def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Sou
         build=build,
         codes=codes_of(name),
         threads=threads,
-        # without it, ptxas spills registers in some of these to fit more blocks
-        min_blocks=3 if name.endswith(("normalize", "backward_input")) else 1,
+        min_blocks=_min_blocks(name, lanes, ragged),
         files=_FILES,
         oldest=(8, 0) if dtype == "bfloat16" else (7, 0),  # the instruction that rounds to bfloat16
     )
 
 
-def _aligned(*views: View) -> bool:
+def _aligned(*views: View | _Sizes) -> bool:
     return all(view.offset % VECTOR == 0 for view in views)
 
 
@@ -181,20 +207,21 @@ class _Walk:
     lanes: int
     ragged: bool
     skew: int
-    slots: int  # loads per plane
+    slots: int  # whole vectors per plane, at most
     splits: int  # blocks per channel
 
 
-def _walk(threads: int, x: View, *others: View) -> _Walk:
+def _walk(threads: int, multiprocessors: int, x: View | _Sizes, *others: View | _Sizes) -> _Walk:
     size = SIZES[x.dtype]
     lanes = lanes_of(x.dtype)
     skews = {view.offset // size % lanes for view in (x, *others)}
     ragged = skews != {0} or x.inner % lanes != 0
     if x.inner < 2 * lanes or len(skews) > 1:
         lanes, ragged, skews = 1, False, {0}
-    slots = (x.inner + 2 * lanes - 2) // lanes if ragged else x.inner // lanes
+    slots = x.inner // lanes
     most = x.outer * slots // (threads * UNROLL)
-    splits = max(1, min(BLOCKS // x.channels, most, MAX_GRID_Y))
+    wanted = PLANE_BLOCKS * multiprocessors
+    splits = max(1, min(wanted // x.channels, most, MAX_GRID_Y))
     return _Walk(lanes, ragged, skews.pop(), slots, splits)
 
 
@@ -211,14 +238,14 @@ class _Tiles:
     tiles: int
 
 
-def _tiles(threads: int, x: View, *others: View) -> _Tiles:
+def _tiles(
+    threads: int, widths: dict[bool, int], x: View | _Sizes, *others: View | _Sizes
+) -> _Tiles:
     lanes = lanes_of(x.dtype)
     if x.channels % lanes or not _aligned(x, *others):
         lanes = 1
     vectors = x.channels // lanes
-    tiles = -(
-        -vectors // max(1, min(MAX_WIDTH if lanes == 1 else MAX_WIDTH // 2, threads // lanes))
-    )
+    tiles = -(-vectors // max(1, min(widths[lanes == 1], threads // lanes)))
     width = -(-vectors // tiles)
     return _Tiles(lanes, width, threads // width, tiles)
 
@@ -241,10 +268,9 @@ class _Splits:
         return self.groups + 1
 
 
-def _row_splits(cut: _Tiles, rows: int) -> _Splits:
-    splits = max(
-        1, min(ROW_BLOCKS[cut.lanes] // cut.tiles, rows // (cut.height * UNROLL), MAX_GRID_Y)
-    )
+def _row_splits(multiprocessors: int, cut: _Tiles, rows: int) -> _Splits:
+    wanted = ROW_BLOCKS[cut.lanes] * multiprocessors
+    splits = max(1, min(wanted // cut.tiles, rows // (cut.height * UNROLL), MAX_GRID_Y))
     group = splits if splits <= LONE_GROUP else isqrt(splits - 1) + 1
     return _Splits(splits, group, -(-splits // group))
 
@@ -261,13 +287,13 @@ def _pieces(threads: int, lanes: int, total: int) -> int:
     return -(-total // (threads * UNROLL * lanes))
 
 
-def _plane_lanes(*views: View) -> int:
+def _plane_lanes(*views: View | _Sizes) -> int:
     """Numbers per load in an elementwise kernel over planes."""
     lanes = lanes_of(views[0].dtype)
     return lanes if views[0].inner >= MIN_INNER and _aligned(*views) else 1
 
 
-def channels_innermost(x: View) -> bool:
+def channels_innermost(x: View | _Sizes) -> bool:
     """Whether the kernels for rows are used: channels are adjacent in memory, or x is empty."""
     return x.inner <= 1 or x.outer == 0
 
@@ -286,18 +312,34 @@ class _Cut(NamedTuple):
     counters: int = 0
 
 
-def _cut_reduction(step: _Step, threads: int, *views: View) -> _Cut:
+def _cut_reduction(step: _Step, run: Runner, *views: View) -> _Cut:
     """For a reduction over the channels of views, which must not be empty."""
+    x, device = views[0], (run.threads, run.multiprocessors)
+    offsets = tuple([view.offset for view in views])
+    return _reduction(step, *device, offsets, x.dtype, x.outer, x.channels, x.inner)
+
+
+def _cut_elementwise(step: _Step, threads: int, *views: View) -> _Cut:
+    """For an elementwise kernel over views."""
+    x, offsets = views[0], tuple([view.offset for view in views])
+    return _elementwise(step, threads, offsets, x.dtype, x.outer, x.channels, x.inner)
+
+
+@lru_cache(maxsize=4096)
+def _reduction(
+    step: _Step, threads: int, multiprocessors: int, offsets: tuple[int, ...], *shape: Any
+) -> _Cut:
+    views = [_Sizes(offset, *shape) for offset in offsets]
     x = views[0]
     if channels_innermost(x):
-        tiles = _tiles(threads, *views)
-        plan = _row_splits(tiles, x.outer)
+        tiles = _tiles(threads, REDUCTION_WIDTH, *views)
+        plan = _row_splits(multiprocessors, tiles, x.outer)
         kernel = source(step.rows, x.dtype, tiles.lanes, False, threads)
         sizes: tuple[int, ...] = (x.outer, x.channels, tiles.width, plan.splits, plan.group)
         pairs = tiles.tiles * plan.places * tiles.width * tiles.lanes
         grid, counters = (tiles.tiles, plan.splits), tiles.tiles * plan.counters
     else:
-        walk = _walk(threads, *views)
+        walk = _walk(threads, multiprocessors, *views)
         kernel = source(step.planes, x.dtype, walk.lanes, walk.ragged, threads)
         sizes = (walk.skew, x.outer, x.channels, x.inner, walk.slots, walk.splits)
         pairs = x.channels * walk.splits
@@ -306,11 +348,12 @@ def _cut_reduction(step: _Step, threads: int, *views: View) -> _Cut:
     return _Cut(kernel, grid, sizes, *needs)
 
 
-def _cut_elementwise(step: _Step, threads: int, *views: View) -> _Cut:
-    """For an elementwise kernel over views."""
+@lru_cache(maxsize=4096)
+def _elementwise(step: _Step, threads: int, offsets: tuple[int, ...], *shape: Any) -> _Cut:
+    views = [_Sizes(offset, *shape) for offset in offsets]
     x = views[0]
     if channels_innermost(x):
-        tiles = _tiles(threads, *views)
+        tiles = _tiles(threads, ELEMENTWISE_WIDTH, *views)
         piece, pieces = _row_piece(tiles, x.outer)
         kernel = source(step.rows, x.dtype, tiles.lanes, False, threads)
         return _Cut(
@@ -332,7 +375,7 @@ def _shared_sums(run: Runner, cut: _Cut) -> tuple[Pointer, Pointer, list[Any]]:
 
 def moments(run: Runner, x: View, into: Pointer) -> None:
     """Write the packed moments of x to `into`; x must not be empty."""
-    cut = _cut_reduction(_MOMENTS, run.threads, x)
+    cut = _cut_reduction(_MOMENTS, run, x)
     partials, counters, _kept = _shared_sums(run, cut)
     run.launch(cut.source, cut.grid, x.pointer, *cut.sizes, partials, counters, into)
 
@@ -402,7 +445,7 @@ def backward_reduce(
 
     `code`: the dtype of those gradients, one of `CODES`. x and dy must not be empty.
     """
-    cut = _cut_reduction(_BACKWARD_REDUCE, run.threads, x, dy)
+    cut = _cut_reduction(_BACKWARD_REDUCE, run, x, dy)
     partials, counters, _kept = _shared_sums(run, cut)
     run.launch(
         cut.source,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.backends.cuda.driver import kernel_for
+from syncbn_core.backends.cuda.driver import kernel_for, multiprocessor_count
 from syncbn_core.backends.plain import PlainOperations
 from syncbn_core.kernels.cuda.constants import THREADS, VECTOR
 from syncbn_core.layout import Layout
@@ -41,6 +40,9 @@ class DeviceMemory(Protocol):
 
     def is_captured(self, stream: int) -> bool:
         """Whether a stream of the current device is being captured into a CUDA graph."""
+
+    def keeps_stream(self, stream: int) -> bool:
+        """Whether a stream is never destroyed: the handle of a destroyed one may be used again."""
 
     def pointer(self, array: Array) -> Pointer:
         """The address of the first element of the array."""
@@ -97,21 +99,31 @@ class DeviceView:
         self.dtype = memory.dtype_name(array)
         self.outer, self.channels, self.inner = layout.outer, layout.channels, layout.inner
 
+    def beside(self, memory: DeviceMemory, array: Array) -> DeviceView:
+        """The view of another array of this dtype and layout."""
+        other = DeviceView.__new__(DeviceView)
+        other.pointer = memory.pointer(array)
+        other.offset = int(other.pointer) % VECTOR
+        other.dtype = self.dtype
+        other.outer, other.channels, other.inner = self.outer, self.channels, self.inner
+        return other
+
 
 class Launcher:
     """Launches kernels on the current stream of device `index`, which must be current."""
 
-    __slots__ = ("counters", "index", "memory", "stream")
+    __slots__ = ("counters", "index", "memory", "multiprocessors", "stream")
 
     threads = THREADS
 
     def __init__(
-        self, memory: DeviceMemory, index: int, counters: dict[tuple[int, int, int], Array]
+        self, memory: DeviceMemory, index: int, counters: dict[tuple[int, int], Array]
     ) -> None:
         self.memory = memory
         self.index = index
         self.stream = memory.stream(index)
         self.counters = counters
+        self.multiprocessors = multiprocessor_count(index)
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
         """Start a kernel without waiting for it."""
@@ -125,18 +137,21 @@ class Launcher:
     def block_counters(self, size: int) -> tuple[Pointer, Array]:
         """Address of `size` int32 zeros, which kernels reset to zero, and the array that owns them.
 
-        Each stream has its own, and so has each captured graph, which may run at the same time as
-        the stream on which it was captured.
+        Each stream that lives as long as the process has its own. So has each launch in a captured
+        graph, which may run at the same time as the stream on which it was captured, and each
+        launch on another stream, whose handle may come to mean a stream that runs at the same time.
         """
         memory, stream = self.memory, self.stream
-        if stream not in LEGACY_STREAMS and memory.is_captured(stream):
+        lasts = stream in LEGACY_STREAMS or (
+            stream != PER_THREAD_STREAM
+            and memory.keeps_stream(stream)
+            and not memory.is_captured(stream)
+        )
+        if not lasts:
             array = memory.zeros((size,), "int32", self.index)
-        else:
-            thread = threading.get_ident() if stream == PER_THREAD_STREAM else 0
-            key = (self.index, stream, thread)
-            known = self.counters.get(key)
-            if known is None or known.shape[0] < size:
-                known = memory.zeros((max(size, BLOCK_COUNTERS),), "int32", self.index)
-                self.counters[key] = known
-            array = known
-        return memory.pointer(array), array
+            return memory.pointer(array), array
+        known = self.counters.get((self.index, stream))
+        if known is None or known.shape[0] < size:
+            known = memory.zeros((max(size, BLOCK_COUNTERS),), "int32", self.index)
+            self.counters[self.index, stream] = known
+        return memory.pointer(known), known

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from syncbn_core.backends.base import Affine, Forward, Operations, RunningStatistics, Sums
+from syncbn_core.backends.base import (
+    Affine,
+    Forward,
+    Gradients,
+    Operations,
+    RunningStatistics,
+    Sums,
+)
 from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView, Launcher
 from syncbn_core.device_moments import DeviceMoments, join_rows
@@ -47,12 +54,22 @@ class DeviceStatistics(NamedTuple):
         return Statistics(Moments(packed[0], self.mean, m2), self.invstd)
 
 
+class _Pair(NamedTuple):
+    """A dense x, its layout, dy in that layout, and the views of both."""
+
+    dense: Array
+    layout: Layout
+    grad: Array
+    x: DeviceView
+    dy: DeviceView
+
+
 class CudaOperations(Operations):
     """The steps on CUDA devices for the array library of `memory`."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
-        self.counters: dict[tuple[int, int, int], Array] = {}
+        self.counters: dict[tuple[int, int], Array] = {}
 
     def launcher(self, index: int) -> Launcher:
         """A launcher for device number `index`, which must be the current device."""
@@ -102,29 +119,67 @@ class CudaOperations(Operations):
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
             rows = memory.contiguous(statistics.rows)
-            in_kernel = None if running is None else self._in_kernel(running, index)
-            dense, y, packed, layout = self._outputs(x, out, index)
-            parameters, _kept = self._parameters(affine)
-            grid.normalize(
-                self.launcher(index),
-                DeviceView(memory, dense, layout),
-                DeviceView(memory, y, layout),
-                parameters,
-                memory.pointer(rows),
-                len(rows),
-                memory.pointer(packed),
-                rule=rule,
-                running=in_kernel or grid.NO_RUNNING,
-            )
-            known = DeviceStatistics(packed)
-            if running is not None and in_kernel is None:
-                self.update_running(running, known)
-            elif running is not None:
-                memory.mark_written(*(own for own in running[:3] if own is not None))
-            if in_kernel is not None and running is not None and running.momentum is None:
+            dense, layout = memory.dense(x)
+            view, run = DeviceView(memory, dense, layout), self.launcher(index)
+            parts = memory.pointer(rows), len(rows)
+            return self._normalize(run, dense, layout, view, parts, affine, rule, running, out)
+
+    def forward_single(
+        self,
+        x: Array,
+        affine: Affine,
+        rule: NormRule,
+        running: RunningStatistics | None = None,
+        out: Array | None = None,
+    ) -> Forward:
+        if 0 in x.shape:
+            return super().forward_single(x, affine, rule, running, out)
+        memory, index = self.memory, self.memory.device_of(x)
+        with memory.on_device(index):
+            dense, layout = memory.dense(x)
+            view, run = DeviceView(memory, dense, layout), self.launcher(index)
+            row = memory.empty((2 * x.shape[1] + 1,), "float64", index)
+            parts = memory.pointer(row), 1
+            grid.moments(run, view, parts[0])
+            return self._normalize(run, dense, layout, view, parts, affine, rule, running, out)
+
+    def _normalize(
+        self,
+        run: Launcher,
+        dense: Array,
+        layout: Layout,
+        view: DeviceView,
+        parts: tuple[Any, int],
+        affine: Affine,
+        rule: NormRule,
+        running: RunningStatistics | None,
+        out: Array | None,
+    ) -> Forward:
+        """`forward` of a dense x with this view; `parts`: pointer to packed moments, how many."""
+        memory, index = self.memory, run.index
+        in_kernel = None if running is None else self._in_kernel(running, index)
+        packed = memory.empty((3 * view.channels + 1,), "float64", index)
+        y = memory.target(dense, layout, out)
+        parameters, _kept = self._parameters(affine)
+        grid.normalize(
+            run,
+            view,
+            view.beside(memory, y),
+            parameters,
+            *parts,
+            memory.pointer(packed),
+            rule=rule,
+            running=in_kernel or grid.NO_RUNNING,
+        )
+        known = DeviceStatistics(packed)
+        if running is not None and in_kernel is None:
+            self.update_running(running, known)
+        elif running is not None:
+            memory.mark_written(*(own for own in running[:3] if own is not None))
+            if running.momentum is None:
                 counter: Any = running.num_batches_tracked
                 counter += 1  # not in the kernel, where many blocks read it
-            return Forward(memory.cast_to_output(y, out), known, running)
+        return Forward(memory.cast_to_output(y, out), known, running)
 
     def forward_eval(
         self,
@@ -143,12 +198,14 @@ class CudaOperations(Operations):
                 mean, var = (memory.contiguous(cast(v, widest(v))) for v in (mean, var))
             code = grid.CODES[memory.dtype_name(mean)]
             constant = grid.Running(memory.pointer(mean), memory.pointer(var), code)
-            dense, y, packed, layout = self._outputs(x, out, index)
+            dense, layout = memory.dense(x)
+            view, y = DeviceView(memory, dense, layout), memory.target(dense, layout, out)
+            packed = memory.empty((3 * x.shape[1] + 1,), "float64", index)
             parameters, _kept = self._parameters(affine)
             grid.normalize(
                 self.launcher(index),
-                DeviceView(memory, dense, layout),
-                DeviceView(memory, y, layout),
+                view,
+                view.beside(memory, y),
                 parameters,
                 0,
                 0,
@@ -158,41 +215,18 @@ class CudaOperations(Operations):
             )
             return Forward(memory.cast_to_output(y, out), DeviceStatistics(packed))
 
-    def _outputs(
-        self, x: Array, out: Array | None, index: int
-    ) -> tuple[Array, Array, Array, Layout]:
-        """A dense x, y, memory for the statistics that backward needs; how x and y lie."""
-        memory = self.memory
-        dense, layout = memory.dense(x)
-        packed = memory.empty((3 * x.shape[1] + 1,), "float64", index)
-        return dense, memory.target(dense, layout, out), packed, layout
-
     def backward_reduce(
         self, x: Array, dy: Array, statistics: DeviceStatistics, affine: Affine, rule: NormRule
     ) -> Sums:
         memory, index = self.memory, self.memory.device_of(x)
-        channels = x.shape[1]
-        dtype = memory.dtype_name(x if affine.weight is None else affine.weight)
         with memory.on_device(index):
-            make = memory.zeros if 0 in x.shape else memory.empty
-            exchange = make((2, channels), "float64", index)
-            grad_weight, grad_bias = make((2, channels), dtype, index)
             if 0 in x.shape:
-                return Sums(exchange, grad_weight, grad_bias)
-            dense, layout, grad = self._pair(x, dy)
+                dtype = memory.dtype_name(x if affine.weight is None else affine.weight)
+                exchange = memory.zeros((2, x.shape[1]), "float64", index)
+                return Sums(exchange, *memory.zeros((2, x.shape[1]), dtype, index))
+            pair = self._pair(x, dy)
             parameters, _kept = self._parameters(affine)
-            grid.backward_reduce(
-                self.launcher(index),
-                DeviceView(memory, dense, layout),
-                DeviceView(memory, grad, layout),
-                memory.pointer(statistics.packed),
-                parameters,
-                memory.pointer(exchange),
-                memory.pointer(grad_weight),
-                memory.pointer(grad_bias),
-                code=grid.CODES[dtype],
-            )
-            return Sums(exchange, grad_weight, grad_bias)
+            return self._reduce(self.launcher(index), pair, statistics, affine, parameters)
 
     def backward_input(
         self,
@@ -206,21 +240,80 @@ class CudaOperations(Operations):
     ) -> Array:
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
-            dense, layout, grad = self._pair(x, dy)
-            dx = memory.target(dense, layout, out, grad)
+            pair = self._pair(x, dy)
             parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
-            grid.backward_input(
-                self.launcher(index),
-                DeviceView(memory, dense, layout),
-                DeviceView(memory, grad, layout),
-                DeviceView(memory, dx, layout),
-                memory.pointer(statistics.packed),
-                parameters,
-                0 if total is None else memory.pointer(total),
-                rule=rule,
-            )
-            return memory.cast_to_output(dx, out)
+            run = self.launcher(index)
+            return self._input(run, pair, statistics, parameters, rule, total, out)
+
+    def backward_single(
+        self,
+        x: Array,
+        dy: Array,
+        statistics: DeviceStatistics,
+        affine: Affine,
+        rule: NormRule,
+        out: Array | None = None,
+    ) -> Gradients:
+        if 0 in x.shape:
+            return super().backward_single(x, dy, statistics, affine, rule, out)
+        memory, index = self.memory, self.memory.device_of(x)
+        with memory.on_device(index):
+            pair, run = self._pair(x, dy), self.launcher(index)
+            parameters, _kept = self._parameters(affine)
+            sums = self._reduce(run, pair, statistics, affine, parameters)
+            dx = self._input(run, pair, statistics, parameters, rule, sums.exchange, out)
+            return Gradients(dx, sums.grad_weight, sums.grad_bias)
+
+    def _reduce(
+        self,
+        run: Launcher,
+        pair: _Pair,
+        statistics: DeviceStatistics,
+        affine: Affine,
+        parameters: grid.Parameters,
+    ) -> Sums:
+        memory, index = self.memory, run.index
+        shape = (2, pair.x.channels)
+        dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
+        exchange = memory.empty(shape, "float64", index)
+        grad_weight, grad_bias = memory.empty(shape, dtype, index)
+        grid.backward_reduce(
+            run,
+            pair.x,
+            pair.dy,
+            memory.pointer(statistics.packed),
+            parameters,
+            memory.pointer(exchange),
+            memory.pointer(grad_weight),
+            memory.pointer(grad_bias),
+            code=grid.CODES[dtype],
+        )
+        return Sums(exchange, grad_weight, grad_bias)
+
+    def _input(
+        self,
+        run: Launcher,
+        pair: _Pair,
+        statistics: DeviceStatistics,
+        parameters: grid.Parameters,
+        rule: NormRule,
+        total: Array | None,
+        out: Array | None,
+    ) -> Array:
+        memory = self.memory
+        dx = memory.target(pair.dense, pair.layout, out, pair.grad)
+        grid.backward_input(
+            run,
+            pair.x,
+            pair.dy,
+            pair.x.beside(memory, dx),
+            memory.pointer(statistics.packed),
+            parameters,
+            0 if total is None else memory.pointer(total),
+            rule=rule,
+        )
+        return memory.cast_to_output(dx, out)
 
     def update_running(
         self, running: RunningStatistics, statistics: DeviceStatistics
@@ -230,17 +323,23 @@ class CudaOperations(Operations):
         self.memory.assign([own for own, _ in pairs], [value for _, value in pairs])
         return running
 
-    def _pair(self, x: Array, dy: Array) -> tuple[Array, Layout, Array]:
+    def _pair(self, x: Array, dy: Array) -> _Pair:
         dense, layout = self.memory.dense(x)
-        return dense, layout, self.memory.like(dy, dense, layout)
+        grad = self.memory.like(dy, dense, layout)
+        view = DeviceView(self.memory, dense, layout)
+        return _Pair(dense, layout, grad, view, view.beside(self.memory, grad))
 
     def _parameters(self, affine: Affine) -> tuple[grid.Parameters, list[Array]]:
         """Pointers to weight and bias, and the contiguous arrays that must stay alive for them."""
-        memory = self.memory
-        arrays = [None if a is None else memory.contiguous(a) for a in affine]
-        pointers = [0 if a is None else memory.pointer(a) for a in arrays]
-        codes = [0 if a is None else grid.CODES[memory.dtype_name(a)] for a in arrays]
-        return grid.Parameters(pointers[0], codes[0], pointers[1], codes[1]), arrays
+        memory, arrays, arguments = self.memory, [], []
+        for own in affine:
+            if own is None:
+                arguments += [0, 0]
+            else:
+                array = memory.contiguous(own)
+                arrays.append(array)
+                arguments += [memory.pointer(array), grid.CODES[memory.dtype_name(array)]]
+        return grid.Parameters(*arguments), arrays
 
     def _in_kernel(self, running: RunningStatistics, index: int) -> grid.Running | None:
         """The arguments with which the kernel updates running statistics; None if it can't."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from numba import cuda, types
 
-from syncbn_core.kernels.cuda.constants import TABLE, UNROLL
+from syncbn_core.kernels.cuda.constants import CHUNK, TABLE, UNROLL
 from syncbn_core.kernels.cuda.memory import (
     KINDS,
     barrier,
@@ -31,7 +31,6 @@ from syncbn_core.kernels.cuda.memory import (
     reset,
     small_quotient,
     store_f64,
-    sum_of_lanes,
     vector_access,
     zeros_of,
 )
@@ -48,69 +47,95 @@ from syncbn_core.kernels.cuda.statistics import (
 
 float32, float64, int32, int64 = types.float32, types.float64, types.int32, types.int64
 
-
-def _slot_reader(dtype, lanes, ragged):
-    """`read_slot(pointer, at, mask)`: the numbers of a slot whose bit is set in `mask`, else 0.
-
-    Only ragged planes have slots that are partly their own; others have masks of all or of none.
-    """
-    load, _ = vector_access(dtype, lanes)
-    load_one, _ = number_access(dtype)
-    work = KINDS[dtype].work
-    whole = (1 << lanes) - 1
-    zeros = zeros_of(lanes, work)
-
-    @device
-    def number(v, pointer, at, mask):
-        return load_one(pointer, at + v) if (mask >> v) & 1 else work(0)
-
-    part = each_lane(lanes, number)
-
-    @device
-    def read_slot(pointer, at, mask):
-        return load(pointer, at) if mask == whole else part(pointer, at, mask)
-
-    @device
-    def read_all_or_none(pointer, at, mask):
-        return load(pointer, at) if mask != 0 else zeros()
-
-    return read_slot if ragged else read_all_or_none
+LONG_PLANE = 1 << 31  # far longer than a piece
 
 
-def _owner(lanes, ragged):
-    """`owned(skew, channels, inner, c, plane, slot)`: where a slot is, and a mask of its numbers.
+def _slot_finder(lanes, ragged):
+    """`find_slot(skew, inner, start, slot)`: where whole slot `slot` of a plane is, if it has it.
 
-    `skew`: numbers by which the pointer is off the grid of slots.
+    `start`: number of x with which the plane begins. `skew`: numbers by which the pointer is off
+    the grid of slots. A plane has `inner // lanes` whole slots; if it is ragged, maybe one less.
     """
     if not ragged:
 
         @device
-        def owned(skew, channels, inner, c, plane, slot):
-            return (plane * channels + c) * inner + slot * lanes, int32((1 << lanes) - 1)
+        def find_slot(skew, inner, start, slot):
+            return start + slot * lanes, True
 
-        return owned
+        return find_slot
 
     @device
-    def owned(skew, channels, inner, c, plane, slot):
-        start = (plane * channels + c) * inner
-        offset = slot * lanes - ((start + skew) & (lanes - 1))  # of the slot in its plane
-        mask = (1 << lanes) - 1
-        if offset < 0:
-            mask = (mask << -offset) & mask
-        left = inner - offset
-        if left < lanes:
-            mask &= (1 << max(left, 0)) - 1
-        return start + offset, int32(mask)
+    def find_slot(skew, inner, start, slot):
+        offset = slot * lanes + ((-(start + skew)) & (lanes - 1))
+        return start + offset, offset + lanes <= inner
 
-    return owned
+    return find_slot
+
+
+def _edge_finder(lanes):
+    """`find_edge(skew, inner, start, side)`: a slot that a ragged plane shares with another one.
+
+    `(at, mask, count)`: where the slot is, which of its numbers are the plane's, and how many.
+    `side`: 0 for the slot before the first whole one, 1 for the one after the last.
+    """
+
+    @device
+    def find_edge(skew, inner, start, side):
+        head = (-(start + skew)) & (lanes - 1)
+        if side == 0:
+            count = int32(head)
+            return (
+                start + head - lanes,
+                ((int32(1) << count) - int32(1)) << int32(lanes - count),
+                count,
+            )
+        tail = (inner - head) & (lanes - 1)
+        count = int32(tail)
+        return start + inner - tail, (int32(1) << count) - int32(1), count
+
+    return find_edge
+
+
+def _keeper(lanes):
+    """`keep(values, mask, other)`: the numbers whose bit is set in `mask`, else `other`."""
+
+    @device
+    def kept(v, values, mask, other):
+        return values[v] if (mask >> v) & 1 else other
+
+    return each_lane(lanes, kept)
+
+
+def _edge_reader(dtype, lanes):
+    """`read_edge(pointer, at, mask, total, other)`: the numbers in `mask` of a slot, else `other`.
+
+    A slot that is not wholly within the `total` numbers of the activation is read one by one.
+    """
+    load, _ = vector_access(dtype, lanes)
+    load_one, _ = number_access(dtype)
+
+    @device
+    def number(v, pointer, at, mask, other):
+        return load_one(pointer, at + v) if (mask >> v) & 1 else other
+
+    read, keep = each_lane(lanes, number), _keeper(lanes)
+
+    @device
+    def read_edge(pointer, at, mask, total, other):
+        if at >= 0 and at + lanes <= total:
+            return keep(load(pointer, at), mask, other)
+        return read(pointer, at, mask, other)
+
+    return read_edge
 
 
 @device
-def _first_slot(tid, threads, outer, slots, k, splits):
-    """The first slot of a thread in split `k` of a channel.
+def _first_slot(tid, threads, outer, channels, inner, slots, c, k, splits):
+    """The first slot of a thread in split `k` of channel `c`.
 
-    `(j, stop, plane, slot, planes_on, slots_on)`: slot number j of the channel, before `stop`, is
-    slot `slot` of plane `plane`. Slot j + threads is `planes_on` planes and `slots_on` slots on.
+    `(j, stop, start, slot, start_on, slots_on)`: slot number j of the channel, before `stop`, is
+    slot `slot` of the plane that begins with number `start`. For slot j + threads, they are
+    `start_on` and `slots_on` more.
     """
     total = outer * slots
     stop = quotient(total * (k + 1), splits)
@@ -119,29 +144,30 @@ def _first_slot(tid, threads, outer, slots, k, splits):
     slot = j - plane * slots
     planes_on = small_quotient(threads, slots) if slots <= threads else int64(0)
     slots_on = threads - planes_on * slots
-    return j, stop, plane, slot, planes_on, slots_on
+    start = (plane * channels + c) * inner
+    return j, stop, start, slot, planes_on * channels * inner, slots_on
 
 
 @device
-def _next_slot(plane, slot, slots, planes_on, slots_on):
-    """`(plane, slot)` of the slot that is so many planes and slots on."""
-    plane += planes_on
+def _next_slot(start, slot, slots, start_on, slots_on, plane_on):
+    """`(start, slot)` of the slot that is so much on; `plane_on`: from one plane to the next."""
+    start += start_on
     slot += slots_on
     if slot >= slots:
         slot -= slots
-        plane += 1
-    return plane, slot
+        start += plane_on
+    return start, slot
 
 
 @device
-def _is_last_split(partials, block_counters, c, k, splits, tid, firsts, seconds, flag):
-    """Store the sums of split `k` of channel `c`; True if all other splits have stored theirs."""
+def _is_last_split(partials, block_counters, c, k, splits, tid, first, second, firsts):
+    """Store the sums of thread 0 for split `k` of channel `c`; True if it is the last split."""
     if tid == 0:
         at = (c * splits + k) * 2
-        store_f64(partials, at, firsts[0])
-        store_f64(partials, at + 1, seconds[0])
+        store_f64(partials, at, first)
+        store_f64(partials, at + 1, second)
         fence()
-    return is_last_block(block_counters, c, splits, tid, flag)
+    return is_last_block(block_counters, c, splits, tid, firsts)
 
 
 # Numba inlines it: when NVVM does, ptxas needs more registers for the loop over x, and spills.
@@ -159,124 +185,138 @@ def _sum_splits(partials, c, splits, tid, threads):
     return first, second
 
 
+@device
+def _from_pivot(first, second, f, s, n, center, pivot):
+    """Add sums `f`, `s` of n deviations from `center` and of their squares, as from `pivot`."""
+    shift = float64(center) - pivot
+    wide_f, wide_s, count = float64(f), float64(s), float64(n)
+    return (
+        first + (wide_f + count * shift),
+        second + (wide_s + shift * (wide_f + wide_f + count * shift)),
+    )
+
+
 def planes_moments(dtype, lanes, ragged, threads):
-    """Packed moments of x; grid (C, splits)."""
+    """Packed moments of x; grid (C, splits).
+
+    A thread sums some `CHUNK * UNROLL` numbers in the precision of the registers: deviations from
+    the mean of the first of them, and their squares. Then it refers the sums to the pivot of the
+    channel, in float64. The error is bounded as in `rows_moments`.
+    """
     work = KINDS[dtype].work
-    read_slot = _slot_reader(dtype, lanes, ragged)
     load_one, _ = number_access(dtype)
-    owned = _owner(lanes, ragged)
     load, _ = vector_access(dtype, lanes)
-    share = work(1 / (UNROLL * lanes))
+    find_slot, find_edge = _slot_finder(lanes, ragged), _edge_finder(lanes)
+    read_edge, keep, zeros = _edge_reader(dtype, lanes), _keeper(lanes), zeros_of(lanes, work)
+    group = UNROLL * lanes
+    share = work(1 / group)
 
     @device
-    def add_deviations(mean, n, f, s, pivot, first, second):
-        """Add sums `f`, `s` of n deviations from `mean` and of their squares, as from `pivot`."""
-        shift = float64(mean) - pivot
-        return first + (f + n * shift), second + (s + shift * (f + f + n * shift))
-
-    @device
-    def add_whole(v0, v1, v2, v3, pivot, first, second):
+    def total_of(v0, v1, v2, v3):
         total = work(0)
         for v in range(lanes):
             total += (v0[v] + v1[v]) + (v2[v] + v3[v])
-        mean = total * share
+        return total
+
+    @device
+    def add_slot(values, center, f, s):
+        for v in range(lanes):
+            d = values[v] - center
+            f += d
+            s += d * d
+        return f, s
+
+    @device
+    def add_slots(v0, v1, v2, v3, center, f, s):
         f0 = f1 = s0 = s1 = work(0)
         for v in range(lanes):
-            d0, d1, d2, d3 = v0[v] - mean, v1[v] - mean, v2[v] - mean, v3[v] - mean
+            d0, d1, d2, d3 = v0[v] - center, v1[v] - center, v2[v] - center, v3[v] - center
             f0 += d0 + d1
             f1 += d2 + d3
             s0 += d0 * d0
             s1 += d1 * d1
             s0 += d2 * d2
             s1 += d3 * d3
-        n = float64(UNROLL * lanes)
-        f, s = float64(f0) + float64(f1), float64(s0) + float64(s1)
-        return add_deviations(mean, n, f, s, pivot, first, second)
-
-    # No loop over lanes: masks make its body long, so the compiler would not unroll it, and would
-    # find each lane through a chain of branches.
-
-    @device
-    def lane_total(v, v0, v1, v2, v3):
-        return (v0[v] + v1[v]) + (v2[v] + v3[v])
-
-    @device
-    def lane_count(v, m0, m1, m2, m3):
-        both = ((m0 >> v) & 1) + ((m1 >> v) & 1)
-        return int32(both + ((m2 >> v) & 1) + ((m3 >> v) & 1))
-
-    @device
-    def deviation(v, values, mask, mean):
-        return values[v] - mean if (mask >> v) & 1 else work(0)
-
-    deviations = each_lane(lanes, deviation)
-
-    @device
-    def lane_squares(v, d0, d1, d2, d3):
-        return (d0[v] * d0[v] + d1[v] * d1[v]) + (d2[v] * d2[v] + d3[v] * d3[v])
-
-    totals, counts = each_lane(lanes, lane_total), each_lane(lanes, lane_count)
-    squares, add_lanes = each_lane(lanes, lane_squares), sum_of_lanes(lanes)
-
-    @device
-    def add_some(v0, v1, v2, v3, m0, m1, m2, m3, pivot, first, second):
-        count = int32(add_lanes(counts(m0, m1, m2, m3)))
-        if count == 0:
-            return first, second
-        mean = add_lanes(totals(v0, v1, v2, v3)) / work(count)
-        d0, d1 = deviations(v0, m0, mean), deviations(v1, m1, mean)
-        d2, d3 = deviations(v2, m2, mean), deviations(v3, m3, mean)
-        f = add_lanes(totals(d0, d1, d2, d3))
-        s = add_lanes(squares(d0, d1, d2, d3))
-        return add_deviations(mean, float64(count), float64(f), float64(s), pivot, first, second)
+        return f + (f0 + f1), s + (s0 + s1)
 
     def kernel(x, skew, outer, channels, inner, slots, splits, partials, block_counters, moments):
         firsts = cuda.shared.array(threads, float64)
         seconds = cuda.shared.array(threads, float64)
-        flag = cuda.shared.array(1, int32)
         tid = int64(cuda.threadIdx.x)
         c = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
         pivot = float64(load_one(x, c * inner))
-        j, stop, plane, slot, planes_on, slots_on = _first_slot(
-            tid, int64(threads), outer, slots, k, splits
+        j, stop, start, slot, start_on, slots_on = _first_slot(
+            tid, int64(threads), outer, channels, inner, slots, c, k, splits
         )
+        plane_on = channels * inner
         first = 0.0
         second = 0.0
         while j < stop:
-            p1, r1 = _next_slot(plane, slot, slots, planes_on, slots_on)
-            p2, r2 = _next_slot(p1, r1, slots, planes_on, slots_on)
-            p3, r3 = _next_slot(p2, r2, slots, planes_on, slots_on)
-            at0, m0 = owned(skew, channels, inner, c, plane, slot)
-            at1, m1 = owned(skew, channels, inner, c, p1, r1)
-            at2, m2 = owned(skew, channels, inner, c, p2, r2)
-            at3, m3 = owned(skew, channels, inner, c, p3, r3)
-            if not ragged and j + 3 * threads < stop:
-                v0, v1, v2, v3 = load(x, at0), load(x, at1), load(x, at2), load(x, at3)
-                first, second = add_whole(v0, v1, v2, v3, pivot, first, second)
-            else:
-                m1 = m1 if j + threads < stop else int32(0)
-                m2 = m2 if j + 2 * threads < stop else int32(0)
-                m3 = m3 if j + 3 * threads < stop else int32(0)
-                v0, v1 = read_slot(x, at0, m0), read_slot(x, at1, m1)
-                v2, v3 = read_slot(x, at2, m2), read_slot(x, at3, m3)
-                first, second = add_some(v0, v1, v2, v3, m0, m1, m2, m3, pivot, first, second)
-            j += UNROLL * threads
-            plane, slot = _next_slot(p3, r3, slots, planes_on, slots_on)
-        firsts[tid] = first
-        seconds[tid] = second
-        add_up(firsts, seconds, tid, tid, 1, 1, threads)
+            n = int32(0)
+            center = f = s = work(0)
+            while n < CHUNK * UNROLL and j < stop:
+                a1, r1 = _next_slot(start, slot, slots, start_on, slots_on, plane_on)
+                a2, r2 = _next_slot(a1, r1, slots, start_on, slots_on, plane_on)
+                a3, r3 = _next_slot(a2, r2, slots, start_on, slots_on, plane_on)
+                at0, has0 = find_slot(skew, inner, start, slot)
+                at1, has1 = find_slot(skew, inner, a1, r1)
+                at2, has2 = find_slot(skew, inner, a2, r2)
+                at3, has3 = find_slot(skew, inner, a3, r3)
+                if j + 3 * threads < stop and has0 and has1 and has2 and has3:
+                    v0, v1, v2, v3 = load(x, at0), load(x, at1), load(x, at2), load(x, at3)
+                    if n == 0:
+                        center = total_of(v0, v1, v2, v3) * share
+                    f, s = add_slots(v0, v1, v2, v3, center, f, s)
+                    n = int32(n + group)
+                else:
+                    has1 = has1 and j + threads < stop
+                    has2 = has2 and j + 2 * threads < stop
+                    has3 = has3 and j + 3 * threads < stop
+                    v0 = load(x, at0) if has0 else zeros()
+                    v1 = load(x, at1) if has1 else zeros()
+                    v2 = load(x, at2) if has2 else zeros()
+                    v3 = load(x, at3) if has3 else zeros()
+                    more = int32(has0) + int32(has1) + int32(has2) + int32(has3)
+                    if n == 0 and more > 0:
+                        center = total_of(v0, v1, v2, v3) / work(lanes * more)
+                    if has0:
+                        f, s = add_slot(v0, center, f, s)
+                    if has1:
+                        f, s = add_slot(v1, center, f, s)
+                    if has2:
+                        f, s = add_slot(v2, center, f, s)
+                    if has3:
+                        f, s = add_slot(v3, center, f, s)
+                    n = int32(n + lanes * more)
+                j += UNROLL * threads
+                start, slot = _next_slot(a3, r3, slots, start_on, slots_on, plane_on)
+            first, second = _from_pivot(first, second, f, s, n, center, pivot)
+        if ragged:
+            e = k * threads + tid  # slot of side `e & 1` of plane `e >> 1`
+            while e < 2 * outer:
+                start = ((e >> 1) * channels + c) * inner
+                at, mask, n = find_edge(skew, inner, start, e & 1)
+                if n > 0:
+                    v = read_edge(x, at, mask, outer * plane_on, work(0))
+                    center = total_of(v, zeros(), zeros(), zeros()) / work(n)
+                    f, s = add_slot(keep(v, mask, center), center, work(0), work(0))
+                    first, second = _from_pivot(first, second, f, s, n, center, pivot)
+                e += splits * threads
+        line = tid, tid, int64(1), int64(threads), firsts, seconds
+        first, second = add_up(first, second, *line)
         if splits > 1:
-            shared = firsts, seconds, flag
-            if not _is_last_split(partials, block_counters, c, k, splits, tid, *shared):
+            if not _is_last_split(
+                partials, block_counters, c, k, splits, tid, first, second, firsts
+            ):
                 return
-            firsts[tid], seconds[tid] = _sum_splits(partials, c, splits, tid, int64(threads))
-            add_up(firsts, seconds, tid, tid, 1, 1, threads)
+            first, second = _sum_splits(partials, c, splits, tid, int64(threads))
+            first, second = add_up(first, second, *line)
         if tid == 0:
             if splits > 1:
                 reset(block_counters, c)
             count = float64(outer * inner)
-            write_moments(moments, channels, c, count, pivot, firsts[0], seconds[0])
+            write_moments(moments, channels, c, count, pivot, first, second)
 
     return kernel
 
@@ -284,18 +324,16 @@ def planes_moments(dtype, lanes, ragged, threads):
 def planes_backward_reduce(dtype, lanes, ragged, threads):
     """Sums of dy and `dy * xhat`, and the gradients of weight and bias; grid (C, splits)."""
     work = KINDS[dtype].work
-    read_slot = _slot_reader(dtype, lanes, ragged)
     load, _ = vector_access(dtype, lanes)
-    owned = _owner(lanes, ragged)
+    find_slot, find_edge = _slot_finder(lanes, ragged), _edge_finder(lanes)
+    read_edge, zeros = _edge_reader(dtype, lanes), zeros_of(lanes, work)
 
     @device
-    def add(v0, v1, g0, g1, rounded_mean, first, second):
-        f = s = work(0)
+    def add_slot(values, gradients, rounded_mean, f, s):
         for v in range(lanes):
-            f += g0[v] + g1[v]
-            s += g0[v] * (v0[v] - rounded_mean)
-            s += g1[v] * (v1[v] - rounded_mean)
-        return first + float64(f), second + float64(s)
+            f += gradients[v]
+            s += gradients[v] * (values[v] - rounded_mean)
+        return f, s
 
     def kernel(
         x,
@@ -318,38 +356,53 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
     ):
         firsts = cuda.shared.array(threads, float64)
         seconds = cuda.shared.array(threads, float64)
-        flag = cuda.shared.array(1, int32)
         tid = int64(cuda.threadIdx.x)
         c = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
         rounded_mean = work(load_f64(statistics, 1 + c))
-        j, stop, plane, slot, planes_on, slots_on = _first_slot(
-            tid, int64(threads), outer, slots, k, splits
+        j, stop, start, slot, start_on, slots_on = _first_slot(
+            tid, int64(threads), outer, channels, inner, slots, c, k, splits
         )
+        plane_on = channels * inner
         first = 0.0
         second = 0.0
         while j < stop:
-            p1, r1 = _next_slot(plane, slot, slots, planes_on, slots_on)
-            at0, m0 = owned(skew, channels, inner, c, plane, slot)
-            at1, m1 = owned(skew, channels, inner, c, p1, r1)
-            if not ragged and j + threads < stop:
-                v0, v1, g0, g1 = load(x, at0), load(x, at1), load(dy, at0), load(dy, at1)
-            else:
-                m1 = m1 if j + threads < stop else int32(0)
-                v0, v1 = read_slot(x, at0, m0), read_slot(x, at1, m1)
-                g0, g1 = read_slot(dy, at0, m0), read_slot(dy, at1, m1)
-            first, second = add(v0, v1, g0, g1, rounded_mean, first, second)
+            a1, r1 = _next_slot(start, slot, slots, start_on, slots_on, plane_on)
+            at0, has0 = find_slot(skew, inner, start, slot)
+            at1, has1 = find_slot(skew, inner, a1, r1)
+            has1 = has1 and j + threads < stop
+            v0, g0 = (load(x, at0), load(dy, at0)) if has0 else (zeros(), zeros())
+            v1, g1 = (load(x, at1), load(dy, at1)) if has1 else (zeros(), zeros())
+            f = s = work(0)
+            if has0:
+                f, s = add_slot(v0, g0, rounded_mean, f, s)
+            if has1:
+                f, s = add_slot(v1, g1, rounded_mean, f, s)
+            first += float64(f)
+            second += float64(s)
             j += 2 * threads
-            plane, slot = _next_slot(p1, r1, slots, planes_on, slots_on)
-        firsts[tid] = first
-        seconds[tid] = second
-        add_up(firsts, seconds, tid, tid, 1, 1, threads)
+            start, slot = _next_slot(a1, r1, slots, start_on, slots_on, plane_on)
+        if ragged:
+            e = k * threads + tid  # slot of side `e & 1` of plane `e >> 1`
+            while e < 2 * outer:
+                start = ((e >> 1) * channels + c) * inner
+                at, mask, n = find_edge(skew, inner, start, e & 1)
+                if n > 0:
+                    v = read_edge(x, at, mask, outer * plane_on, rounded_mean)
+                    g = read_edge(dy, at, mask, outer * plane_on, work(0))
+                    f, s = add_slot(v, g, rounded_mean, work(0), work(0))
+                    first += float64(f)
+                    second += float64(s)
+                e += splits * threads
+        line = tid, tid, int64(1), int64(threads), firsts, seconds
+        first, second = add_up(first, second, *line)
         if splits > 1:
-            shared = firsts, seconds, flag
-            if not _is_last_split(partials, block_counters, c, k, splits, tid, *shared):
+            if not _is_last_split(
+                partials, block_counters, c, k, splits, tid, first, second, firsts
+            ):
                 return
-            firsts[tid], seconds[tid] = _sum_splits(partials, c, splits, tid, int64(threads))
-            add_up(firsts, seconds, tid, tid, 1, 1, threads)
+            first, second = _sum_splits(partials, c, splits, tid, int64(threads))
+            first, second = add_up(first, second, *line)
         if tid == 0:
             if splits > 1:
                 reset(block_counters, c)
@@ -357,8 +410,8 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
                 c,
                 channels,
                 float64(rounded_mean),
-                firsts[0],
-                seconds[0],
+                first,
+                second,
                 statistics,
                 weight,
                 weight_code,
@@ -373,8 +426,16 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
 
 @device
 def _plane_of(at, inner):
-    """`(plane, left)`: the plane of number `at`, and how many numbers of it are left from there."""
-    i = 0 if at < inner else quotient(at, inner)
+    """`(plane, left)`: the plane of number `at`, and how many numbers of it are left from there.
+
+    `at` counts from the first plane of a piece, so it is less than a piece beyond `inner` or small.
+    """
+    if at < inner:
+        i = int64(0)
+    elif inner >= LONG_PLANE:
+        i = int64(1)
+    else:
+        i = small_quotient(at, inner)
     return i, (i + 1) * inner - at
 
 
@@ -466,22 +527,35 @@ def planes_normalize(dtype, lanes, ragged, threads):
             shifts[i] = shift
             i += threads
         barrier()
-        ahead = begin - plane * inner
+        first = plane * inner
+        tables = rounded_means, scales, shifts
         if whole:
-            ahead += tid * lanes
-            write(y, at, v0, ahead, inner, rounded_means, scales, shifts)
-            write(y, at + step, v1, ahead + step, inner, rounded_means, scales, shifts)
-            at, ahead = at + 2 * step, ahead + 2 * step
+            write(y, at, v0, at - first, inner, *tables)
+            write(y, at + step, v1, at + step - first, inner, *tables)
+            at += 2 * step
             v0, v1 = load(x, at), load(x, at + step)
-            write(y, at, v0, ahead, inner, rounded_means, scales, shifts)
-            write(y, at + step, v1, ahead + step, inner, rounded_means, scales, shifts)
+            write(y, at, v0, at - first, inner, *tables)
+            write(y, at + step, v1, at + step - first, inner, *tables)
             return
-        at = begin + tid
-        while at < end:  # the last piece is taken number by number
-            i = quotient(ahead + at - begin, inner)
-            v = load_one(x, at)
-            store_one(y, at, normalized(v, rounded_means[i], scales[i], shifts[i]))
-            at += threads
+        left = int32(end - at)
+        v0 = load(x, at) if left >= lanes else zeros()
+        v1 = load(x, at + step) if left >= step + lanes else zeros()
+        v2 = load(x, at + 2 * step) if left >= 2 * step + lanes else zeros()
+        v3 = load(x, at + 3 * step) if left >= 3 * step + lanes else zeros()
+        if left >= lanes:
+            write(y, at, v0, at - first, inner, *tables)
+        if left >= step + lanes:
+            write(y, at + step, v1, at + step - first, inner, *tables)
+        if left >= 2 * step + lanes:
+            write(y, at + 2 * step, v2, at + 2 * step - first, inner, *tables)
+        if left >= 3 * step + lanes:
+            write(y, at + 3 * step, v3, at + 3 * step - first, inner, *tables)
+        if ragged:  # the numbers at the end that fill no vector
+            at = end - ((end - begin) & (lanes - 1)) + tid
+            if at < end:
+                i = small_quotient(at - first, inner) if at - first >= inner else 0
+                v = load_one(x, at)
+                store_one(y, at, normalized(v, rounded_means[i], scales[i], shifts[i]))
 
     return kernel
 
@@ -519,9 +593,10 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         end = min(begin + UNROLL * step, total)
         whole = end - begin == UNROLL * step
         at = begin + tid * lanes
+        none = zeros(), zeros()
         # loaded while the table is made
-        v0, g0 = (load(x, at), load(dy, at)) if whole else (zeros(), zeros())
-        v1, g1 = (load(x, at + step), load(dy, at + step)) if whole else (zeros(), zeros())
+        v0, g0 = (load(x, at), load(dy, at)) if whole else none
+        v1, g1 = (load(x, at + step), load(dy, at + step)) if whole else none
         plane = quotient(begin, inner)
         i = tid
         while (plane + i) * inner < end:
@@ -536,44 +611,30 @@ def planes_backward_input(dtype, lanes, ragged, threads):
             i += threads
         barrier()
         ahead = begin - plane * inner
+        tables = rounded_means, dy_scales, x_scales, shifts
         if whole:
             ahead += tid * lanes
-            write(dx, at, v0, g0, ahead, inner, rounded_means, dy_scales, x_scales, shifts)
-            write(
-                dx,
-                at + step,
-                v1,
-                g1,
-                ahead + step,
-                inner,
-                rounded_means,
-                dy_scales,
-                x_scales,
-                shifts,
-            )
+            write(dx, at, v0, g0, ahead, inner, *tables)
+            write(dx, at + step, v1, g1, ahead + step, inner, *tables)
             at, ahead = at + 2 * step, ahead + 2 * step
             v0, g0 = load(x, at), load(dy, at)
             v1, g1 = load(x, at + step), load(dy, at + step)
-            write(dx, at, v0, g0, ahead, inner, rounded_means, dy_scales, x_scales, shifts)
-            write(
-                dx,
-                at + step,
-                v1,
-                g1,
-                ahead + step,
-                inner,
-                rounded_means,
-                dy_scales,
-                x_scales,
-                shifts,
-            )
+            write(dx, at, v0, g0, ahead, inner, *tables)
+            write(dx, at + step, v1, g1, ahead + step, inner, *tables)
             return
-        at = begin + tid
-        while at < end:
-            i = quotient(ahead + at - begin, inner)
-            v, g = load_one(x, at), load_one(dy, at)
-            coefficients = rounded_means[i], dy_scales[i], x_scales[i], shifts[i]
-            store_one(dx, at, input_gradient(v, g, *coefficients))
-            at += threads
+        i = tid * lanes  # one vector after the other: two would need more registers
+        size = end - begin
+        while i + lanes <= size:
+            at = begin + i
+            write(dx, at, load(x, at), load(dy, at), ahead + i, inner, *tables)
+            i += step
+        if ragged:  # the numbers at the end that fill no vector
+            i = size - (size & (lanes - 1)) + tid
+            if i < size:
+                at = begin + i
+                i = small_quotient(ahead + i, inner) if ahead + i >= inner else 0
+                v, g = load_one(x, at), load_one(dy, at)
+                coefficients = rounded_means[i], dy_scales[i], x_scales[i], shifts[i]
+                store_one(dx, at, input_gradient(v, g, *coefficients))
 
     return kernel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from numba import cuda, types
 
-from syncbn_core.kernels.cuda.constants import UNROLL
+from syncbn_core.kernels.cuda.constants import CHUNK, UNROLL
 from syncbn_core.kernels.cuda.memory import (
     KINDS,
     barrier,
@@ -34,6 +34,7 @@ from syncbn_core.kernels.cuda.statistics import (
     merged,
     normalize_coefficients,
     normalized,
+    top_reach,
     write_moments,
     write_sums,
 )
@@ -50,19 +51,19 @@ def _partial(partials, at, span, exists):
 
 
 @device
-def _store_partials(partials, number, span, tid, firsts, seconds):
-    """Store the first `span` shared numbers as partial sums `number`, for other blocks."""
+def _store_partials(partials, number, span, tid, first, second):
+    """Store two sums of each of the first `span` threads as number `number`, for other blocks."""
     if tid < span:
         at = number * 2 * span + tid
-        store_f64(partials, at, firsts[tid])
-        store_f64(partials, at + span, seconds[tid])
+        store_f64(partials, at, first)
+        store_f64(partials, at + span, second)
         fence()
     barrier()  # thread 0 counts the block after all have stored
 
 
 @device
 def _add_partials(partials, number, size, span, tid, threads, firsts, seconds):
-    """Sums over `size` partial sums from `number` on, into the first `span` shared numbers."""
+    """Sums over `size` partial sums from `number` on: each of the first `span` threads gets two."""
     height = small_quotient(threads, span)
     row = small_quotient(tid, span)
     channel = tid - row * span
@@ -82,57 +83,97 @@ def _add_partials(partials, number, size, span, tid, threads, firsts, seconds):
             s0, s1, s2, s3 = s0 + b0, s1 + b1, s2 + b2, s3 + b3
             k = int32(k + 4 * height)
             at += 4 * step
-        firsts[tid] = (f0 + f1) + (f2 + f3)
-        seconds[tid] = (s0 + s1) + (s2 + s3)
-    add_up(firsts, seconds, tid, row, 1, span, height)
+    first, second = (f0 + f1) + (f2 + f3), (s0 + s1) + (s2 + s3)
+    return add_up(first, second, tid, row, span, height, firsts, seconds)
 
 
 @device
 def _sum_splits(
-    partials, block_counters, tile, k, splits, group, span, tid, threads, firsts, seconds, flag
+    partials,
+    block_counters,
+    tile,
+    k,
+    splits,
+    group,
+    span,
+    tid,
+    threads,
+    first,
+    second,
+    firsts,
+    seconds,
 ):
-    """Sums over all splits of a tile, in the first `span` shared numbers of the last block.
+    """`(is_last, first, second)`: sums over all splits of a tile, in the last block.
 
-    Returns whether this block is the last one. Splits are added up in groups, by the last block
-    of each group; groups by the last of those blocks. One block alone would take as long for all
-    splits as all blocks took for the activation.
+    Each of the first `span` threads of a block passes two sums of its split and gets two of all.
+    Splits are added up in groups, by the last block of each group; groups by the last of those
+    blocks. One block alone would take as long for all splits as all blocks took for the activation.
     """
     groups = small_quotient(splits + group - 1, group)
-    first = tile * (splits + groups)  # of the partial sums of this tile
+    base = tile * (splits + groups)  # of the partial sums of this tile
     counter = tile * (groups + 1)
     own = small_quotient(k, group)
     members = min(group, splits - own * group)
-    _store_partials(partials, first + k, span, tid, firsts, seconds)
-    if not is_last_block(block_counters, counter + own, members, tid, flag):
-        return False
+    _store_partials(partials, base + k, span, tid, first, second)
+    if not is_last_block(block_counters, counter + own, members, tid, firsts):
+        return False, first, second
     if tid == 0:
         reset(block_counters, counter + own)
-    _add_partials(partials, first + own * group, members, span, tid, threads, firsts, seconds)
+    shared = span, tid, threads, firsts, seconds
+    first, second = _add_partials(partials, base + own * group, members, *shared)
     if groups == 1:
-        return True
-    _store_partials(partials, first + splits + own, span, tid, firsts, seconds)
-    if not is_last_block(block_counters, counter + groups, groups, tid, flag):
-        return False
+        return True, first, second
+    _store_partials(partials, base + splits + own, span, tid, first, second)
+    if not is_last_block(block_counters, counter + groups, groups, tid, firsts):
+        return False, first, second
     if tid == 0:
         reset(block_counters, counter + groups)
-    _add_partials(partials, first + splits, groups, span, tid, threads, firsts, seconds)
-    return True
+    first, second = _add_partials(partials, base + splits, groups, *shared)
+    return True, first, second
 
 
 @device
-def _sum_threads(own_firsts, own_seconds, lanes, tid, row, width, height, firsts, seconds):
-    """Sums over the rows of the block; thread `tid` finds those of channel `tid` of the tile."""
-    if row < height:
+def _sum_threads(own_firsts, own_seconds, lanes, tid, row, width, height, threads, firsts, seconds):
+    """Sums over the rows of the block; thread `tid` gets those of channel `tid` of the tile.
+
+    As `add_up`, for `lanes` channels of each thread. In the shared tables, number v of a thread is
+    at `v * threads + tid`, so that neighbouring threads use different banks.
+    """
+    reach = top_reach(height)
+    while reach > 1:
+        above = reach
+        reach >>= 2
+        if reach <= row and row < above and row < height:
+            for v in range(lanes):
+                firsts[v * threads + tid] = own_firsts[v]
+                seconds[v * threads + tid] = own_seconds[v]
+        barrier()
+        if row < reach:
+            for i in range(1, 4):
+                if row + i * reach < height:
+                    other = tid + i * reach * width
+                    for v in range(lanes):
+                        own_firsts[v] += firsts[v * threads + other]
+                        own_seconds[v] += seconds[v * threads + other]
+    if lanes == 1:
+        return own_firsts[0], own_seconds[0]
+    barrier()  # the tables are used again
+    if row == 0:
         for v in range(lanes):
             firsts[tid * lanes + v] = own_firsts[v]
             seconds[tid * lanes + v] = own_seconds[v]
-    add_up(firsts, seconds, tid, row, lanes, width, height)
-    if lanes > 1:
-        barrier()  # a thread reads a channel that another one has summed
+    barrier()
+    return (firsts[tid], seconds[tid]) if tid < width * lanes else (0.0, 0.0)
 
 
 def rows_moments(dtype, lanes, threads):
-    """Packed moments of x; grid (tiles, splits)."""
+    """Packed moments of x; grid (tiles, splits).
+
+    A thread sums up to `CHUNK` rows in the precision of the registers: deviations from the mean of
+    the first four of these rows, and their squares. Then it refers the sums to the pivot, in
+    float64. By the Cauchy-Schwarz inequality the squares add up to at most `1 + CHUNK / 4` times
+    the m2 of these rows, so its relative error is at most that often the one of a sum.
+    """
     work = KINDS[dtype].work
     load, _ = vector_access(dtype, lanes)
     load_one, _ = number_access(dtype)
@@ -143,10 +184,12 @@ def rows_moments(dtype, lanes, threads):
     def kernel(x, rows, channels, width, splits, group, partials, block_counters, moments):
         firsts = cuda.shared.array(numbers, float64)
         seconds = cuda.shared.array(numbers, float64)
-        flag = cuda.shared.array(1, int32)
         own_firsts = cuda.local.array(lanes, float64)
         own_seconds = cuda.local.array(lanes, float64)
         pivots = cuda.local.array(lanes, work)
+        centers = cuda.local.array(lanes, work)
+        near_firsts = cuda.local.array(lanes, work)
+        near_seconds = cuda.local.array(lanes, work)
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
@@ -166,44 +209,74 @@ def rows_moments(dtype, lanes, threads):
             step = height * channels
             at = r * channels + base
             while r < stop:
-                has1, has2 = r + height < stop, r + 2 * height < stop
-                has3 = r + 3 * height < stop
-                v0 = load(x, at)
-                v1 = load(x, at + step) if has1 else zeros()
-                v2 = load(x, at + 2 * step) if has2 else zeros()
-                v3 = load(x, at + 3 * step) if has3 else zeros()
-                count = int32(1) + int32(has1) + int32(has2) + int32(has3)
-                portion = share if has3 else work(1) / work(count)
-                n = float64(count)
+                n = int32(0)
                 for v in range(lanes):
-                    mean = ((v0[v] + v1[v]) + (v2[v] + v3[v])) * portion
-                    d0 = v0[v] - mean
-                    d1 = v1[v] - mean if has1 else work(0)
-                    d2 = v2[v] - mean if has2 else work(0)
-                    d3 = v3[v] - mean if has3 else work(0)
-                    f = float64((d0 + d1) + (d2 + d3))
-                    s = float64((d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3))
-                    shift = float64(mean) - float64(pivots[v])
-                    own_firsts[v] += f + n * shift
-                    own_seconds[v] += s + shift * (f + f + n * shift)
-                r += UNROLL * height
-                at += UNROLL * step
-        _sum_threads(own_firsts, own_seconds, lanes, tid, row, width, height, firsts, seconds)
+                    near_firsts[v] = work(0)
+                    near_seconds[v] = work(0)
+                while n < CHUNK and r < stop:
+                    v0 = load(x, at)
+                    if r + 3 * height < stop:
+                        v1, v2, v3 = (
+                            load(x, at + step),
+                            load(x, at + 2 * step),
+                            load(x, at + 3 * step),
+                        )
+                        for v in range(lanes):
+                            if n == 0:
+                                centers[v] = ((v0[v] + v1[v]) + (v2[v] + v3[v])) * share
+                            d0, d1 = v0[v] - centers[v], v1[v] - centers[v]
+                            d2, d3 = v2[v] - centers[v], v3[v] - centers[v]
+                            near_firsts[v] += (d0 + d1) + (d2 + d3)
+                            near_seconds[v] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)
+                        n = int32(n + 4)
+                        r += 4 * height
+                        at += 4 * step
+                    else:  # the last rows of the thread
+                        has1, has2 = r + height < stop, r + 2 * height < stop
+                        v1 = load(x, at + step) if has1 else zeros()
+                        v2 = load(x, at + 2 * step) if has2 else zeros()
+                        more = int32(1) + int32(has1) + int32(has2)
+                        portion = work(1) / work(more)
+                        for v in range(lanes):
+                            if n == 0:
+                                centers[v] = ((v0[v] + v1[v]) + v2[v]) * portion
+                            d0 = v0[v] - centers[v]
+                            d1 = v1[v] - centers[v] if has1 else work(0)
+                            d2 = v2[v] - centers[v] if has2 else work(0)
+                            near_firsts[v] += (d0 + d1) + d2
+                            near_seconds[v] += (d0 * d0 + d1 * d1) + d2 * d2
+                        n = int32(n + more)
+                        r = stop
+                count = float64(n)
+                for v in range(lanes):
+                    f, s = float64(near_firsts[v]), float64(near_seconds[v])
+                    shift = float64(centers[v]) - float64(pivots[v])
+                    own_firsts[v] += f + count * shift
+                    own_seconds[v] += s + shift * (f + f + count * shift)
+        first, second = _sum_threads(
+            own_firsts, own_seconds, lanes, tid, row, width, height, int64(threads), firsts, seconds
+        )
         span = width * lanes
-        block = span, tid, int64(threads), firsts, seconds, flag
         if splits > 1:
-            if not _sum_splits(partials, block_counters, tile, k, splits, group, *block):
+            block = span, tid, int64(threads), first, second, firsts, seconds
+            is_last, first, second = _sum_splits(
+                partials, block_counters, tile, k, splits, group, *block
+            )
+            if not is_last:
                 return
         c = tile * span + tid
         if tid < span and c < channels:
             pivot = float64(load_one(x, c))
-            write_moments(moments, channels, c, float64(rows), pivot, firsts[tid], seconds[tid])
+            write_moments(moments, channels, c, float64(rows), pivot, first, second)
 
     return kernel
 
 
 def rows_backward_reduce(dtype, lanes, threads):
-    """Sums of dy and `dy * xhat`, and the gradients of weight and bias; grid (tiles, splits)."""
+    """Sums of dy and `dy * xhat`, and the gradients of weight and bias; grid (tiles, splits).
+
+    A thread adds up to `CHUNK` rows in the precision of the registers, and these sums in float64.
+    """
     work = KINDS[dtype].work
     load, _ = vector_access(dtype, lanes)
     zeros = zeros_of(lanes, work)
@@ -229,10 +302,11 @@ def rows_backward_reduce(dtype, lanes, threads):
     ):
         firsts = cuda.shared.array(numbers, float64)
         seconds = cuda.shared.array(numbers, float64)
-        flag = cuda.shared.array(1, int32)
         own_firsts = cuda.local.array(lanes, float64)
         own_seconds = cuda.local.array(lanes, float64)
         rounded_means = cuda.local.array(lanes, work)
+        near_firsts = cuda.local.array(lanes, work)
+        near_seconds = cuda.local.array(lanes, work)
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
@@ -252,21 +326,37 @@ def rows_backward_reduce(dtype, lanes, threads):
             step = height * channels
             at = r * channels + base
             while r < stop:
-                more = r + height < stop
-                v0, g0 = load(x, at), load(dy, at)
-                v1, g1 = (load(x, at + step), load(dy, at + step)) if more else (zeros(), zeros())
                 for v in range(lanes):
-                    # a missing row has dy = 0, and adds nothing
-                    d1 = v1[v] - rounded_means[v] if more else work(0)
-                    own_firsts[v] += float64(g0[v] + g1[v])
-                    own_seconds[v] += float64(g0[v] * (v0[v] - rounded_means[v]) + g1[v] * d1)
-                r += 2 * height
-                at += 2 * step
-        _sum_threads(own_firsts, own_seconds, lanes, tid, row, width, height, firsts, seconds)
+                    near_firsts[v] = work(0)
+                    near_seconds[v] = work(0)
+                n = int32(0)
+                while n < CHUNK and r < stop:
+                    more = r + height < stop
+                    v0, g0 = load(x, at), load(dy, at)
+                    v1, g1 = (
+                        (load(x, at + step), load(dy, at + step)) if more else (zeros(), zeros())
+                    )
+                    for v in range(lanes):
+                        # a missing row has dy = 0, and adds nothing
+                        d1 = v1[v] - rounded_means[v] if more else work(0)
+                        near_firsts[v] += g0[v] + g1[v]
+                        near_seconds[v] += g0[v] * (v0[v] - rounded_means[v]) + g1[v] * d1
+                    n = int32(n + 2)
+                    r += 2 * height
+                    at += 2 * step
+                for v in range(lanes):
+                    own_firsts[v] += float64(near_firsts[v])
+                    own_seconds[v] += float64(near_seconds[v])
+        first, second = _sum_threads(
+            own_firsts, own_seconds, lanes, tid, row, width, height, int64(threads), firsts, seconds
+        )
         span = width * lanes
-        block = span, tid, int64(threads), firsts, seconds, flag
         if splits > 1:
-            if not _sum_splits(partials, block_counters, tile, k, splits, group, *block):
+            block = span, tid, int64(threads), first, second, firsts, seconds
+            is_last, first, second = _sum_splits(
+                partials, block_counters, tile, k, splits, group, *block
+            )
+            if not is_last:
                 return
         c = tile * span + tid
         if tid < span and c < channels:
@@ -275,8 +365,8 @@ def rows_backward_reduce(dtype, lanes, threads):
                 c,
                 channels,
                 rounded_mean,
-                firsts[tid],
-                seconds[tid],
+                first,
+                second,
                 statistics,
                 weight,
                 weight_code,

@@ -267,25 +267,36 @@ def write_sums(
 
 
 @device
-def add_up(first, second, tid, row, per, width, height):
-    """Sum the rows of two shared tables into their first row, in a fixed order.
-
-    A row is `width` threads with `per` neighbouring numbers each; `row` is the thread's. Every
-    thread calls it. Threads of the first row see their own sums; before a thread reads those of
-    others, a barrier must follow.
-    """
-    stride = width * per
+def top_reach(height):
+    """The smallest power of 4 that is at least `height`."""
     reach = int64(1)
     while reach < height:
-        reach *= 2
+        reach *= 4
+    return reach
+
+
+@device
+def add_up(first, second, tid, row, width, height, firsts, seconds):
+    """`(first, second)`: sums over rows of `width` threads, in the threads of row 0.
+
+    Every thread calls it; `row` is its own, and rows from `height` on do not count. The order of
+    the sums is fixed. A thread keeps its sums in registers; the shared tables, a number per thread,
+    are used again only after a barrier.
+    """
+    reach = top_reach(height)
     while reach > 1:
-        reach >>= 1
+        above = reach
+        reach >>= 2
+        if reach <= row and row < above and row < height:
+            firsts[tid] = first
+            seconds[tid] = second
         barrier()
-        if row < reach and row + reach < height:
-            for v in range(per):
-                i = tid * per + v
-                first[i] += first[i + reach * stride]
-                second[i] += second[i + reach * stride]
+        if row < reach:
+            for i in range(1, 4):
+                if row + i * reach < height:
+                    first += firsts[tid + i * reach * width]
+                    second += seconds[tid + i * reach * width]
+    return first, second
 
 
 @device
@@ -294,12 +305,13 @@ def is_last_block(block_counters, index, blocks, tid, flag):
 
     The last one sees what the others wrote before; it has to `reset` the counter. Every thread
     calls it. A thread that wrote something for the last block calls `fence` before; if other
-    threads than thread 0 wrote, a barrier must follow. `flag`: one shared int32.
+    threads than thread 0 wrote, a barrier must follow. `flag`: a shared table of `add_up`, which
+    leaves the first number to thread 0.
     """
     if tid == 0:
-        flag[0] = int32(count_up(block_counters, index) == blocks - 1)
+        flag[0] = 1.0 if count_up(block_counters, index) == blocks - 1 else 0.0
     barrier()
-    if flag[0] == 0:
+    if flag[0] == 0.0:
         return False
     fence()
     return True

@@ -137,7 +137,8 @@ class Device:
         return 0 if 0 <= ordinal < self.devices else OUT_OF_RANGE
 
     def _deviceGetAttribute(self, value: int, attribute: int, device: int) -> None:  # noqa: N802
-        c_int.from_address(value).value = self.capability[attribute - 75]
+        known = {16: 132, 75: self.capability[0], 76: self.capability[1]}  # as an H100
+        c_int.from_address(value).value = known[attribute]
 
     def _devicePrimaryCtxRetain(self, context: int, device: int) -> None:  # noqa: N802
         c_void_p.from_address(context).value = _CONTEXT + device

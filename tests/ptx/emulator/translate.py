@@ -395,6 +395,22 @@ class _Writer:
         _needs_a_register(item)
         self.assign(to, dtype, f"{a} * {b} + {c}")
 
+    def write_bfi(self, item: Instruction, parts: list[str]) -> None:
+        _, kind = parts
+        dtype = TYPES[kind]
+        to, a, b, start, length = item.operands
+        if not isinstance(start, Number) or not isinstance(length, Number):
+            raise ValueError("only a field that is known")
+        field, bits = int(start.value), 8 * dtype.itemsize
+        if not 0 <= field < bits or not 0 < int(length.value) <= bits - field:
+            raise ValueError(f"a field within {bits} bits")
+        mask = ((1 << int(length.value)) - 1) << field
+        word = f"np.{dtype.name}"
+        inserted = f"({self.value(a, dtype)} << {word}({field})) & {word}({mask})"
+        others = f"{self.value(b, dtype)} & {word}({mask ^ ((1 << bits) - 1)})"
+        _needs_a_register(item)
+        self.assign(to, dtype, f"({inserted}) | ({others})")
+
     def write_div(self, item: Instruction, parts: list[str]) -> None:
         if parts[1] == "rn":
             self.write_plain(item, parts)
