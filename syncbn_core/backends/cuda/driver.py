@@ -287,8 +287,31 @@ def _load(source: Source, device: int) -> Kernel:
 
 
 def missing() -> list[str]:
-    """What the kernels need and this machine lacks, each as a text with its remedy."""
-    return [*_missing_devices(), *_missing_packages()]
+    """What the kernels need and this machine lacks, each as a text with its remedy.
+
+    If nothing is missing, it compiles and loads one small kernel on each type of device: packages
+    may be installed whose versions do not fit together, or not the driver.
+    """
+    return [*_missing_devices(), *_missing_packages()] or _failing_compiler()
+
+
+def _failing_compiler() -> list[str]:
+    from syncbn_core.backends.cuda.grid import source
+    from syncbn_core.kernels.cuda.constants import THREADS
+
+    smallest = source("merge_parts", "float64", 1, False, THREADS)
+    devices = {capability: device for device, capability in enumerate(_capabilities())}
+    for capability, device in devices.items():
+        if capability >= OLDEST:
+            try:
+                kernel_for(smallest, device)
+            except BackendError as error:
+                return [
+                    f"kernels can't be compiled and loaded here: {error}; the versions of numba, "
+                    "numba-cuda, NumPy and the CUDA packages may not fit together (tested ones are "
+                    "in constraints.txt)"
+                ]
+    return []
 
 
 def require() -> None:
