@@ -20,6 +20,14 @@ per thread (measured forward and backward, on one thread and on two; docs/speed.
     float32, float64; contiguous, 3-D or more        150,000
     16 bits; contiguous, at most 64 per channel      500,000
     any, where madvise gives huge pages              24 MiB in all
+
+On a GPU of compute capability 9.0 (measured on an H100; docs/speed.md), from 128 MiB in all:
+
+    bfloat16                                         any layout
+    other dtypes; contiguous, 3-D or more            784 elements per sample and channel
+
+Smaller layers take longer to launch than to run, and torch launches faster. No other type of GPU
+has been measured, so there torch's kernel stays.
 """
 
 from __future__ import annotations
@@ -65,6 +73,8 @@ KERNEL_SIZE = 150_000
 KERNEL_SIZE_16_BITS = 500_000
 HUGE_SIZE = 24 << 20
 SHORT = 64
+CUDA_SIZE = 128 << 20
+CUDA_PLANE = 784
 
 _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
 
@@ -175,7 +185,18 @@ def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
         return True  # transforms can't see into our kernels
     if _ours_always.get():
         return False
+    if x.is_cuda:
+        return not (_is_large_on_device(x) and cuda.measured(x))
     return not (_is_large(x) and memory.takes(x))
+
+
+def _is_large_on_device(x: Tensor) -> bool:
+    """Whether our CUDA kernels are faster than torch's on an H100 (see the table above)."""
+    if x.numel() * x.element_size() < CUDA_SIZE:
+        return False
+    if x.dtype is torch.bfloat16:
+        return True
+    return x.is_contiguous() and x.numel() >= CUDA_PLANE * x.shape[0] * x.shape[1]
 
 
 def _is_large(x: Tensor) -> bool:

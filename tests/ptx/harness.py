@@ -261,6 +261,7 @@ def cases(form: str, dtype: str) -> list[Case]:
             Case(form, 700, 3 * lanes),
             Case(form, 30, 37 * lanes, splits=(70, 70), tall=True),
             Case(form, 90, 16 * lanes, splits=(40, 1), tall=True),
+            Case(form, 90, 16 * lanes, splits=(70, 1)),
             Case(form, 700, 16 * lanes, tall=True),
             Case(form, 1, lanes),
             Case(form, 70, 16 * lanes),

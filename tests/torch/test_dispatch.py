@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from syncbn_core.backends.cuda import driver
 from syncbn_core.moments import NormRule
-from syncbn_torch.backends import memory
+from syncbn_torch import dispatch
+from syncbn_torch.backends import cuda, memory
 from syncbn_torch.dispatch import (
+    CUDA_PLANE,
+    CUDA_SIZE,
     HUGE_SIZE,
     KERNEL_SIZE,
     KERNEL_SIZE_16_BITS,
@@ -68,3 +72,40 @@ def test_clamp_and_always_ours_never_go_to_torch() -> None:
     assert not torch_is_faster(x, NormRule(1e-5, "clamp"))
     with always_ours():
         assert not goes_to_torch(x)
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.float32, last: bool = False) -> bool:
+    """Whether a tensor on a GPU goes to our kernels, by its shape; meta tensors have no memory."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    return dispatch._is_large_on_device(x.to(memory_format=torch.channels_last) if last else x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_on_an_h100_large_planes_go_to_our_kernels(dtype: torch.dtype) -> None:
+    samples = CUDA_SIZE // dtype.itemsize // (64 * CUDA_PLANE) + 1
+    assert on_device(samples, 64, 28, 28, dtype=dtype)
+    assert not on_device(samples - 1, 64, 28, 28, dtype=dtype)
+    assert not on_device(samples, 64, 28, 28, dtype=dtype, last=True)
+    assert not on_device(5 * samples, 64, 14, 14, dtype=dtype)
+
+
+def test_on_an_h100_all_large_bfloat16_goes_to_our_kernels() -> None:
+    samples = CUDA_SIZE // 2 // (64 * 49)
+    for last in (True, False):
+        assert on_device(samples + 1, 64, 7, 7, dtype=torch.bfloat16, last=last)
+        assert not on_device(samples - 1, 64, 7, 7, dtype=torch.bfloat16, last=last)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), None])
+def test_a_gpu_that_nobody_measured_keeps_the_kernel_of_torch(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`None`: the kernels can't run; then nothing warns of it, as torch's kernel is no fallback."""
+    monkeypatch.setattr(driver, "missing", lambda: [] if capability else ["a package"])
+    monkeypatch.setattr(driver, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(cuda, "takes", lambda tensor: True)
+    cuda._capability.cache_clear()
+    try:
+        assert cuda.measured(torch.empty(1)) is (capability == (9, 0))
+    finally:
+        cuda._capability.cache_clear()

@@ -23,10 +23,11 @@ from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_torch._torch_private import current_raw_stream
 from syncbn_torch.backends import plain
 
-__all__ = ["OPERATIONS", "TensorDeviceMemory", "takes"]
+__all__ = ["OPERATIONS", "TensorDeviceMemory", "measured", "takes"]
 
 _NAMES = {getattr(torch, name): name for name in (*SIZES, "int32", "int64")}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+MEASURED = (9, 0)  # compute capability
 _NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 
 
@@ -45,6 +46,19 @@ def takes(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and _ready(tensor.device.index, tensor.dtype)
     )
+
+
+def measured(tensor: Tensor) -> bool:
+    """Whether the kernels support this tensor and were timed on this type of GPU (an H100).
+
+    Does not warn: torch's kernel is as good an answer.
+    """
+    return _capability(tensor.device.index) == MEASURED and takes(tensor)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int] | None:
+    return None if driver.missing() else driver.compute_capability(device)
 
 
 @cache

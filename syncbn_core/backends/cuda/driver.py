@@ -300,16 +300,17 @@ def _failing_compiler() -> list[str]:
     from syncbn_core.kernels.cuda.constants import THREADS
 
     smallest = source("merge_parts", "float64", 1, False, THREADS)
-    devices = {capability: device for device, capability in enumerate(_capabilities())}
-    for capability, device in devices.items():
-        if capability >= OLDEST:
+    tried: set[tuple[int, int]] = set()
+    for device, capability in enumerate(_capabilities()):
+        if capability >= OLDEST and capability not in tried:
+            tried.add(capability)
             try:
                 kernel_for(smallest, device)
             except BackendError as error:
                 return [
                     f"kernels can't be compiled and loaded here: {error}; the versions of numba, "
-                    "numba-cuda, NumPy and the CUDA packages may not fit together (tested ones are "
-                    "in constraints.txt)"
+                    "numba-cuda, NumPy and the CUDA packages may not fit together (docs/gpu.md "
+                    "names some that do)"
                 ]
     return []
 
