@@ -18,6 +18,7 @@ __all__ = [
     "backward_task",
     "cudnn_enabled",
     "current_raw_stream",
+    "current_stream_number",
     "disable_tracing",
     "forward_ad_active",
     "function_transforms_active",
@@ -40,9 +41,16 @@ cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 # The handle of the current stream of a CUDA device, given its index; None in builds without CUDA:
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
+
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+def current_stream_number(index: int) -> int:
+    """torch's number of the current stream of a device; of a stream made elsewhere, its handle."""
+    return int(_current_stream(index)[0])
 
 
 def run_after_backward(callback: Callable[[], None]) -> None:

@@ -21,13 +21,13 @@ per thread (measured forward and backward, on one thread and on two; docs/speed.
     16 bits; contiguous, at most 64 per channel      500,000
     any, where madvise gives huge pages              24 MiB in all
 
-On a GPU of compute capability 9.0 (measured on an H100; docs/speed.md), from 128 MiB in all:
+On a GPU of compute capability 9.0 (measured on an H100; docs/speed.md), from 192 MiB in all:
 
-    bfloat16                                         any layout
-    other dtypes; contiguous, 3-D or more            784 elements per sample and channel
+    32 or 16 bits; contiguous, 3-D or more           784 elements per sample and channel
+    bfloat16; channels_last                          a multiple of 8 channels
 
-Smaller layers take longer to launch than to run, and torch launches faster. No other type of GPU
-has been measured, so there torch's kernel stays.
+Our launches take longer on the host than torch's; from this size on the device takes longer still.
+No other type of GPU has been measured, so there torch's kernel stays.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ KERNEL_SIZE = 150_000
 KERNEL_SIZE_16_BITS = 500_000
 HUGE_SIZE = 24 << 20
 SHORT = 64
-CUDA_SIZE = 128 << 20
+CUDA_SIZE = 192 << 20
 CUDA_PLANE = 784
 
 _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
@@ -192,11 +192,12 @@ def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
 
 def _is_large_on_device(x: Tensor) -> bool:
     """Whether our CUDA kernels are faster than torch's on an H100 (see the table above)."""
-    if x.numel() * x.element_size() < CUDA_SIZE:
+    if x.numel() * x.element_size() < CUDA_SIZE or x.dtype is torch.float64:
         return False
-    if x.dtype is torch.bfloat16:
-        return True
-    return x.is_contiguous() and x.numel() >= CUDA_PLANE * x.shape[0] * x.shape[1]
+    if x.is_contiguous():
+        return x.numel() >= CUDA_PLANE * x.shape[0] * x.shape[1]
+    rows = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return rows and x.dtype is torch.bfloat16 and x.shape[1] % 8 == 0
 
 
 def _is_large(x: Tensor) -> bool:

@@ -118,6 +118,9 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     def forget() -> None:
         driver._driver.cache_clear()
         driver.compute_capability.cache_clear()
+        driver.multiprocessor_count.cache_clear()
+        driver.compile_failure.cache_clear()
+        driver._compiled.clear()
         monkeypatch.setattr(driver, "_kernels", {})
         monkeypatch.setattr(driver, "_loaded", {})
 
@@ -520,6 +523,17 @@ def test_other_compiler_compiles_anew(machine: Machine, monkeypatch: pytest.Monk
 def test_installed_compilers_are_told_apart() -> None:
     assert f"numba {metadata.version('numba')}" in compiler.versions()
     assert find_spec("numba_cuda") is None or "numba-cuda" in str(compiler.versions())
+
+
+def test_toolkits_are_told_apart_where_no_package_has_nvvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_COMPILERS", ("numba",))
+    found = set()
+    for toolkit in ("/opt/cuda-13.0", "/opt/cuda-13.1"):
+        monkeypatch.setenv("CUDA_HOME", toolkit)
+        compiler.versions.cache_clear()
+        found.add(compiler.versions())
+    compiler.versions.cache_clear()
+    assert len(found) == 2
 
 
 def test_other_capability_has_another_file(machine: Machine) -> None:

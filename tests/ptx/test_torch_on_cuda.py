@@ -146,6 +146,9 @@ class Memory(cuda.TensorDeviceMemory):
     def is_captured(self, stream):
         return self.gpu.here.captures
 
+    def keeps_stream(self, stream):
+        return True
+
     def pointer(self, array):
         return self.gpu.pointer(array)
 

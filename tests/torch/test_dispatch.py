@@ -89,11 +89,28 @@ def test_on_an_h100_large_planes_go_to_our_kernels(dtype: torch.dtype) -> None:
     assert not on_device(5 * samples, 64, 14, 14, dtype=dtype)
 
 
-def test_on_an_h100_all_large_bfloat16_goes_to_our_kernels() -> None:
-    samples = CUDA_SIZE // 2 // (64 * 49)
+def test_on_an_h100_large_bfloat16_goes_to_our_kernels_in_channels_last_too() -> None:
+    samples = CUDA_SIZE // 2 // (64 * CUDA_PLANE) + 1
     for last in (True, False):
-        assert on_device(samples + 1, 64, 7, 7, dtype=torch.bfloat16, last=last)
-        assert not on_device(samples - 1, 64, 7, 7, dtype=torch.bfloat16, last=last)
+        assert on_device(samples, 64, 28, 28, dtype=torch.bfloat16, last=last)
+        assert not on_device(samples - 2, 64, 28, 28, dtype=torch.bfloat16, last=last)
+    assert not on_device(samples, 65, 28, 28, dtype=torch.bfloat16, last=True)
+
+
+def test_on_an_h100_nothing_that_was_not_timed_goes_to_our_kernels() -> None:
+    assert not on_device(CUDA_SIZE, 64, dtype=torch.bfloat16)
+    assert not on_device(CUDA_SIZE // (64 * CUDA_PLANE), 64, 28, 28, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_in_a_captured_graph_torch_keeps_its_kernel_until_ours_are_loaded(
+    loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(driver, "has_loaded", lambda device: loaded)
+    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "takes", lambda tensor: True)
+    assert cuda.measured(torch.empty(1)) is loaded
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), None])
@@ -103,6 +120,7 @@ def test_a_gpu_that_nobody_measured_keeps_the_kernel_of_torch(
     """`None`: the kernels can't run; then nothing warns of it, as torch's kernel is no fallback."""
     monkeypatch.setattr(driver, "missing", lambda: [] if capability else ["a package"])
     monkeypatch.setattr(driver, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(driver, "compile_failure", lambda capability: None)
     monkeypatch.setattr(cuda, "takes", lambda tensor: True)
     cuda._capability.cache_clear()
     try:

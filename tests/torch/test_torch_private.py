@@ -176,6 +176,19 @@ def test_current_raw_stream_gives_the_stream_of_kernels() -> None:
             assert private.current_raw_stream(torch.cuda.current_device()) == current
 
 
+def test_current_stream_number_tells_streams_of_others() -> None:
+    """Without it, two streams may count in the same numbers, and sums may be wrong."""
+    if torch.backends.cuda.is_built():
+        assert private._current_stream is not None
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        own = torch.cuda.Stream()
+        with torch.cuda.stream(own):
+            assert private.current_stream_number(index) != own.cuda_stream
+        with torch.cuda.stream(torch.cuda.ExternalStream(own.cuda_stream)):
+            assert private.current_stream_number(index) == own.cuda_stream
+
+
 def test_is_tracing_is_true_while_torch_compile_works() -> None:
     """Without it, `originals.watching` may change between two traces of one forward."""
     seen: list[bool] = []

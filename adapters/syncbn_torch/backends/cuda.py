@@ -20,7 +20,7 @@ from syncbn_core.backends.cuda import driver
 from syncbn_core.backends.cuda.grid import SIZES
 from syncbn_core.backends.cuda.operations import CudaOperations
 from syncbn_core.layout import Layout, layout_of_strides
-from syncbn_torch._torch_private import current_raw_stream
+from syncbn_torch._torch_private import current_raw_stream, current_stream_number
 from syncbn_torch.backends import plain
 
 __all__ = ["OPERATIONS", "TensorDeviceMemory", "measured", "takes"]
@@ -51,33 +51,50 @@ def takes(tensor: Tensor) -> bool:
 def measured(tensor: Tensor) -> bool:
     """Whether the kernels support this tensor and were timed on this type of GPU (an H100).
 
-    Does not warn: torch's kernel is as good an answer.
+    Does not warn: torch's kernel is as good an answer. It is the answer, too, while a CUDA graph is
+    captured before any kernel was loaded, because nothing can be loaded then.
     """
-    return _capability(tensor.device.index) == MEASURED and takes(tensor)
+    index = tensor.device.index
+    if torch.cuda.is_current_stream_capturing() and not driver.has_loaded(index):
+        return False
+    return _capability(index) == MEASURED and takes(tensor)
 
 
 @cache
 def _capability(device: int) -> tuple[int, int] | None:
-    return None if driver.missing() else driver.compute_capability(device)
+    if driver.missing():
+        return None
+    capability = driver.compute_capability(device)
+    return None if driver.compile_failure(capability) else capability
 
 
 @cache
 def _ready(device: int, dtype: torch.dtype) -> bool:
     # the instruction that rounds to bfloat16 needs compute capability 8.0
     oldest = (8, 0) if dtype is torch.bfloat16 else driver.OLDEST
-    return not _missing() and driver.compute_capability(device) >= oldest
+    capability = driver.compute_capability(device) if not _missing() else (0, 0)
+    return capability >= oldest and not _fails(capability)
 
 
 @cache
 def _missing() -> tuple[str, ...]:
     lacks = tuple(driver.missing())
     if lacks:
-        warnings.warn(
-            "syncbn uses plain torch operations for CUDA tensors, which is slow, because "
-            + "; ".join(lacks),
-            stacklevel=2,
-        )
+        _warn("CUDA tensors", "; ".join(lacks))
     return lacks
+
+
+@cache
+def _fails(capability: tuple[int, int]) -> bool:
+    failure = driver.compile_failure(capability)
+    if failure is not None:
+        _warn("tensors on GPUs of compute capability {}.{}".format(*capability), failure)
+    return failure is not None
+
+
+def _warn(tensors: str, reason: str) -> None:
+    text = f"syncbn uses plain torch operations for {tensors}, which is slow, because {reason}"
+    warnings.warn(text, stacklevel=3)
 
 
 class TensorDeviceMemory:
@@ -108,7 +125,8 @@ class TensorDeviceMemory:
         return torch.empty(shape, dtype=_DTYPES[dtype], device=_device(index))
 
     def keeps_stream(self, stream: int) -> bool:
-        return True  # torch never destroys the streams of its pool
+        # torch keeps the streams of its pool; those of others have their handle as their number
+        return bool(current_stream_number(torch.cuda.current_device()) != stream)
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
         return torch.zeros(shape, dtype=_DTYPES[dtype], device=_device(index))

@@ -218,10 +218,14 @@ _COMPILERS = (
 
 @cache
 def versions() -> tuple[str, ...]:
+    """What the compiled code depends on besides its source: of Python and of each compiler."""
     found = [f"python {sys.version_info.major}.{sys.version_info.minor}"]
     for name in _COMPILERS:
         with suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
+    if not any("nvvm" in each or "nvcc" in each for each in found):  # then a toolkit's NVVM is used
+        toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+        found.append(f"toolkit {os.path.realpath(toolkit)}")  # such as /usr/local/cuda-13.0
     return tuple(found)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from syncbn_core.backends.cuda.compiler import (
     INSTALL,
+    Code,
     Source,
     cache_file,
     compile_source,
@@ -180,6 +181,7 @@ def multiprocessor_count(device: int) -> int:
 _lock = threading.Lock()
 _kernels: dict[tuple[str, int], Kernel] = {}
 _loaded: dict[tuple[str, tuple[int, int]], _Loaded] = {}
+_compiled: dict[tuple[str, tuple[int, int]], Code] = {}  # by `compile_failure`, not yet loaded
 
 
 class _Loaded:
@@ -271,7 +273,8 @@ def _load(source: Source, device: int) -> Kernel:
     if loaded is None:
         path = cache_file(source, capability)
         kept = stored(path)
-        code = kept or compile_source(source, capability)
+        made = _compiled.pop((source.key, capability), None)
+        code = kept or made or compile_source(source, capability)
         try:
             loaded = _Loaded(driver, code.entry, code.image)
             loaded.here(device)
@@ -289,30 +292,42 @@ def _load(source: Source, device: int) -> Kernel:
 def missing() -> list[str]:
     """What the kernels need and this machine lacks, each as a text with its remedy.
 
-    If nothing is missing, it compiles and loads one small kernel on each type of device: packages
-    may be installed whose versions do not fit together, or not the driver.
+    If nothing is missing, it compiles one small kernel: versions of the packages may not fit
+    together.
     """
-    return [*_missing_devices(), *_missing_packages()] or _failing_compiler()
+    lacks = [*_missing_devices(), *_missing_packages()]
+    if lacks:
+        return lacks
+    types = {capability for capability in _capabilities() if capability >= OLDEST}
+    failures = [compile_failure(capability) for capability in sorted(types)]
+    return [] if None in failures else [failure for failure in failures[:1] if failure]
 
 
-def _failing_compiler() -> list[str]:
+@cache
+def compile_failure(capability: tuple[int, int]) -> str | None:
+    """Why no kernel can be compiled for devices of this capability; None if a small one can.
+
+    Loads nothing, so it needs no context, and may be asked while a CUDA graph is captured.
+    """
     from syncbn_core.backends.cuda.grid import source
     from syncbn_core.kernels.cuda.constants import THREADS
 
     smallest = source("merge_parts", "float64", 1, False, THREADS)
-    tried: set[tuple[int, int]] = set()
-    for device, capability in enumerate(_capabilities()):
-        if capability >= OLDEST and capability not in tried:
-            tried.add(capability)
-            try:
-                kernel_for(smallest, device)
-            except BackendError as error:
-                return [
-                    f"kernels can't be compiled and loaded here: {error}; the versions of numba, "
-                    "numba-cuda, NumPy and the CUDA packages may not fit together (docs/gpu.md "
-                    "names some that do)"
-                ]
-    return []
+    path = cache_file(smallest, capability)
+    if stored(path) is None:
+        try:
+            _compiled[smallest.key, capability] = compile_source(smallest, capability)
+        except BackendError as error:
+            return (
+                f"{error}; the versions of numba, numba-cuda, NumPy and the CUDA packages may not "
+                "fit together (docs/gpu.md names some that do)"
+            )
+    return None
+
+
+def has_loaded(device: int) -> bool:
+    """Whether kernels have been loaded for a device."""
+    return any(index == device for _, index in list(_kernels))
 
 
 def require() -> None:

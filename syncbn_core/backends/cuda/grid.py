@@ -53,9 +53,9 @@ __all__ = [
 
 Pointer = Any  # an int on a device
 
-# The wanted number of blocks of a reduction, per multiprocessor: as many as run at once
+# The wanted number of blocks of a reduction, per multiprocessor: about as many as run at once
 # (`_min_blocks`), because a block takes about 2 us besides reading, and the last one adds the sums
-# of all others. Measured on an H100: twice as many took up to 1.5 times as long.
+# of all others. On an H100 twice as many took up to 1.5 times as long.
 PLANE_BLOCKS = 4
 ROW_BLOCKS = {1: 3, 2: 3, 4: 3, 8: 2}  # by lanes
 LONE_GROUP = 64  # one block adds up to so many partial sums of rows; more are added in groups

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 THREADS: Final = 256  # per block
-UNROLL: Final = 4  # vectors that a thread loads at once
-CHUNK: Final = 32  # rows that a thread sums in the precision of the registers
+UNROLL: Final = 4  # vectors of a thread per step of a reduction, or per piece
+CHUNK: Final = 32  # rows, or UNROLL values, that a thread sums in the precision of the registers
 VECTOR: Final = 16  # bytes
 MIN_INNER: Final = 16  # elementwise kernels read shorter planes number by number
 TABLE: Final = 520  # most planes that a block of an elementwise kernel has numbers of

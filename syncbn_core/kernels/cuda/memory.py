@@ -43,7 +43,6 @@ __all__ = [
     "small_quotient",
     "store_f64",
     "store_parameter",
-    "sum_of_lanes",
     "vector_access",
     "write_count",
     "zeros_of",
@@ -86,35 +85,6 @@ def each_lane(lanes, function):
             )
 
     return apply
-
-
-def sum_of_lanes(lanes):
-    """A function that adds the numbers of a tuple."""
-    if lanes == 1:
-
-        @device
-        def add(t):
-            return t[0]
-
-    elif lanes == 2:
-
-        @device
-        def add(t):
-            return t[0] + t[1]
-
-    elif lanes == 4:
-
-        @device
-        def add(t):
-            return (t[0] + t[1]) + (t[2] + t[3])
-
-    else:
-
-        @device
-        def add(t):
-            return ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]))
-
-    return add
 
 
 def zeros_of(lanes, work):

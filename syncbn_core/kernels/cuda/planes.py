@@ -1,14 +1,14 @@
 """CUDA kernels for planes: `[A, C, B]` with a channel's numbers in runs of B > 1.
 
-Reductions: a block per (channel, split of it). Its threads walk over *slots* of 16 bytes. A thread
-takes four slots at a time, keeps their numbers in registers, and sums first the numbers and then
-their deviations from their own mean (the corrected two-pass algorithm). It converts these sums, in
-float64, to deviations from the pivot of the channel, and adds them to its own. The block that
-finishes last adds the sums of the splits in their order. So sums depend on the shape alone, and
-are the same on every run.
+Reductions: a block per (channel, split of it). Its threads walk over *slots* of 16 bytes, four at
+a time. A thread sums chunks of them in the precision of its registers: deviations from the mean of
+the first numbers of the chunk, and the squares of these deviations. In float64 it refers these sums
+to the pivot of the channel, and adds them to its own. The block that finishes last adds the sums of
+the splits in their order. So sums depend on the plan alone, and are the same on every run.
 
-Where planes do not begin at multiples of 16 bytes (`ragged`), slots do: then the first and the
-last slot of a plane are only partly its own, and those numbers are read one by one.
+Where planes do not begin at multiples of 16 bytes (`ragged`), slots do. Then a plane shares the
+slots at its two ends with its neighbours. Threads read these after all others: the whole slot,
+without the numbers of the neighbour.
 
 Elementwise kernels treat the whole activation as one run. Each block has a piece of it, and the
 last piece comes first: what the reduction has read last is still in the L2 cache.
@@ -45,7 +45,7 @@ from syncbn_core.kernels.cuda.statistics import (
     write_sums,
 )
 
-float32, float64, int32, int64 = types.float32, types.float64, types.int32, types.int64
+float64, int32, int64 = types.float64, types.int32, types.int64
 
 LONG_PLANE = 1 << 31  # far longer than a piece
 
@@ -201,7 +201,8 @@ def planes_moments(dtype, lanes, ragged, threads):
 
     A thread sums some `CHUNK * UNROLL` numbers in the precision of the registers: deviations from
     the mean of the first of them, and their squares. Then it refers the sums to the pivot of the
-    channel, in float64. The error is bounded as in `rows_moments`.
+    channel, in float64. The error is bounded as in `rows_moments`, where n is at most 152 and g is
+    32 or 16 (16 bits, float32), but may be one slot where planes are ragged: then 110 times.
     """
     work = KINDS[dtype].work
     load_one, _ = number_access(dtype)
@@ -428,7 +429,8 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
 def _plane_of(at, inner):
     """`(plane, left)`: the plane of number `at`, and how many numbers of it are left from there.
 
-    `at` counts from the first plane of a piece, so it is less than a piece beyond `inner` or small.
+    `at` counts from the first plane of a piece. So it is less than a piece, or exceeds `inner` by
+    less than a piece.
     """
     if at < inner:
         i = int64(0)

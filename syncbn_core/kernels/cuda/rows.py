@@ -39,7 +39,7 @@ from syncbn_core.kernels.cuda.statistics import (
     write_sums,
 )
 
-float32, float64, int32, int64 = types.float32, types.float64, types.int32, types.int64
+float64, int32, int64 = types.float64, types.int32, types.int64
 
 
 @device
@@ -169,10 +169,11 @@ def _sum_threads(own_firsts, own_seconds, lanes, tid, row, width, height, thread
 def rows_moments(dtype, lanes, threads):
     """Packed moments of x; grid (tiles, splits).
 
-    A thread sums up to `CHUNK` rows in the precision of the registers: deviations from the mean of
-    the first four of these rows, and their squares. Then it refers the sums to the pivot, in
-    float64. By the Cauchy-Schwarz inequality the squares add up to at most `1 + CHUNK / 4` times
-    the m2 of these rows, so its relative error is at most that often the one of a sum.
+    A thread sums up to about `CHUNK` rows in the precision of the registers: deviations from the
+    mean of the first four of these rows, and their squares. Then it refers the sums to the pivot,
+    in float64. The squares of n deviations from the mean of g values add up to at most `1 + n / g`
+    times the m2 of the n values (Cauchy-Schwarz). So the relative error of that m2 is at most some
+    `3 * (1 + n / g)` times the one of a sum of n numbers of one sign: here 30 times.
     """
     work = KINDS[dtype].work
     load, _ = vector_access(dtype, lanes)

@@ -280,8 +280,8 @@ def add_up(first, second, tid, row, width, height, firsts, seconds):
     """`(first, second)`: sums over rows of `width` threads, in the threads of row 0.
 
     Every thread calls it; `row` is its own, and rows from `height` on do not count. The order of
-    the sums is fixed. A thread keeps its sums in registers; the shared tables, a number per thread,
-    are used again only after a barrier.
+    the sums is fixed. A thread keeps its sums in registers. Row 0 writes nothing to the shared
+    tables, which have a number per thread; call a barrier before you write to their other places.
     """
     reach = top_reach(height)
     while reach > 1:

@@ -227,6 +227,9 @@ def emulated(capability: tuple[int, int] = (9, 0), devices: int = 2) -> Iterator
     def clear() -> None:
         driver._driver.cache_clear()
         driver.compute_capability.cache_clear()
+        driver.multiprocessor_count.cache_clear()
+        driver.compile_failure.cache_clear()
+        driver._compiled.clear()
         driver._kernels.clear()
         driver._loaded.clear()
 
