@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from syncbn_core.backends.cuda import compiler, driver
+from syncbn_core.backends.cuda import compiler, driver, grid
 from syncbn_core.backends.cuda.compiler import Code, Source
 from syncbn_core.errors import BackendError
 
@@ -630,6 +630,46 @@ def only_missing() -> str:
 def test_nothing_is_missing(equipped: Machine) -> None:
     assert driver.missing() == []
     driver.require()
+
+
+def failing_for(machine: Machine, monkeypatch: pytest.MonkeyPatch, *old: tuple[int, int]) -> None:
+    """The compiler fails for these capabilities."""
+    compile_source = driver.compile_source
+
+    def some(source: Source, capability: tuple[int, int]) -> Code:
+        if capability in old:
+            raise BackendError("module 'numpy' has no attribute 'row_stack'")
+        return compile_source(source, capability)
+
+    monkeypatch.setattr(driver, "compile_source", some)
+
+
+def test_a_compiler_that_fails_is_missing(
+    equipped: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_for(equipped, monkeypatch, (9, 0))
+    (sentence,) = driver.missing()
+    assert "row_stack" in sentence
+    assert "may not fit together" in sentence
+
+
+def test_a_type_of_device_that_fails_leaves_the_others(
+    equipped: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equipped.stub.set_capabilities(75, 90)
+    failing_for(equipped, monkeypatch, (7, 5))
+    assert driver.missing() == []
+    assert "row_stack" in str(driver.compile_failure((7, 5)))
+    assert driver.compile_failure((9, 0)) is None
+
+
+def test_to_ask_what_is_missing_loads_nothing_and_makes_no_context(equipped: Machine) -> None:
+    assert driver.missing() == []
+    assert (equipped.stub.loads, equipped.stub.retained) == (0, 0)
+    assert not driver.has_loaded(0)
+    driver.kernel_for(grid.source("merge_parts", "float64", 1, False, grid.THREADS), 0)
+    assert len(equipped.compiler.calls) == 1, "what was compiled to see if it works is used"
+    assert driver.has_loaded(0)
 
 
 def test_missing_driver(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ def test_a_gpu_that_nobody_measured_keeps_the_kernel_of_torch(
     capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`None`: the kernels can't run; then nothing warns of it, as torch's kernel is no fallback."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(driver, "missing", lambda: [] if capability else ["a package"])
     monkeypatch.setattr(driver, "compute_capability", lambda device: capability)
     monkeypatch.setattr(driver, "compile_failure", lambda capability: None)
