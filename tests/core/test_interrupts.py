@@ -129,6 +129,7 @@ def interrupt():
         pass
     os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 x = np.random.default_rng(0).normal(size=(6, 3, 4))
 threading.Thread(target=interrupt, daemon=True).start()
 try:
