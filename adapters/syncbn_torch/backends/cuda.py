@@ -51,8 +51,8 @@ def takes(tensor: Tensor) -> bool:
 def measured(tensor: Tensor) -> bool:
     """Whether the kernels support this tensor and were timed on this type of GPU (an H100).
 
-    Does not warn: torch's kernel is as good an answer. It is the answer, too, while a CUDA graph is
-    captured before any kernel was loaded, because nothing can be loaded then.
+    False while a CUDA graph is captured, unless kernels have been loaded before: nothing can be
+    loaded during a capture. Does not warn, because torch's kernel does the work instead.
     """
     index = tensor.device.index
     if torch.cuda.is_current_stream_capturing() and not driver.has_loaded(index):
@@ -125,7 +125,7 @@ class TensorDeviceMemory:
         return torch.empty(shape, dtype=_DTYPES[dtype], device=_device(index))
 
     def keeps_stream(self, stream: int) -> bool:
-        # torch keeps the streams of its pool; those of others have their handle as their number
+        # torch never destroys its pool's streams; one made elsewhere has its handle as number
         return bool(current_stream_number(torch.cuda.current_device()) != stream)
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
