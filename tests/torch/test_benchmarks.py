@@ -45,6 +45,16 @@ def test_dry_run_of_the_benchmark_measures_every_contender_and_says_it_is_none(
     assert "Targets" in shown.stdout
 
 
+def test_the_table_in_the_docs_is_that_of_the_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = max(FOLDER.glob("results/gpu-*-H100-*-809ee92.json"))
+    picture = tmp_path / "picture.png"
+    done = run("gpu_plot.py", str(results), str(picture))
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert done.stdout in (FOLDER.parent / "docs" / "speed.md").read_text(encoding="utf-8")
+
+
 def test_fodder_for_the_sanitizer_is_right_on_the_cpu() -> None:
     done = run("gpu_sanitize.py", "--device", "cpu", "--seconds", "10")  # as many as fit
     assert done.returncode == 0, done.stdout
