@@ -2,7 +2,7 @@
  *
  * It runs nothing: it notes what was launched. The variables `stub_*` are set and read by
  * test_driver.py. Handles need more than 32 bits, a parameter is 8 bytes, and what a context or a
- * module owns is good nowhere else. With -DWITHOUT_LIBRARIES it is older than CUDA 12.
+ * module owns is good nowhere else.
  */
 
 #include <stdint.h>
@@ -14,7 +14,7 @@ enum { DEVICES = 2, PARAMETERS = 8, LAUNCHES = 1 << 15, LOADS = 64 };
 
 #define HANDLE(kind, number) ((void *)(((uint64_t)(kind) << 40) + 0x100000000 + 8 * (number)))
 #define CONTEXT(device) HANDLE(1, device)
-#define MODULE(load) HANDLE(2, load)
+#define LIBRARY(load) HANDLE(2, load)
 #define KERNEL(load) HANDLE(3, load)
 
 typedef struct {
@@ -30,7 +30,6 @@ int stub_loads, stub_retained, stub_asked, stub_launched;  /* asked: to launch *
 char stub_images[LOADS][32], stub_entries[LOADS][32];
 Launch stub_launches[LAUNCHES];
 
-static void *owners[LOADS];                                /* of modules; NULL: of a library */
 static __thread void *current;
 
 int cuInit(unsigned flags) { return flags ? INVALID_VALUE : stub_init_fails; }
@@ -65,6 +64,11 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     return OK;
 }
 
+int cuDeviceGetName(char *name, int size, int device) {
+    strncpy(name, device ? "Stub 1" : "Stub 0", size);
+    return OK;
+}
+
 int cuDevicePrimaryCtxRetain(void **context, int device) {
     __atomic_add_fetch(&stub_retained, 1, __ATOMIC_SEQ_CST);
     *context = CONTEXT(device);
@@ -75,44 +79,27 @@ int cuCtxGetCurrent(void **context) { *context = current; return OK; }
 
 int cuCtxSetCurrent(void *context) { current = context; return OK; }
 
-static int load(void **module, const char *image, void *owner) {
+int cuLibraryLoadData(void **library, const char *image, void *a, void *b, unsigned options,
+                      void *c, void *d, unsigned others) {
     if (stub_load_fails)
         return stub_load_fails;
+    if (a || b || options || c || d || others)
+        return INVALID_VALUE;
     int number = __atomic_fetch_add(&stub_loads, 1, __ATOMIC_SEQ_CST);
     strncpy(stub_images[number], image, sizeof *stub_images - 1);
-    owners[number] = owner;
-    *module = MODULE(number);
+    *library = LIBRARY(number);
     return OK;
 }
 
-static int find(void **function, void *module, const char *name) {
+int cuLibraryGetKernel(void **kernel, void *library, const char *name) {
     for (int number = 0; number < stub_loads; number++)
-        if (MODULE(number) == module) {
+        if (LIBRARY(number) == library) {
             strncpy(stub_entries[number], name, sizeof *stub_entries - 1);
-            *function = KERNEL(number);
+            *kernel = KERNEL(number);
             return OK;
         }
     return NOT_FOUND;
 }
-
-int cuModuleLoadData(void **module, const char *image) {
-    return current ? load(module, image, current) : INVALID_CONTEXT;
-}
-
-int cuModuleGetFunction(void **function, void *module, const char *name) {
-    return find(function, module, name);
-}
-
-#ifndef WITHOUT_LIBRARIES
-int cuLibraryLoadData(void **library, const char *image, void *a, void *b, unsigned options,
-                      void *c, void *d, unsigned others) {
-    return a || b || options || c || d || others ? INVALID_VALUE : load(library, image, NULL);
-}
-
-int cuLibraryGetKernel(void **kernel, void *library, const char *name) {
-    return find(kernel, library, name);
-}
-#endif
 
 int cuLaunchKernel(void *function, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t bx, uint32_t by,
                    uint32_t bz, uint32_t shared, void *stream, void **parameters, void **extra) {
@@ -124,7 +111,7 @@ int cuLaunchKernel(void *function, uint32_t gx, uint32_t gy, uint32_t gz, uint32
     int number = 0;
     while (number < stub_loads && KERNEL(number) != function)
         number++;
-    if (number == stub_loads || (owners[number] && owners[number] != current))
+    if (number == stub_loads)
         return INVALID_HANDLE;
     if (extra)
         return INVALID_VALUE;

@@ -97,18 +97,15 @@ class Machine(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def stub_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The stub as a shared library: "new", and "old" from before CUDA 12."""
+def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stub as a shared library."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs a C compiler, on Linux")
-    folder = tmp_path_factory.mktemp("driver")
-    paths = {"new": folder / "new.so", "old": folder / "old.so"}
-    for name, path in paths.items():
-        options = ["-DWITHOUT_LIBRARIES"] if name == "old" else []
-        command = [compiler, "-Wall", "-shared", "-fPIC", *options, "-o", str(path), str(C_FILE)]
-        subprocess.run(command, check=True, timeout=60)
-    return paths
+    path = tmp_path_factory.mktemp("driver") / "stub.so"
+    command = [compiler, "-Wall", "-shared", "-fPIC", "-o", str(path), str(C_FILE)]
+    subprocess.run(command, check=True, timeout=60)
+    return path
 
 
 @pytest.fixture
@@ -120,6 +117,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         driver.compute_capability.cache_clear()
         driver.multiprocessor_count.cache_clear()
         driver.compile_failure.cache_clear()
+        driver.description.cache_clear()
         driver._compiled.clear()
         monkeypatch.setattr(driver, "_kernels", {})
         monkeypatch.setattr(driver, "_loaded", {})
@@ -131,36 +129,20 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     forget()
 
 
-def machine_with(
-    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]
+@pytest.fixture
+def machine(
+    stub_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forgetful: Callable[[], None],
 ) -> Machine:
-    copy = folder / "libstub.so"  # a library of its own has variables of its own
-    shutil.copy(path, copy)
+    copy = tmp_path / "libstub.so"  # a library of its own has variables of its own
+    shutil.copy(stub_path, copy)
     stub, compiler = Stub(copy), Compiler()
     monkeypatch.setattr(driver, "_open", lambda: stub.library)
     monkeypatch.setattr(driver, "compile_source", compiler)
-    monkeypatch.setenv("SYNCBN_CACHE_DIR", str(folder / "cache"))
-    return Machine(stub, compiler, folder / "cache", forget)
-
-
-@pytest.fixture
-def machine(
-    stub_paths: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    forgetful: Callable[[], None],
-) -> Machine:
-    return machine_with(stub_paths["new"], tmp_path, monkeypatch, forgetful)
-
-
-@pytest.fixture
-def old_machine(
-    stub_paths: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    forgetful: Callable[[], None],
-) -> Machine:
-    return machine_with(stub_paths["old"], tmp_path, monkeypatch, forgetful)
+    monkeypatch.setenv("SYNCBN_CACHE_DIR", str(tmp_path / "cache"))
+    return Machine(stub, compiler, tmp_path / "cache", forgetful)
 
 
 def no_function() -> Callable[..., None]:
@@ -362,20 +344,6 @@ def test_failed_compilation_is_forgotten(machine: Machine) -> None:
     assert not machine.cache.exists()
     machine.compiler.error = None
     driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
-
-
-def test_driver_without_libraries_loads_once_per_context(old_machine: Machine) -> None:
-    stub = old_machine.stub
-    stub.set_capabilities(90, 90)
-    kernel = driver.kernel_for(source_of(), 0)
-    for context in (2**40, 2**41, 2**40):
-        stub.make_current(context)
-        kernel.launch((1, 1), 0, 1)
-    assert stub.loads == 3  # the first in the context that kernel_for made
-    assert [launch.context for launch in stub.launches()] == [2**40, 2**41, 2**40]
-    in_thread(lambda: kernel.launch((1, 1), 0, 1))
-    assert stub.loads == 3
-    assert len(old_machine.compiler.calls) == 1
 
 
 def test_device_too_old_is_refused(machine: Machine) -> None:
@@ -666,10 +634,8 @@ def test_a_type_of_device_that_fails_leaves_the_others(
 def test_to_ask_what_is_missing_loads_nothing_and_makes_no_context(equipped: Machine) -> None:
     assert driver.missing() == []
     assert (equipped.stub.loads, equipped.stub.retained) == (0, 0)
-    assert not driver.has_loaded(0)
     driver.kernel_for(grid.source("merge_parts", "float64", 1, False, grid.THREADS), 0)
     assert len(equipped.compiler.calls) == 1, "what was compiled to see if it works is used"
-    assert driver.has_loaded(0)
 
 
 def test_missing_driver(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,7 +663,7 @@ def test_driver_without_a_device(equipped: Machine) -> None:
 
 def test_driver_that_lacks_a_function(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(driver._FUNCTIONS, "cuFromTheFuture", ())
-    assert "expected a driver with cuFromTheFuture" in only_missing()
+    assert "for CUDA 12 or newer, got one without cuFromTheFuture" in only_missing()
 
 
 def test_old_device(equipped: Machine) -> None:

@@ -162,6 +162,12 @@ class Memory(cuda.TensorDeviceMemory):
     def zeros(self, shape, dtype, index):
         return torch.zeros(shape, dtype=getattr(torch, dtype))
 
+    def upload(self, values, dtype, index):
+        return torch.from_numpy(values).to(getattr(torch, dtype))
+
+    def waiting_allowed(self):
+        return nullcontext()
+
 
 class Operations(CudaOperations):
     """The steps whose launches are noted, and after which counters have to be zeros."""

@@ -6,11 +6,12 @@ Torch allocates all memory. Pointers need no CuPy; DLPack would take longer than
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -19,6 +20,7 @@ from torch.nn import Parameter
 from syncbn_core.backends.cuda import driver
 from syncbn_core.backends.cuda.grid import SIZES
 from syncbn_core.backends.cuda.operations import CudaOperations
+from syncbn_core.backends.cuda.usable import setting
 from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_torch._torch_private import current_raw_stream, current_stream_number
 from syncbn_torch.backends import plain
@@ -37,7 +39,10 @@ def _device(index: int) -> torch.device:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the kernels support this tensor; warns once if the kernels can't run here."""
+    """Whether the kernels support this tensor; warns once if the kernels can't run here.
+
+    False with SYNCBN_KERNELS=off.
+    """
     return (
         tensor.device.type == "cuda"
         and type(tensor) in (Tensor, Parameter)  # a subclass may have no data of its own
@@ -51,18 +56,17 @@ def takes(tensor: Tensor) -> bool:
 def measured(tensor: Tensor) -> bool:
     """Whether the kernels support this tensor and were timed on this type of GPU (an H100).
 
-    False while a CUDA graph is captured, unless kernels have been loaded before: nothing can be
-    loaded during a capture. Does not warn, because torch's kernel does the work instead.
+    False while a CUDA graph is captured, because a kernel can't be checked then. Does not warn,
+    because torch's kernel does the work instead.
     """
-    index = tensor.device.index
-    if torch.cuda.is_current_stream_capturing() and not driver.has_loaded(index):
+    if torch.cuda.is_current_stream_capturing():
         return False
-    return _capability(index) == MEASURED and takes(tensor)
+    return _capability(tensor.device.index) == MEASURED and takes(tensor)
 
 
 @cache
 def _capability(device: int) -> tuple[int, int] | None:
-    if driver.missing():
+    if setting() == "off" or driver.missing():
         return None
     capability = driver.compute_capability(device)
     return None if driver.compile_failure(capability) else capability
@@ -70,6 +74,8 @@ def _capability(device: int) -> tuple[int, int] | None:
 
 @cache
 def _ready(device: int, dtype: torch.dtype) -> bool:
+    if setting() == "off":
+        return False
     # the instruction that rounds to bfloat16 needs compute capability 8.0
     oldest = (8, 0) if dtype is torch.bfloat16 else driver.OLDEST
     capability = driver.compute_capability(device) if not _missing() else (0, 0)
@@ -130,6 +136,22 @@ class TensorDeviceMemory:
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
         return torch.zeros(shape, dtype=_DTYPES[dtype], device=_device(index))
+
+    def upload(self, values: np.ndarray[Any, Any], dtype: str, index: int) -> Tensor:
+        return torch.from_numpy(values).to(_device(index), _DTYPES[dtype])
+
+    def download(self, array: Tensor) -> np.ndarray[Any, Any]:
+        values: np.ndarray[Any, Any] = array.cpu().double().numpy()
+        return values
+
+    @contextmanager
+    def waiting_allowed(self) -> Iterator[None]:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
     def join(self, arrays: list[Tensor]) -> Tensor:
         home = arrays[0].device

@@ -31,10 +31,12 @@ __all__ = [
     "Code",
     "Source",
     "cache_file",
+    "cache_folder",
     "compile_source",
     "linker",
     "store",
     "stored",
+    "write_atomically",
 ]
 
 INSTALL = 'pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
@@ -229,20 +231,30 @@ def versions() -> tuple[str, ...]:
     return tuple(found)
 
 
+def cache_folder() -> Path | None:
+    """The folder of compiled kernels, which may not exist yet; None for a user without a home."""
+    given = os.environ.get("SYNCBN_CACHE_DIR")
+    if given:
+        return Path(given)
+    parent = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME")
+    with suppress(RuntimeError):
+        return (Path(parent) if parent else Path.home() / ".cache") / "syncbn"
+    return None
+
+
 def cache_file(source: Source, capability: tuple[int, int]) -> Path | None:
     """The cache file of a kernel; None if there is no cache folder or no source files."""
+    folder = cache_folder()
     try:
         sources = [Path(name).read_bytes() for name in (__file__, *source.files)]
-        folder = os.environ.get("SYNCBN_CACHE_DIR")
-        if not folder:
-            parent = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME")
-            folder = str((Path(parent) if parent else Path.home() / ".cache") / "syncbn")
-    except (OSError, RuntimeError):  # a zipped package, or a user without a home folder
+    except OSError:  # a zipped package
+        return None
+    if folder is None:
         return None
     digests = [hashlib.sha256(text).hexdigest() for text in sources]
     options = (source.codes, source.threads, source.min_blocks, source.max_registers)
     name = repr((source.key, *options, capability, versions(), digests))
-    return Path(folder) / f"{hashlib.sha256(name.encode()).hexdigest()}.kernel"
+    return folder / f"{hashlib.sha256(name.encode()).hexdigest()}.kernel"
 
 
 def stored(path: Path | None) -> Code | None:
@@ -259,20 +271,22 @@ def stored(path: Path | None) -> Code | None:
 
 
 def store(path: Path | None, code: Code) -> None:
-    """Write `code` to `path` atomically, because other processes may use the file.
-
-    Does nothing if `path` is None or can't be written.
-    """
+    """Write `code` to `path`. Does nothing if `path` is None or can't be written."""
     if path is None:
         return
     content = code.entry.encode() + b"\n" + code.image
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_atomically(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that other processes may be reading or writing. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,20 +1,24 @@
 """The CUDA steps for CuPy arrays.
 
 Dtypes: float16, bfloat16, float32 and float64. Dense arrays of any layout are used in place; other
-arrays are copied first. Memory comes from CuPy's pool. Importing this module raises `BackendError`
-if the machine is not ready for CUDA; the text says what is missing.
+arrays are copied first. Memory comes from CuPy's pool. With SYNCBN_KERNELS=off the steps are CuPy's
+operations. Else importing this module raises `BackendError` if the machine is not ready to compile
+and launch kernels; the text says what is missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import cupy
+import numpy as np
 
 from syncbn_core.backends.cuda.driver import require
 from syncbn_core.backends.cuda.operations import CudaOperations
+from syncbn_core.backends.cuda.plain import PlainDeviceOperations
+from syncbn_core.backends.cuda.usable import setting
 from syncbn_core.backends.plain import PlainOperations
 from syncbn_core.layout import Layout, layout_of
 
@@ -22,7 +26,9 @@ __all__ = ["OPERATIONS", "CupyMemory"]
 
 Array = Any  # cupy.ndarray
 
-require()
+KERNELS = setting() != "off"
+if KERNELS:
+    require()
 
 
 class _CupyNamespace:
@@ -80,6 +86,16 @@ class CupyMemory:
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
         return cupy.zeros(shape, _dtype(dtype))
 
+    def upload(self, values: np.ndarray[Any, Any], dtype: str, index: int) -> Array:
+        return cupy.asarray(values).astype(_dtype(dtype))
+
+    def download(self, array: Array) -> np.ndarray[Any, Any]:
+        values: np.ndarray[Any, Any] = cupy.asnumpy(array).astype(np.float64)
+        return values
+
+    def waiting_allowed(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def join(self, arrays: list[Array]) -> Array:
         with arrays[0].device:
             return cupy.concatenate(arrays)
@@ -127,7 +143,7 @@ class CupyMemory:
             target[...] = value
 
 
-OPERATIONS = CudaOperations(CupyMemory())
+OPERATIONS = (CudaOperations if KERNELS else PlainDeviceOperations)(CupyMemory())
 
 
 def _dtype(name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncbn_core.backends.cuda.compiler import (
     INSTALL,
@@ -34,7 +36,9 @@ from syncbn_core.errors import BackendError
 
 __all__ = [
     "Kernel",
+    "KernelFailure",
     "compute_capability",
+    "description",
     "device_count",
     "kernel_for",
     "missing",
@@ -42,9 +46,10 @@ __all__ = [
     "require",
 ]
 
+_VERSION_FILE = Path("/proc/driver/nvidia/version")
 OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 
-_INVALID_CONTEXT = 201
+_OUT_OF_MEMORY, _INVALID_CONTEXT = 2, 201  # CUresult
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 
 # All driver functions in use. Handles have 64 bits; results are written through pointers.
@@ -56,17 +61,26 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (c_void_p,),
     "cuDeviceGet": (c_void_p, c_int),
     "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
+    "cuDeviceGetName": (c_void_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxGetCurrent": (c_void_p,),
     "cuCtxSetCurrent": (c_void_p,),
-    "cuModuleLoadData": (c_void_p, c_char_p),
-    "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
-    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
-}
-_LIBRARY_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # since CUDA 12
     "cuLibraryLoadData": (c_void_p, c_char_p, *[c_void_p, c_void_p, c_uint] * 2),
     "cuLibraryGetKernel": (c_void_p, c_void_p, c_char_p),
+    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
 }
+
+
+class KernelFailure(BackendError):
+    """A kernel does not compile, link, load or launch here, or computes wrong results."""
+
+
+class _DriverError(BackendError):
+    """A function of the driver returned an error, the CUresult `result`."""
+
+    def __init__(self, text: str, result: int) -> None:
+        super().__init__(text)
+        self.result = result
 
 
 def _open() -> ctypes.CDLL:
@@ -79,20 +93,21 @@ class _Driver:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.calls: dict[str, Callable[..., int]] = {}
-        for name, types in {**_FUNCTIONS, **_LIBRARY_FUNCTIONS}.items():
+        for name, types in _FUNCTIONS.items():
             function = getattr(library, name, None)
-            if function is not None:
-                function.argtypes, function.restype = types, c_int
-                self.calls[name] = function
-            elif name in _FUNCTIONS:
-                raise BackendError(f"expected a driver with {name}, got an older one; update it")
-        self.has_libraries = all(name in self.calls for name in _LIBRARY_FUNCTIONS)
+            if function is None:
+                raise BackendError(
+                    f"expected a driver for CUDA 12 or newer, got one without {name}; update it"
+                )
+            function.argtypes, function.restype = types, c_int
+            self.calls[name] = function
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
         result = self.calls[name](*arguments)
         if result:
-            raise BackendError(f"expected {name} to succeed, got {self.describe(result)}")
+            text = f"expected {name} to succeed, got {self.describe(result)}"
+            raise _DriverError(text, result)
 
     def integer(self, name: str, *arguments: Any) -> int:
         """The integer that a function writes through its first parameter."""
@@ -126,13 +141,10 @@ class _Driver:
         return True
 
     def load(self, image: bytes, entry: str) -> int:
-        """The handle of a kernel: valid in all contexts if `has_libraries`, else in the current."""
-        name = entry.encode()
-        if self.has_libraries:
-            none = (None, None, 0)
-            library = self.handle("cuLibraryLoadData", image, *none, *none)
-            return self.handle("cuLibraryGetKernel", library, name)
-        return self.handle("cuModuleGetFunction", self.handle("cuModuleLoadData", image), name)
+        """The handle of a kernel, valid in all contexts."""
+        none = (None, None, 0)
+        library = self.handle("cuLibraryLoadData", image, *none, *none)
+        return self.handle("cuLibraryGetKernel", library, entry.encode())
 
 
 @cache
@@ -178,29 +190,31 @@ def multiprocessor_count(device: int) -> int:
     return max(driver.integer("cuDeviceGetAttribute", _MULTIPROCESSORS, number), 1)
 
 
+@cache
+def description(device: int) -> str:
+    """Name of the device and version of the driver: "NVIDIA L4, driver 580.95.05 (CUDA 13.0)"."""
+    driver = _driver()
+    name = ctypes.create_string_buffer(256)
+    driver.call("cuDeviceGetName", name, len(name), driver.integer("cuDeviceGet", device))
+    takes = driver.integer("cuDriverGetVersion")
+    release = ""
+    with suppress(OSError):  # only Linux has this file
+        found = re.search(r"\s(\d+(\.\d+)+)\s", _VERSION_FILE.read_text(encoding="utf-8"))
+        release = f" {found[1]}" if found else ""
+    return f"{name.value.decode()}, driver{release} (CUDA {takes // 1000}.{takes % 1000 // 10})"
+
+
 _lock = threading.Lock()
 _kernels: dict[tuple[str, int], Kernel] = {}
 _loaded: dict[tuple[str, tuple[int, int]], _Loaded] = {}
 _compiled: dict[tuple[str, tuple[int, int]], Code] = {}  # by `compile_failure`, not yet loaded
 
 
-class _Loaded:
-    """A kernel that the driver has loaded for one compute capability."""
+class _Loaded(NamedTuple):
+    """A kernel that the driver has loaded for one compute capability, and its machine code."""
 
-    def __init__(self, driver: _Driver, entry: str, image: bytes) -> None:
-        self.driver, self.entry, self.image = driver, entry, image
-        self.of_context: dict[int, int] = {}
-        self.everywhere = driver.load(image, entry) if driver.has_libraries else 0
-
-    def here(self, device: int) -> int:
-        """The handle in the current context; makes that of `device` current if there is none."""
-        if self.everywhere:
-            return self.everywhere
-        self.driver.adopt(device)
-        context = self.driver.handle("cuCtxGetCurrent")
-        if context not in self.of_context:  # two threads may both load it, which is harmless
-            self.of_context[context] = self.driver.load(self.image, self.entry)
-        return self.of_context[context]
+    handle: int
+    image: bytes
 
 
 class _Slots(threading.local):
@@ -217,10 +231,11 @@ class Kernel:
     """A loaded kernel of one device; any thread may launch it."""
 
     def __init__(self, source: Source, device: int, loaded: _Loaded) -> None:
-        self._source, self._device, self._loaded = source, device, loaded
+        self.source, self.image = source, loaded.image
+        self._device, self._handle, self._driver = device, loaded.handle, _driver()
         self._pack = Struct("<" + source.codes).pack_into
         self._slots = _Slots(len(source.codes))
-        self._start = loaded.driver.calls["cuLaunchKernel"]
+        self._start = self._driver.calls["cuLaunchKernel"]
 
     def launch(self, grid: tuple[int, int], stream: int, *arguments: int | float) -> None:
         """Start the kernel in the current context, without waiting for it.
@@ -230,16 +245,15 @@ class Kernel:
         """
         values, pointers = self._slots.both
         self._pack(values, 0, *arguments)
-        handle = self._loaded.everywhere or self._loaded.here(self._device)
-        shape = (grid[0], grid[1], 1, self._source.threads, 1, 1, 0)
-        result = self._start(handle, *shape, stream, pointers, None)
-        if result == _INVALID_CONTEXT and self._loaded.driver.adopt(self._device):
-            result = self._start(handle, *shape, stream, pointers, None)
+        shape = (grid[0], grid[1], 1, self.source.threads, 1, 1, 0)
+        result = self._start(self._handle, *shape, stream, pointers, None)
+        if result == _INVALID_CONTEXT and self._driver.adopt(self._device):
+            result = self._start(self._handle, *shape, stream, pointers, None)
         if result:
             raise BackendError(
-                f"expected kernel {self._source.key} to start on device {self._device}, grid "
-                f"{grid}, {self._source.threads} threads per block, got "
-                f"{self._loaded.driver.describe(result)}; if an earlier kernel failed, "
+                f"expected kernel {self.source.key} to start on device {self._device}, grid "
+                f"{grid}, {self.source.threads} threads per block, got "
+                f"{self._driver.describe(result)}; if an earlier kernel failed, "
                 "CUDA_LAUNCH_BLOCKING=1 shows which"
             )
 
@@ -247,7 +261,8 @@ class Kernel:
 def kernel_for(source: Source, device: int) -> Kernel:
     """The kernel of `source` for a device; compiled and loaded on first use.
 
-    Raises `BackendError` if the device is too old, or compiling or loading fails.
+    Raises `KernelFailure` if compiling or loading fails, and another `BackendError` if the device
+    is too old or its memory is full.
     """
     kernel = _kernels.get((source.key, device))
     if kernel is None:
@@ -274,15 +289,18 @@ def _load(source: Source, device: int) -> Kernel:
         path = cache_file(source, capability)
         kept = stored(path)
         made = _compiled.pop((source.key, capability), None)
-        code = kept or made or compile_source(source, capability)
         try:
-            loaded = _Loaded(driver, code.entry, code.image)
-            loaded.here(device)
+            code = kept or made or compile_source(source, capability)
         except BackendError as error:
-            raise BackendError(
-                f"expected kernel {source.key} to load on device {device}, got: {error}; if the "
-                "driver is older than the CUDA packages, update the driver"
-            ) from error
+            raise KernelFailure(str(error)) from error
+        try:
+            loaded = _Loaded(driver.load(code.image, code.entry), code.image)
+        except _DriverError as error:
+            text = f"expected kernel {source.key} to load on device {device}, got: {error}"
+            if error.result == _OUT_OF_MEMORY:
+                raise BackendError(f"{text}; free memory of the device") from error
+            remedy = "if the driver is older than the CUDA packages, update the driver"
+            raise KernelFailure(f"{text}; {remedy}") from error
         if kept is None:  # stored only now: the driver has accepted it
             store(path, code)
         _loaded[source.key, capability] = loaded
@@ -323,11 +341,6 @@ def compile_failure(capability: tuple[int, int]) -> str | None:
                 "fit together (docs/gpu.md names some that do)"
             )
     return None
-
-
-def has_loaded(device: int) -> bool:
-    """Whether kernels have been loaded for a device."""
-    return any(index == device for _, index in list(_kernels))
 
 
 def require() -> None:

@@ -49,6 +49,7 @@ __all__ = [
     "merge_parts",
     "moments",
     "normalize",
+    "variant_of",
 ]
 
 Pointer = Any  # an int on a device
@@ -194,6 +195,21 @@ def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Sou
         files=_FILES,
         oldest=(8, 0) if dtype == "bfloat16" else (7, 0),  # the instruction that rounds to bfloat16
     )
+
+
+class Variant(NamedTuple):
+    """What a kernel was made for: the arguments of `source`."""
+
+    name: str
+    dtype: str
+    lanes: int
+    ragged: bool
+
+
+def variant_of(kernel: Source) -> Variant:
+    """The variant of a kernel that `source` has made, from its key."""
+    name, dtype, lanes, *ragged, _ = kernel.key.split("-")
+    return Variant(name, dtype, int(lanes), bool(ragged))
 
 
 def _aligned(*views: View | _Sizes) -> bool:
@@ -498,5 +514,7 @@ def backward_input(
 
 def merge_parts(run: Runner, parts: Pointer, num_parts: int, channels: int, into: Pointer) -> None:
     """Merge `num_parts` packed moments, in their order, and write the result to `into`."""
+    if channels == 0:
+        return
     kernel = source("merge_parts", "float64", 1, False, run.threads)
     run.launch(kernel, (-(-channels // run.threads), 1), parts, num_parts, channels, into)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+
 from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.backends.cuda.driver import kernel_for, multiprocessor_count
+from syncbn_core.backends.cuda.driver import multiprocessor_count
+from syncbn_core.backends.cuda.usable import usable_kernel
 from syncbn_core.backends.plain import PlainOperations
 from syncbn_core.kernels.cuda.constants import THREADS, VECTOR
 from syncbn_core.layout import Layout
@@ -55,6 +58,15 @@ class DeviceMemory(Protocol):
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
         """A new array of zeros on device `index`, which is the current one."""
+
+    def upload(self, values: np.ndarray[Any, Any], dtype: str, index: int) -> Array:
+        """A new array `(n,)` on device `index`, which is the current one, from float64 `(n,)`."""
+
+    def download(self, array: Array) -> np.ndarray[Any, Any]:
+        """A copy of the array in NumPy, as float64. Waits for the current stream of its device."""
+
+    def waiting_allowed(self) -> AbstractContextManager[Any]:
+        """Context manager: the library neither reports nor refuses that the host waits."""
 
     def join(self, arrays: list[Array]) -> Array:
         """The arrays concatenated along axis 0, on the device of the first."""
@@ -126,8 +138,12 @@ class Launcher:
         self.multiprocessors = multiprocessor_count(index)
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
-        """Start a kernel without waiting for it."""
-        kernel_for(source, self.index).launch(grid, self.stream, *arguments)
+        """Start a kernel without waiting for it, except for its check before the first use.
+
+        Raises `KernelFailure` if the kernel can't be used; then nothing was started.
+        """
+        kernel = usable_kernel(self.memory, source, self.index, self.stream)
+        kernel.launch(grid, self.stream, *arguments)
 
     def scratch(self, size: int) -> tuple[Pointer, Array]:
         """Address of `size` float64 for the next launch, and the array that owns them."""

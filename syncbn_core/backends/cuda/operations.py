@@ -2,56 +2,28 @@
 
 A `DeviceMemory` per library allocates arrays and gives their addresses. Forward and backward are
 two kernel launches each, on the current stream of the arrays' device. Nothing here waits for the
-device, so a CUDA graph can capture forward and backward, after one run without capture.
+device, except before the first use of a kernel, so a CUDA graph can capture forward and backward,
+after one run without capture. A step whose kernel can't be used runs by plain operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
-from syncbn_core.backends.base import (
-    Affine,
-    Forward,
-    Gradients,
-    Operations,
-    RunningStatistics,
-    Sums,
-)
+from syncbn_core.backends.base import Affine, Forward, Gradients, RunningStatistics, Sums
 from syncbn_core.backends.cuda import grid
+from syncbn_core.backends.cuda.driver import KernelFailure
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView, Launcher
-from syncbn_core.device_moments import DeviceMoments, join_rows
+from syncbn_core.backends.cuda.plain import DeviceStatistics, PlainDeviceOperations
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.layout import Layout
-from syncbn_core.moments import Moments, NormRule, Statistics
+from syncbn_core.moments import NormRule
 
-__all__ = ["CudaOperations", "DeviceStatistics"]
+__all__ = ["CudaOperations"]
 
 Array = Any
-
-
-class DeviceStatistics(NamedTuple):
-    """Statistics of the whole batch on a device: count, mean, m2, invstd in `packed`.
-
-    `packed`: float64 `(3 C + 1,)`.
-    """
-
-    packed: Array
-
-    @property
-    def mean(self) -> Array:
-        """Per channel, `(C,)` float64."""
-        return self.packed[1 : 1 + len(self.packed) // 3]
-
-    @property
-    def invstd(self) -> Array:
-        """Per channel, `(C,)` float64."""
-        return self.packed[1 + len(self.packed) // 3 * 2 :]
-
-    def as_plain(self) -> Statistics:
-        """The same as `Statistics`, for `PlainOperations`; the count is an array `()`."""
-        packed, channels = self.packed, len(self.packed) // 3
-        m2 = packed[1 + channels : 1 + 2 * channels]
-        return Statistics(Moments(packed[0], self.mean, m2), self.invstd)
 
 
 class _Pair(NamedTuple):
@@ -64,17 +36,38 @@ class _Pair(NamedTuple):
     dy: DeviceView
 
 
-class CudaOperations(Operations):
-    """The steps on CUDA devices for the array library of `memory`."""
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def _or_plain(step: _Step) -> _Step:
+    """The step by kernels, or by plain operations if a kernel of it can't be used.
+
+    Launching is the last thing that a step does before it writes anything that a caller sees.
+    """
+
+    @wraps(step)
+    def chosen(self: CudaOperations, *arguments: Any, **settings: Any) -> Any:
+        try:
+            return step(self, *arguments, **settings)
+        except KernelFailure:
+            plain = getattr(super(CudaOperations, self), step.__name__)
+            return plain(*arguments, **settings)
+
+    return cast("_Step", chosen)
+
+
+class CudaOperations(PlainDeviceOperations):
+    """The steps on CUDA devices for the array library of `memory`, by kernels where they work."""
 
     def __init__(self, memory: DeviceMemory) -> None:
-        self.memory = memory
+        super().__init__(memory)
         self.counters: dict[tuple[int, int], Array] = {}
 
     def launcher(self, index: int) -> Launcher:
         """A launcher for device number `index`, which must be the current device."""
         return Launcher(self.memory, index, self.counters)
 
+    @_or_plain
     def moments(self, x: Array) -> DeviceMoments:
         memory, index = self.memory, self.memory.device_of(x)
         channels = x.shape[1]
@@ -88,9 +81,7 @@ class CudaOperations(Operations):
             grid.moments(self.launcher(index), view, memory.pointer(rows))
             return DeviceMoments(rows, layout.outer * layout.inner, memory.join)
 
-    def merge(self, parts: Sequence[DeviceMoments]) -> DeviceMoments:
-        return join_rows(parts)
-
+    @_or_plain
     def one_row(self, part: DeviceMoments) -> DeviceMoments:
         """All parts merged into one row, the form in which members send it."""
         rows = part.rows
@@ -104,9 +95,7 @@ class CudaOperations(Operations):
             grid.merge_parts(run, pointers[0], len(rows), part.num_features, pointers[1])
         return part.with_rows(one, part.known_count)
 
-    def statistics(self, total: DeviceMoments, rule: NormRule) -> DeviceMoments:
-        return total  # the kernel of `forward` merges the parts and computes invstd
-
+    @_or_plain
     def forward(
         self,
         x: Array,
@@ -124,6 +113,7 @@ class CudaOperations(Operations):
             parts = memory.pointer(rows), len(rows)
             return self._normalize(run, dense, layout, view, parts, affine, rule, running, out)
 
+    @_or_plain
     def forward_single(
         self,
         x: Array,
@@ -181,6 +171,7 @@ class CudaOperations(Operations):
                 counter += 1  # not in the kernel, where many blocks read it
         return Forward(memory.cast_to_output(y, out), known, running)
 
+    @_or_plain
     def forward_eval(
         self,
         x: Array,
@@ -194,8 +185,9 @@ class CudaOperations(Operations):
             mean, var = running.mean, running.var
             given = RunningStatistics(mean, var, None, 0.0)
             if self._in_kernel(given, index) is None:
-                cast, widest = memory.plain.namespace.cast, memory.plain.namespace.widest
-                mean, var = (memory.contiguous(cast(v, widest(v))) for v in (mean, var))
+                space = memory.plain.namespace
+                wide = (space.cast(own, space.widest(own)) for own in (mean, var))
+                mean, var = (memory.contiguous(own) for own in wide)
             code = grid.CODES[memory.dtype_name(mean)]
             constant = grid.Running(memory.pointer(mean), memory.pointer(var), code)
             dense, layout = memory.dense(x)
@@ -215,6 +207,7 @@ class CudaOperations(Operations):
             )
             return Forward(memory.cast_to_output(y, out), DeviceStatistics(packed))
 
+    @_or_plain
     def backward_reduce(
         self, x: Array, dy: Array, statistics: DeviceStatistics, affine: Affine, rule: NormRule
     ) -> Sums:
@@ -228,6 +221,7 @@ class CudaOperations(Operations):
             parameters, _kept = self._parameters(affine)
             return self._reduce(self.launcher(index), pair, statistics, affine, parameters)
 
+    @_or_plain
     def backward_input(
         self,
         x: Array,
@@ -246,6 +240,7 @@ class CudaOperations(Operations):
             run = self.launcher(index)
             return self._input(run, pair, statistics, parameters, rule, total, out)
 
+    @_or_plain
     def backward_single(
         self,
         x: Array,
@@ -314,14 +309,6 @@ class CudaOperations(Operations):
             rule=rule,
         )
         return memory.cast_to_output(dx, out)
-
-    def update_running(
-        self, running: RunningStatistics, statistics: DeviceStatistics
-    ) -> RunningStatistics:
-        new = self.memory.plain.update_running(running, statistics.as_plain())
-        pairs = [(own, n) for own, n in zip(running[:3], new[:3], strict=True) if own is not None]
-        self.memory.assign([own for own, _ in pairs], [value for _, value in pairs])
-        return running
 
     def _pair(self, x: Array, dy: Array) -> _Pair:
         dense, layout = self.memory.dense(x)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncbn_core.backends.cuda import compiler, driver
+from syncbn_core.backends.cuda import compiler, driver, usable
 from syncbn_core.backends.cuda.compiler import Code, Source, cache_file, store, stored
 
 from .machine import Counts, Schedule, run
@@ -92,7 +92,7 @@ class Device:
 
     def __getattr__(self, name: str) -> Any:
         """A function of the driver's library."""
-        types = {**driver._FUNCTIONS, **driver._LIBRARY_FUNCTIONS}.get(name)
+        types = driver._FUNCTIONS.get(name)
         if types is None:
             raise AttributeError(name)
         method = getattr(type(self), "_" + name[2].lower() + name[3:])
@@ -140,6 +140,9 @@ class Device:
         known = {16: 132, 75: self.capability[0], 76: self.capability[1]}  # as an H100
         c_int.from_address(value).value = known[attribute]
 
+    def _deviceGetName(self, name: int, size: int, device: int) -> None:  # noqa: N802
+        ctypes.memmove(name, b"Emulator\0", min(size, 9))
+
     def _devicePrimaryCtxRetain(self, context: int, device: int) -> None:  # noqa: N802
         c_void_p.from_address(context).value = _CONTEXT + device
 
@@ -153,28 +156,16 @@ class Device:
         """As CUDA's runtime does when a thread sets its device."""
         self._ctxSetCurrent(_CONTEXT + ordinal)
 
-    def _load(self, handle: int, image: bytes) -> None:
+    def _libraryLoadData(self, library: int, image: bytes, *options: Any) -> None:  # noqa: N802
         program = program_of(image.decode())
         changed = self.before(program.kernel)
         self._programs.append(program if changed is program.kernel else translate(changed))
-        c_void_p.from_address(handle).value = 2 * _CONTEXT + len(self._programs) - 1
-
-    def _moduleLoadData(self, module: int, image: bytes) -> None:  # noqa: N802
-        self._load(module, image)
-
-    def _libraryLoadData(self, library: int, image: bytes, *options: Any) -> None:  # noqa: N802
-        self._load(library, image)
-
-    def _find(self, function: int, module: int, name: bytes) -> int:
-        c_void_p.from_address(function).value = module
-        entry = self._programs[module - 2 * _CONTEXT].kernel.name
-        return 0 if entry == name.decode() else NOT_FOUND
-
-    def _moduleGetFunction(self, function: int, module: int, name: bytes) -> int:  # noqa: N802
-        return self._find(function, module, name)
+        c_void_p.from_address(library).value = 2 * _CONTEXT + len(self._programs) - 1
 
     def _libraryGetKernel(self, function: int, library: int, name: bytes) -> int:  # noqa: N802
-        return self._find(function, library, name)
+        c_void_p.from_address(function).value = library
+        entry = self._programs[library - 2 * _CONTEXT].kernel.name
+        return 0 if entry == name.decode() else NOT_FOUND
 
     def _launchKernel(self, function: int, *rest: Any) -> int:  # noqa: N802
         gx, gy, gz, bx, by, bz, shared, stream, parameters, extra = rest
@@ -217,7 +208,7 @@ def _text(words: bytes) -> int:
 
 @contextmanager
 def emulated(capability: tuple[int, int] = (9, 0), devices: int = 2) -> Iterator[Device]:
-    """The library's driver is an emulated one; kernels are loaded as PTX."""
+    """The library's driver is an emulated one; kernels are loaded as PTX, and not checked."""
     device = Device(capability, devices)
 
     def compile_source(source: Source, capability: tuple[int, int]) -> Code:
@@ -229,12 +220,16 @@ def emulated(capability: tuple[int, int] = (9, 0), devices: int = 2) -> Iterator
         driver.compute_capability.cache_clear()
         driver.multiprocessor_count.cache_clear()
         driver.compile_failure.cache_clear()
+        driver.description.cache_clear()
         driver._compiled.clear()
         driver._kernels.clear()
         driver._loaded.clear()
+        usable._usable.clear()
+        usable._failures.clear()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_open", lambda: device)
+        patch.setenv("SYNCBN_KERNELS", "on")
         patch.setattr(driver, "compile_source", compile_source)
         patch.setattr(driver, "stored", lambda path: None)
         patch.setattr(driver, "store", lambda path, code: None)

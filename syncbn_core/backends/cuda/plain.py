@@ -1,0 +1,146 @@
+"""`PlainDeviceOperations`: the steps without kernels, by operations of the array library.
+
+Parts, statistics and sums have the same form as those of `CudaOperations`, so that single steps of
+the two can be exchanged, within a member and between members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from syncbn_core.backends.base import Affine, Forward, Operations, RunningStatistics, Sums
+from syncbn_core.backends.cuda.memory import DeviceMemory
+from syncbn_core.device_moments import DeviceMoments, join_rows
+from syncbn_core.moments import Moments, NormRule, Statistics
+
+__all__ = ["DeviceStatistics", "PlainDeviceOperations"]
+
+Array = Any
+
+
+class DeviceStatistics(NamedTuple):
+    """Statistics of the whole batch on a device: count, mean, m2, invstd in `packed`.
+
+    `packed`: float64 `(3 C + 1,)`.
+    """
+
+    packed: Array
+
+    @property
+    def mean(self) -> Array:
+        """Per channel, `(C,)` float64."""
+        return self.packed[1 : 1 + len(self.packed) // 3]
+
+    @property
+    def invstd(self) -> Array:
+        """Per channel, `(C,)` float64."""
+        return self.packed[1 + len(self.packed) // 3 * 2 :]
+
+    def as_plain(self) -> Statistics:
+        """The same as `Statistics`, for `PlainOperations`; the count is an array `()`."""
+        packed, channels = self.packed, len(self.packed) // 3
+        m2 = packed[1 + channels : 1 + 2 * channels]
+        return Statistics(Moments(packed[0], self.mean, m2), self.invstd)
+
+
+class PlainDeviceOperations(Operations):
+    """The steps on CUDA devices by operations of the array library of `memory`."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory = memory
+
+    def moments(self, x: Array) -> DeviceMoments:
+        memory, plain = self.memory, self.memory.plain
+        with memory.on_device(memory.device_of(x)):
+            part = plain.moments(x)
+            return DeviceMoments(plain.row(part).reshape(1, -1), part.count, memory.join)
+
+    def merge(self, parts: Sequence[DeviceMoments]) -> DeviceMoments:
+        return join_rows(parts)
+
+    def one_row(self, part: DeviceMoments) -> DeviceMoments:
+        """All parts merged into one row, the form in which members send it."""
+        if len(part.rows) == 1:
+            return part
+        memory, plain = self.memory, self.memory.plain
+        with memory.on_device(memory.device_of(part.rows)):
+            row = plain.row(plain.merge_rows(part.rows))
+            return part.with_rows(row.reshape(1, -1), part.known_count)
+
+    def statistics(self, total: DeviceMoments, rule: NormRule) -> DeviceMoments:
+        return total  # `forward` merges the parts and computes invstd
+
+    def forward(
+        self,
+        x: Array,
+        statistics: DeviceMoments,
+        affine: Affine,
+        rule: NormRule,
+        running: RunningStatistics | None = None,
+        out: Array | None = None,
+    ) -> Forward:
+        memory, plain = self.memory, self.memory.plain
+        with memory.on_device(memory.device_of(x)):
+            known = plain.statistics(_total(plain, statistics), rule)
+            done = plain.forward(x, known, affine, rule, None, out)
+            held = self._packed(known)
+            new = None if running is None else self.update_running(running, held)
+            return Forward(done.y, held, new)
+
+    def forward_eval(
+        self,
+        x: Array,
+        running: RunningStatistics,
+        affine: Affine,
+        rule: NormRule,
+        out: Array | None = None,
+    ) -> Forward:
+        memory = self.memory
+        with memory.on_device(memory.device_of(x)):
+            done = memory.plain.forward_eval(x, running, affine, rule, out)
+            return Forward(done.y, self._packed(done.statistics))
+
+    def backward_reduce(
+        self, x: Array, dy: Array, statistics: DeviceStatistics, affine: Affine, rule: NormRule
+    ) -> Sums:
+        memory = self.memory
+        with memory.on_device(memory.device_of(x)):
+            return memory.plain.backward_reduce(x, dy, statistics.as_plain(), affine, rule)
+
+    def backward_input(
+        self,
+        x: Array,
+        dy: Array,
+        statistics: DeviceStatistics,
+        affine: Affine,
+        rule: NormRule,
+        total: Array | None,
+        out: Array | None = None,
+    ) -> Array:
+        memory, known = self.memory, statistics.as_plain()
+        with memory.on_device(memory.device_of(x)):
+            return memory.plain.backward_input(x, dy, known, affine, rule, total, out)
+
+    def update_running(
+        self, running: RunningStatistics, statistics: DeviceStatistics
+    ) -> RunningStatistics:
+        new = self.memory.plain.update_running(running, statistics.as_plain())
+        pairs = [(own, n) for own, n in zip(running[:3], new[:3], strict=True) if own is not None]
+        self.memory.assign([own for own, _ in pairs], [value for _, value in pairs])
+        return running
+
+    def _packed(self, known: Statistics) -> DeviceStatistics:
+        row = self.memory.plain.row(known.moments)
+        return DeviceStatistics(self.memory.join([row, known.invstd]))
+
+
+def _total(plain: Any, statistics: DeviceMoments) -> Moments:
+    """The moments of all parts together; the count is an array `()` if only the device knows it."""
+    rows, channels = statistics.rows, statistics.num_features
+    if len(rows) > 1:
+        merged: Moments = plain.merge_rows(rows)
+    else:
+        merged = Moments(rows[0, 0], rows[0, 1 : 1 + channels], rows[0, 1 + channels :])
+    known = statistics.known_count
+    return merged if known is None else merged._replace(count=known)

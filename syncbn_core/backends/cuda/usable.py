@@ -1,0 +1,112 @@
+"""Decides which kernels are used: each is checked when it is first used.
+
+    SYNCBN_KERNELS=checked    the default
+    SYNCBN_KERNELS=on         kernels are used unchecked
+    SYNCBN_KERNELS=off        no kernels: plain array operations
+
+A kernel that fails (it does not compile, load or launch, or its results are wrong) is named by one
+warning, and `usable_kernel` raises `KernelFailure`; plain operations then take its place. A kernel
+that is right is noted in the folder of compiled kernels, for this machine code, type of device and
+driver, so later processes need not check it. Failures are not noted: the next process checks again,
+and warns again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from syncbn_core.backends.cuda.compiler import Source, cache_folder, write_atomically
+from syncbn_core.backends.cuda.driver import Kernel, KernelFailure, description, kernel_for
+from syncbn_core.backends.cuda.selfcheck import CASES, check
+from syncbn_core.errors import ArgumentError, BackendError
+
+if TYPE_CHECKING:
+    from syncbn_core.backends.cuda.memory import DeviceMemory
+
+__all__ = ["Setting", "setting", "usable_kernel"]
+
+Setting = Literal["checked", "on", "off"]
+
+_usable: dict[tuple[str, int], Kernel] = {}
+_failures: dict[tuple[str, int], str] = {}
+_locks: dict[tuple[str, int], threading.Lock] = {}  # one each: a check may wait for other threads
+
+
+def setting() -> Setting:
+    """The value of SYNCBN_KERNELS; raises `ArgumentError` if it has no meaning."""
+    given: Any = os.environ.get("SYNCBN_KERNELS") or "checked"
+    if given not in get_args(Setting):
+        raise ArgumentError(
+            "expected the environment variable SYNCBN_KERNELS to be checked, on or off, "
+            f"got {given!r}"
+        )
+    known: Setting = given
+    return known
+
+
+def usable_kernel(memory: DeviceMemory, source: Source, device: int, stream: int) -> Kernel:
+    """The kernel of `source`, compiled, loaded and checked on first use.
+
+    `device` must be the current device and `stream` its current stream. Raises `KernelFailure` if
+    the kernel can't be used, after one warning, and `BackendError` if it is unchecked and the
+    stream is being captured into a CUDA graph.
+    """
+    kernel = _usable.get((source.key, device))
+    if kernel is None:
+        with _locks.setdefault((source.key, device), threading.Lock()):
+            kernel = _usable.get((source.key, device)) or _first_use(memory, source, device, stream)
+    return kernel
+
+
+def _first_use(memory: DeviceMemory, source: Source, device: int, stream: int) -> Kernel:
+    known = _failures.get((source.key, device))
+    if known is not None:
+        raise KernelFailure(known)
+    try:
+        kernel = kernel_for(source, device)
+        if setting() == "checked":
+            _check_once(memory, kernel, device, stream)
+    except KernelFailure as failure:
+        _failures[source.key, device] = str(failure)
+        warnings.warn(
+            f"syncbn uses plain operations instead of CUDA kernel {source.key}, which is slower. "
+            f"On {description(device)}: {failure}. Please report this text to syncbn's developers",
+            stacklevel=2,
+        )
+        raise
+    _usable[source.key, device] = kernel
+    return kernel
+
+
+def _check_once(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) -> None:
+    note = _note_of(kernel, device)
+    if note is not None and note.exists():
+        return
+    if memory.is_captured(stream):
+        raise BackendError(
+            f"expected kernel {kernel.source.key} to be checked before a CUDA graph is captured; "
+            "run forward and backward once before the capture, or set SYNCBN_KERNELS=on"
+        )
+    with memory.waiting_allowed():
+        check(memory, kernel, device, stream)
+    if note is not None:
+        with suppress(OSError):
+            write_atomically(
+                note, f"{kernel.source.key}: right on {description(device)}\n".encode()
+            )
+
+
+def _note_of(kernel: Kernel, device: int) -> Path | None:
+    """The file that says that the kernel is right on this type of device; None for no folder."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    digest = hashlib.sha256(kernel.image)
+    digest.update(f"{CASES} {kernel.source.key} {description(device)}".encode())
+    return folder / f"{digest.hexdigest()}.checked"
