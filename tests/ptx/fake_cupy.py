@@ -666,6 +666,10 @@ def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
     return new
 
 
+def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
+    return a.get(stream, order, out, blocking)
+
+
 def ascontiguousarray(a, dtype=None):
     dtype = a.dtype if dtype is None else np.dtype(dtype)
     if a.flags.c_contiguous and a.dtype == dtype:
@@ -694,6 +698,10 @@ def _joined(name, function, arrays, axis, out):
 
 def exp(x):
     return np.exp(x)
+
+
+def sqrt(x):
+    return np.sqrt(x)
 
 
 def maximum(x, y):
@@ -793,8 +801,8 @@ def install(emulated: Emulated | None = None) -> ModuleType:
     module = ModuleType("cupy")
     module.__version__ = "14"
     for function in (
-        *(ndarray, empty, zeros, ones, full, asarray, ascontiguousarray),
-        *(concatenate, stack, exp, maximum, where, may_share_memory),
+        *(ndarray, empty, zeros, ones, full, asarray, asnumpy, ascontiguousarray),
+        *(concatenate, stack, exp, sqrt, maximum, where, may_share_memory),
     ):
         setattr(module, function.__name__, function)
     for name in ("float16", "float32", "float64", "int32", "int64"):

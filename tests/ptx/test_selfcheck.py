@@ -7,12 +7,12 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from emulator.device import emulated
 from emulator.memory import Range
+from failing import computes_wrongly, forget
 from harness import DTYPES, FORMS, STEPS, from_bfloat16, source_of, to_bfloat16
 
 from syncbn_core.backends.cuda import driver, grid, selfcheck, usable
@@ -78,8 +78,8 @@ def memory(device, monkeypatch, tmp_path):
     return HostMemory(device)
 
 
-def use(memory, source):
-    return usable.usable_kernel(memory, source, 0, 0)
+def use(memory, source, stream=0):
+    return usable.usable_kernel(memory, source, 0, stream)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,22 +170,17 @@ def test_a_setting_without_meaning_is_refused(memory, monkeypatch):
 
 
 def test_an_unchecked_kernel_is_refused_in_a_captured_graph(memory):
+    stream = 2**40
     memory.captured = True
-    with pytest.raises(
-        BackendError, match=r"merge_parts.* before a CUDA graph is captured"
-    ) as error:
-        use(memory, MERGING)
+    text = r"merge_parts.* before a CUDA graph is captured"
+    with pytest.raises(BackendError, match=text) as error:
+        use(memory, MERGING, stream)
     assert not isinstance(error.value, KernelFailure), "no reason for plain operations"
     memory.captured = False
-    use(memory, MERGING)
+    use(memory, MERGING, stream)
     forget()
     memory.captured = True
-    use(memory, MERGING)
-
-
-def forget():
-    usable._usable.clear()
-    usable._failures.clear()
+    use(memory, MERGING, stream)
 
 
 # ---------------------------------------------------------------------------- kernels that fail
@@ -207,27 +202,6 @@ def fails_once(memory, source):
     return text
 
 
-OTHER = {"add": "sub", "sub": "add", "mul": "add"}
-
-
-def computes_wrongly(device):
-    """The last sum, difference or product of each kernel is something else."""
-
-    def before(kernel):
-        matches = [re.match(r"(add|sub|mul)\S*\.f(32|64)", i.opcode) for i in kernel.instructions]
-        number, word = [(n, match[1]) for n, match in enumerate(matches) if match][-1]
-        item = kernel.instructions[number]
-        return exchanged(kernel, item, opcode=item.opcode.replace(word, OTHER[word]))
-
-    device.before = before
-
-
-def exchanged(kernel, item, **changes):
-    """The kernel with a changed instruction."""
-    other = replace(item, **changes)
-    return replace(kernel, body=tuple(other if each is item else each for each in kernel.body))
-
-
 @pytest.mark.parametrize(
     ("form", "step", "named"),
     [
@@ -238,7 +212,7 @@ def exchanged(kernel, item, **changes):
     ],
 )
 def test_a_kernel_that_computes_wrongly_is_noticed(form, step, named, memory, device, tmp_path):
-    computes_wrongly(device)
+    device.before = computes_wrongly
     text = fails_once(memory, source_of(form, "float32", step))
     assert re.search(rf"its ({named})\b.* differs from that of float64 NumPy by", text)
     assert not list((tmp_path / "cache").glob("*.checked"))

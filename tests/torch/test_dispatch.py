@@ -102,15 +102,22 @@ def test_on_an_h100_nothing_that_was_not_timed_goes_to_our_kernels() -> None:
     assert not on_device(CUDA_SIZE // (64 * CUDA_PLANE), 64, 28, 28, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("loaded", [True, False])
-def test_in_a_captured_graph_torch_keeps_its_kernel_until_ours_are_loaded(
-    loaded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(driver, "has_loaded", lambda device: loaded)
+def test_in_a_captured_graph_torch_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda, "takes", lambda tensor: True)
-    assert cuda.measured(torch.empty(1)) is loaded
+    for captured in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=captured: c)
+        assert cuda.measured(torch.empty(1)) is not captured
+
+
+def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> list[str]:
+        raise AssertionError("the machine needs nothing then")
+
+    monkeypatch.setenv("SYNCBN_KERNELS", "off")
+    monkeypatch.setattr(driver, "missing", asked)
+    assert cuda._capability.__wrapped__(0) is None
+    assert not cuda._ready.__wrapped__(0, torch.float32)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), None])

@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
+LEGACY_STREAMS = (0, 1)  # handles of the default stream, which can't be captured
 OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 
 _OUT_OF_MEMORY, _INVALID_CONTEXT = 2, 201  # CUresult
@@ -204,6 +205,8 @@ def description(device: int) -> str:
     return f"{name.value.decode()}, driver{release} (CUDA {takes // 1000}.{takes % 1000 // 10})"
 
 
+WITHOUT_KERNELS = "; SYNCBN_KERNELS=off uses CuPy's operations instead of kernels"
+
 _lock = threading.Lock()
 _kernels: dict[tuple[str, int], Kernel] = {}
 _loaded: dict[tuple[str, tuple[int, int]], _Loaded] = {}
@@ -347,7 +350,9 @@ def require() -> None:
     """Raise `BackendError` if `missing` reports anything; the text contains all of it."""
     lacks = missing()
     if lacks:
-        raise BackendError("expected a machine ready for CUDA; " + "; ".join(lacks))
+        raise BackendError(
+            f"expected a machine ready for CUDA; {'; '.join(lacks)}{WITHOUT_KERNELS}"
+        )
 
 
 def _missing_devices() -> list[str]:

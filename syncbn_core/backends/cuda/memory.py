@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.backends.cuda.driver import multiprocessor_count
+from syncbn_core.backends.cuda.driver import LEGACY_STREAMS, multiprocessor_count
 from syncbn_core.backends.cuda.usable import usable_kernel
 from syncbn_core.backends.plain import PlainOperations
 from syncbn_core.kernels.cuda.constants import THREADS, VECTOR
@@ -21,7 +21,6 @@ Array = Any  # of the library
 Pointer = Any  # an int on a device
 
 BLOCK_COUNTERS = 4096  # the first allocation; a reduction needs one per channel or tile
-LEGACY_STREAMS = (0, 1)  # CUDA can't capture them
 PER_THREAD_STREAM = 2  # the same handle in all threads, but a different stream in each
 
 

@@ -76,7 +76,7 @@ class _CheckRunner:
         self.memory, self.kernel, self.device, self.stream = memory, kernel, device, stream
         self.threads = kernel.source.threads
         self.multiprocessors = multiprocessor_count(device)
-        self.kept: list[Array] = []  # until the kernel has run
+        self.kept: list[Array] = []  # until the last case has run
         self.results: list[_Result] = []
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
@@ -144,7 +144,6 @@ class _CheckRunner:
             if (found[:GUARD] != GUARDED).any() or (found[start:] != GUARDED).any():
                 raise KernelFailure(f"it writes beside the memory of its {name}")
         self.results.clear()
-        self.kept.clear()
 
     def _downloaded(self, array: Array) -> HostArray:
         try:
@@ -209,8 +208,9 @@ class _Case:
         self, run: _CheckRunner, dtype: str, shape: tuple[int, int, int], skew: int
     ) -> None:
         self.run, self.dtype, self.skew = run, dtype, skew
-        self.wide = "float64" if dtype == "float64" else "float32"  # of parameters
-        self.tolerance, self.wide_tolerance = TOLERANCES[dtype], TOLERANCES[self.wide]
+        wide = "float64" if dtype == "float64" else "float32"
+        self.parameter_dtypes = tuple(dict.fromkeys((wide, dtype)))
+        self.tolerance, self.sum_tolerance = TOLERANCES[dtype], TOLERANCES[wide]
         self.random = np.random.default_rng(0)
         self.view, self.x = self.activation(self.random.normal(3.0, 2.0, shape))
 
@@ -228,45 +228,47 @@ class _Case:
         pointer = self.run.result(name, self.dtype, self.tolerance, expected)
         return _View.of(pointer, self.dtype, expected.shape)
 
-    def channel_values(self) -> tuple[Any, HostArray]:
-        return self.run.given(self.random.normal(1.0, 0.3, self.x.shape[1]), self.wide)
+    def parameter(self, dtype: str) -> tuple[Any, HostArray]:
+        return self.run.given(self.random.normal(1.0, 0.3, self.x.shape[1]), dtype)
 
-    def affine(self) -> tuple[grid.Parameters, Affine]:
-        (weight, w), (bias, b) = self.channel_values(), self.channel_values()
-        code = grid.CODES[self.wide]
+    def affine(self, dtype: str) -> tuple[grid.Parameters, Affine]:
+        (weight, w), (bias, b) = self.parameter(dtype), self.parameter(dtype)
+        code = grid.CODES[dtype]
         return grid.Parameters(weight, code, bias, code), Affine(w, b)
 
 
 def _check_moments(case: _Case) -> None:
     count, mean, m2 = REFERENCE.moments(case.x)
     pieces = np.array([count]), mean, m2
-    into = case.run.result("moments", "float64", case.wide_tolerance, *pieces)
+    into = case.run.result("moments", "float64", case.sum_tolerance, *pieces)
     grid.moments(case.run, case.view, into)
     case.run.compare()
 
 
 def _check_normalize(case: _Case) -> None:
-    _check_training(case)
+    for dtype in case.parameter_dtypes:
+        _check_training(case, dtype)
     _check_eval(case)
 
 
-def _check_training(case: _Case) -> None:
-    run, x, code = case.run, case.x, grid.CODES[case.wide]
+def _check_training(case: _Case, dtype: str) -> None:
+    """With weight, bias and running statistics of `dtype`."""
+    run, x = case.run, case.x
     third, rule = len(x) // 3, NormRule(1e-3)
     parts = [REFERENCE.moments(x[a:b]) for a, b in pairwise((0, third, third, 2 * third, len(x)))]
     given, _ = run.given(np.stack([_packed(part) for part in parts]), "float64")
     statistics = REFERENCE.statistics(merge_moments(parts), rule)
-    parameters, affine = case.affine()
-    (_, mean), (_, var) = case.channel_values(), case.channel_values()
+    parameters, affine = case.affine(dtype)
+    (_, mean), (_, var) = case.parameter(dtype), case.parameter(dtype)
     tracked = np.array(4)
     wanted = REFERENCE.forward(
         x, statistics, affine, rule, RunningStatistics(mean, var, tracked, 0.25)
     )
     new: Any = wanted.running
     running = grid.Running(
-        run.result("running_mean", case.wide, 2e-6, new.mean, before=mean),
-        run.result("running_var", case.wide, 2e-6, new.var, before=var),
-        code,
+        run.result("running_mean", dtype, TOLERANCES[dtype], new.mean, before=mean),
+        run.result("running_var", dtype, TOLERANCES[dtype], new.var, before=var),
+        grid.CODES[dtype],
         run.result("num_batches_tracked", "int64", 0, np.array([5]), before=tracked),
         0.25,
     )
@@ -281,43 +283,38 @@ def _check_training(case: _Case) -> None:
 
 def _check_eval(case: _Case) -> None:
     run, rule = case.run, NormRule(1.0, "clamp")
-    (mean_pointer, mean), (var_pointer, var) = case.channel_values(), case.channel_values()
+    dtype = case.parameter_dtypes[0]
+    (mean_pointer, mean), (var_pointer, var) = case.parameter(dtype), case.parameter(dtype)
     wanted = REFERENCE.forward_eval(case.x, RunningStatistics(mean, var), Affine(), rule)
     y = case.output("y in eval", wanted.y)
     known, _kept = run.scratch(3 * len(mean) + 1)
-    running = grid.Running(mean_pointer, var_pointer, grid.CODES[case.wide])
+    running = grid.Running(mean_pointer, var_pointer, grid.CODES[dtype])
     grid.normalize(run, case.view, y, grid.Parameters(), 0, 0, known, rule=rule, running=running)
     run.compare()
 
 
 def _check_backward_reduce(case: _Case) -> None:
-    run, rule = case.run, NormRule(1e-3)
-    parameters, affine = case.affine()
+    run, rule, tolerance = case.run, NormRule(1e-3), case.sum_tolerance
     statistics = REFERENCE.statistics(REFERENCE.moments(case.x), rule)
-    dy_view, dy = case.gradient(statistics)
-    wanted = REFERENCE.backward_reduce(case.x, dy, statistics, affine, rule)
     given, _ = run.given(_known(statistics), "float64")
-    tolerance = case.wide_tolerance
-    into = run.result("sums", "float64", tolerance, *wanted.exchange)
-    grad_weight = run.result("gradient of weight", case.wide, tolerance, wanted.grad_weight)
-    grad_bias = run.result("gradient of bias", case.wide, tolerance, wanted.grad_bias)
-    grid.backward_reduce(
-        run,
-        case.view,
-        dy_view,
-        given,
-        parameters,
-        into,
-        grad_weight,
-        grad_bias,
-        code=grid.CODES[case.wide],
-    )
-    run.compare()
+    dy_view, dy = case.gradient(statistics)
+    for dtype in case.parameter_dtypes:
+        parameters, affine = case.affine(dtype)
+        wanted = REFERENCE.backward_reduce(case.x, dy, statistics, affine, rule)
+        into = run.result("sums", "float64", tolerance, *wanted.exchange)
+        least = max(tolerance, TOLERANCES[dtype])
+        grad_weight = run.result("gradient of weight", dtype, least, wanted.grad_weight)
+        grad_bias = run.result("gradient of bias", dtype, least, wanted.grad_bias)
+        code, gradients = grid.CODES[dtype], (grad_weight, grad_bias)
+        grid.backward_reduce(
+            run, case.view, dy_view, given, parameters, into, *gradients, code=code
+        )
+        run.compare()
 
 
 def _check_backward_input(case: _Case) -> None:
     run = case.run
-    parameters, affine = case.affine()
+    parameters, affine = case.affine(case.parameter_dtypes[0])
     for rule in (NormRule(1e-3), NormRule(100.0, "clamp")):
         statistics = REFERENCE.statistics(REFERENCE.moments(case.x), rule)
         dy_view, dy = case.gradient(statistics)

@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from syncbn_core.backends.cuda.compiler import Source, cache_folder, write_atomically
-from syncbn_core.backends.cuda.driver import Kernel, KernelFailure, description, kernel_for
+from syncbn_core.backends.cuda.driver import (
+    LEGACY_STREAMS,
+    Kernel,
+    KernelFailure,
+    description,
+    kernel_for,
+)
 from syncbn_core.backends.cuda.selfcheck import CASES, check
 from syncbn_core.errors import ArgumentError, BackendError
 
@@ -88,7 +94,7 @@ def _check_once(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) 
     note = _note_of(kernel, device)
     if note is not None and note.exists():
         return
-    if memory.is_captured(stream):
+    if stream not in LEGACY_STREAMS and memory.is_captured(stream):
         raise BackendError(
             f"expected kernel {kernel.source.key} to be checked before a CUDA graph is captured; "
             "run forward and backward once before the capture, or set SYNCBN_KERNELS=on"

@@ -1,0 +1,59 @@
+"""Kernels that fail in one of the ways of `WAYS`, and what their check makes of it."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from syncbn_core.backends.cuda import driver, usable
+from syncbn_core.errors import BackendError
+
+WAYS = ["wrong", "does not compile", "does not load"]
+
+
+def computes_wrongly(kernel):
+    """Nothing is stored."""
+    stores = [item for item in kernel.instructions if item.opcode.startswith("st.global")]
+    return replace(kernel, body=tuple(item for item in kernel.body if item not in stores))
+
+
+@contextmanager
+def failing(way, name, device, folder):
+    """Kernels are checked, and those with `name` in their names fail; gives the warnings."""
+    compile_source = driver.compile_source
+
+    def compiled(source, capability):
+        if way == "does not compile" and name in source.key:
+            raise BackendError("words of the compiler")
+        return compile_source(source, capability)
+
+    def before(kernel):
+        if name not in kernel.name:
+            return kernel
+        if way == "does not load":
+            raise ValueError("words of the loader")
+        return computes_wrongly(kernel)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setenv("SYNCBN_KERNELS", "checked")
+        patch.setattr(usable, "cache_folder", lambda: folder)
+        patch.setattr(driver, "compile_source", compiled)
+        if way != "does not compile":
+            patch.setattr(device, "before", before)
+        forget()
+        try:
+            yield warned
+        finally:
+            forget()
+
+
+def forget():
+    """As in a new process."""
+    driver._kernels.clear()
+    driver._loaded.clear()
+    usable._usable.clear()
+    usable._failures.clear()
