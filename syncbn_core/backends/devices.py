@@ -42,15 +42,13 @@ def array_library(device: str) -> Iterator[Any]:
 def _cupy() -> Any:
     """The module CuPy; raises `BackendError` if anything that the kernels need is missing."""
     from syncbn_core.backends.cuda.compiler import INSTALL
-    from syncbn_core.backends.cuda.driver import WITHOUT_KERNELS, missing
+    from syncbn_core.backends.cuda.driver import missing, not_ready
     from syncbn_core.backends.cuda.usable import setting
 
     lacks = [] if setting() == "off" else missing()
-    remedy = WITHOUT_KERNELS
     try:
         import cupy
     except ImportError as error:
-        remedy = ""
         absent = getattr(error, "name", None) == "cupy"
         lack = "CuPy is not installed" if absent else f"CuPy can't be imported ({error})"
         hinted = [number for number, other in enumerate(lacks) if INSTALL in other]
@@ -59,7 +57,7 @@ def _cupy() -> Any:
         else:
             lacks.append(f"{lack}: {INSTALL}")
     if lacks:
-        raise BackendError(f"expected a machine ready for CUDA; {'; '.join(lacks)}{remedy}")
+        raise not_ready(lacks)
     return cupy
 
 

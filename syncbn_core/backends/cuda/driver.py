@@ -43,6 +43,7 @@ __all__ = [
     "kernel_for",
     "missing",
     "multiprocessor_count",
+    "not_ready",
     "require",
 ]
 
@@ -205,8 +206,6 @@ def description(device: int) -> str:
     return f"{name.value.decode()}, driver{release} (CUDA {takes // 1000}.{takes % 1000 // 10})"
 
 
-WITHOUT_KERNELS = "; SYNCBN_KERNELS=off uses CuPy's operations instead of kernels"
-
 _lock = threading.Lock()
 _kernels: dict[tuple[str, int], Kernel] = {}
 _loaded: dict[tuple[str, tuple[int, int]], _Loaded] = {}
@@ -350,9 +349,15 @@ def require() -> None:
     """Raise `BackendError` if `missing` reports anything; the text contains all of it."""
     lacks = missing()
     if lacks:
-        raise BackendError(
-            f"expected a machine ready for CUDA; {'; '.join(lacks)}{WITHOUT_KERNELS}"
-        )
+        raise not_ready(lacks)
+
+
+def not_ready(lacks: list[str]) -> BackendError:
+    """The error that says what the machine lacks."""
+    remedy = ""
+    if device_count():
+        remedy = "; or set SYNCBN_KERNELS=off: CuPy's operations then take the place of kernels"
+    return BackendError(f"expected a machine ready for CUDA; {'; '.join(lacks)}{remedy}")
 
 
 def _missing_devices() -> list[str]:
