@@ -1,19 +1,23 @@
-"""`PlainOperations`: the steps in plain array operations, shared by NumPy, torch, JAX and others.
+"""`PlainOperations`: the steps in plain array operations, shared by NumPy, torch, CuPy and others.
 
     mean, m2 = moments of the batch           invstd = 1 / sqrt(m2 / n + eps)
     xhat     = (x - mean) * invstd            y      = xhat * weight + bias
     dx       = weight * invstd * (dy - sum_dy / n - xhat * sum_dy_xhat / n)
 
-The code never reads a number out of an array and never writes in place (unless `out` is given), so
-a library can trace, compile, vectorize and differentiate the steps, also twice. It computes in the
-widest floating dtype of the device, float64 if there is one.
+The code never reads a number out of an array, so a library can trace, compile, vectorize and
+differentiate the steps, also twice.
+
+Numbers per channel have the widest floating dtype of the device, float64 if there is one. Arrays of
+the size of x have the `working` dtype, which may be float32. They keep the digits of deviations:
+x is not multiplied before a number near its mean, rounded to that dtype, has been subtracted; what
+rounding left is subtracted per channel. docs/internals/numerics.md counts the passes over x.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from syncbn_core.backends.base import Affine, Forward, Operations, RunningStatistics, Sums
 from syncbn_core.moments import (
@@ -30,24 +34,54 @@ __all__ = ["Namespace", "PlainOperations"]
 Array = Any
 
 
-class Namespace(Protocol):
-    """One array library: `xp` is its module; the methods are what libraries name differently."""
+class Namespace:
+    """One array library, whose module is `xp`. The methods are written for libraries like NumPy.
 
-    @property
-    def xp(self) -> Any:
-        """The module with `sqrt`, `stack`, `where`, `concatenate`."""
+    Methods may overwrite their first argument, which is a temporary array of the size of x.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
 
     def cast(self, values: Array, dtype: Any) -> Array:
-        """`values` converted to `dtype`, a dtype of the library."""
+        """`values` converted to `dtype`, a dtype of the library; never overwrites `values`."""
+        return values.astype(dtype)
 
     def widest(self, values: Array) -> Any:
-        """The widest floating dtype on the device of `values`, float64 if it has that."""
+        """The widest floating dtype on the device of `values`."""
+        return self.xp.float64
+
+    def working(self, values: Array) -> Any:
+        """The dtype of temporary arrays of the size of `values`."""
+        return self.xp.float64
 
     def number(self, value: Any, like: Array) -> Array:
         """A number, which may be traced, as an array `()` with the dtype and device of `like`."""
+        return self.xp.asarray(value, like.dtype)
 
     def constant(self, values: Array) -> Array:
         """`values`, detached: no gradient flows through the result."""
+        return values
+
+    def difference(self, x: Array, values: Array) -> Array:
+        """`x - values`, a new array in the dtype of `values`, the `working` one of x."""
+        return self.cast(x, values.dtype) - values
+
+    def product(self, values: Array, other: Array) -> Array:
+        """`values * other`, in the dtype of `values`."""
+        return values * self.cast(other, values.dtype)
+
+    def scaled(self, values: Array, scale: Array, shift: Array) -> Array:
+        """`values * scale + shift`, in the dtype of `values`."""
+        return values * scale + shift
+
+    def plus_scaled(self, values: Array, other: Array, scale: Array) -> Array:
+        """`values + other * scale`, in the dtype of `values`."""
+        return values + self.cast(other, values.dtype) * scale
+
+    def sum(self, values: Array, axes: tuple[int, ...]) -> Array:
+        """The sum over `axes`, in the widest dtype; does not overwrite `values`."""
+        return values.sum(axes, dtype=self.widest(values))
 
 
 class PlainOperations(Operations):
@@ -58,11 +92,30 @@ class PlainOperations(Operations):
         self.xp = namespace.xp
 
     def moments(self, x: Array) -> Moments:
-        wide, axes = self._wide(x), _axes(x)
+        space, axes = self.namespace, _axes(x)
         count = math.prod(x.shape[axis] for axis in axes) if x.shape[1] else 0
-        mean = wide.sum(axes) / self._at_least_one(count)
-        deviations = wide - column(mean, x)
-        return Moments(count, mean, (deviations * deviations).sum(axes))
+        if count == 0:
+            zeros = space.sum(x, axes)
+            return Moments(0, zeros, zeros)
+        shift = self._shift(x)
+        deviations = space.difference(x, column(shift, x))
+        mean = space.sum(deviations, axes) / count
+        squares = space.product(deviations, deviations)
+        m2 = space.sum(squares, axes) - count * mean * mean
+        return Moments(count, self._wide(shift) + mean, self.xp.where(m2 < 0, 0.0, m2))
+
+    def _shift(self, x: Array) -> Array:
+        """A number near the mean of each channel, `(C,)` in the working dtype.
+
+        The mean of the first n/16 of n values. By Cauchy-Schwarz it is at most 4 standard
+        deviations from the mean, so `m2` above is the difference of numbers of which the first is
+        at most 17 times as large.
+        """
+        first = x[: -(-x.shape[0] // 16)]
+        size = math.prod(first.shape) // x.shape[1]
+        mean = self.namespace.sum(first, _axes(x)) / size
+        mean = self.xp.where(self.xp.isfinite(mean), mean, 0.0)
+        return self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
 
     def merge(self, parts: Sequence[Moments]) -> Moments:
         if len(parts) == 1:
@@ -102,11 +155,14 @@ class PlainOperations(Operations):
         running: RunningStatistics | None = None,
         out: Array | None = None,
     ) -> Forward:
-        y = self._xhat(x, statistics)
+        deviations, rest = self._deviations(x, statistics)
+        scale = statistics.invstd
         if affine.weight is not None:
-            y = y * column(self._wide(affine.weight), x)
+            scale = scale * self._wide(affine.weight)
+        shift = -rest * scale
         if affine.bias is not None:
-            y = y + column(self._wide(affine.bias), x)
+            shift = shift + self._wide(affine.bias)
+        y = self._scaled(deviations, scale, shift)
         new = None if running is None else self.update_running(running, statistics)
         return Forward(self._result(y, x, out), statistics, new)
 
@@ -125,8 +181,11 @@ class PlainOperations(Operations):
     def backward_reduce(
         self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
     ) -> Sums:
-        wide, axes = self._wide(dy), _axes(x)
-        sums = self.xp.stack([wide.sum(axes), (wide * self._xhat(x, statistics)).sum(axes)])
+        space, axes = self.namespace, _axes(x)
+        sum_dy = space.sum(dy, axes)
+        deviations, rest = self._deviations(x, statistics)
+        sum_dy_deviations = space.sum(space.product(deviations, dy), axes) - rest * sum_dy
+        sums = self.xp.stack([sum_dy, sum_dy_deviations * statistics.invstd])
         dtype = x.dtype if affine.weight is None else affine.weight.dtype
         exchange = sums if affine.weight is None else sums * self._wide(affine.weight)
         cast = self.namespace.cast
@@ -143,15 +202,20 @@ class PlainOperations(Operations):
         out: Array | None = None,
     ) -> Array:
         moments, invstd = statistics
-        inner = self._wide(dy)
+        scale = invstd
         if affine.weight is not None:
-            inner = inner * column(self._wide(affine.weight), x)
-        if total is not None:
-            mean_dy, mean_dy_xhat = total / self._at_least_one(moments.count)
-            if rule.clamps:
-                mean_dy_xhat = self.xp.where(self._var(moments) < rule.eps, 0.0, mean_dy_xhat)
-            inner = inner - column(mean_dy, x) - self._xhat(x, statistics) * column(mean_dy_xhat, x)
-        return self._result(inner * column(invstd, x), x, out)
+            scale = scale * self._wide(affine.weight)
+        if total is None:
+            values = self.namespace.cast(dy, self.namespace.working(x))
+            return self._result(values * self._column(scale, values), x, out)
+        mean_dy, mean_dy_xhat = total / self._at_least_one(moments.count)
+        if rule.clamps:
+            mean_dy_xhat = self.xp.where(self._var(moments) < rule.eps, 0.0, mean_dy_xhat)
+        slope = mean_dy_xhat * invstd * invstd
+        deviations, rest = self._deviations(x, statistics)
+        dx = self._scaled(deviations, -slope, rest * slope - mean_dy * invstd)
+        dx = self.namespace.plus_scaled(dx, dy, self._column(scale, dx))
+        return self._result(dx, x, out)
 
     def update_running(
         self, running: RunningStatistics, statistics: Statistics
@@ -184,8 +248,20 @@ class PlainOperations(Operations):
     def _wide(self, values: Array) -> Array:
         return self.namespace.cast(values, self.namespace.widest(values))
 
-    def _xhat(self, x: Array, statistics: Statistics) -> Array:
-        return (self._wide(x) - column(statistics.moments.mean, x)) * column(statistics.invstd, x)
+    def _deviations(self, x: Array, statistics: Statistics) -> tuple[Array, Array]:
+        """`x - r` in the working dtype, where r is the rounded mean, and `mean - r` `(C,)`."""
+        mean = statistics.moments.mean
+        rounded = self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
+        return self.namespace.difference(x, column(rounded, x)), mean - self._wide(rounded)
+
+    def _scaled(self, values: Array, scale: Array, shift: Array) -> Array:
+        """`values * scale + shift` with numbers per channel."""
+        numbers = (self._column(each, values) for each in (scale, shift))
+        return self.namespace.scaled(values, *numbers)
+
+    def _column(self, values: Array, like: Array) -> Array:
+        """`column`, in the dtype of `like`."""
+        return column(self.namespace.cast(values, like.dtype), like)
 
     def _var(self, moments: Moments) -> Array:
         return moments.m2 / self._at_least_one(moments.count)

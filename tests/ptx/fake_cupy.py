@@ -704,6 +704,10 @@ def sqrt(x):
     return np.sqrt(x)
 
 
+def isfinite(x):
+    return np.isfinite(x)
+
+
 def maximum(x, y):
     return np.maximum(x, y)
 
@@ -802,7 +806,7 @@ def install(emulated: Emulated | None = None) -> ModuleType:
     module.__version__ = "14"
     for function in (
         *(ndarray, empty, zeros, ones, full, asarray, asnumpy, ascontiguousarray),
-        *(concatenate, stack, exp, sqrt, maximum, where, may_share_memory),
+        *(concatenate, stack, exp, sqrt, isfinite, maximum, where, may_share_memory),
     ):
         setattr(module, function.__name__, function)
     for name in ("float16", "float32", "float64", "int32", "int64"):

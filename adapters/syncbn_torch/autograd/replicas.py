@@ -144,7 +144,7 @@ class StatisticsExchange:
 
     def plain_statistics_for(self, x: Tensor) -> Statistics:
         """The same as tensors; with gradients on, computed from each x by autograd operations."""
-        operations = plain.OPERATIONS
+        operations = plain.DIFFERENTIABLE
         parts: list[Any] = [self.total]
         if torch.is_grad_enabled():
             known = [(record.live_x(), record.part) for record in self.records]
@@ -190,7 +190,7 @@ class LocalMoments(Function):
         total = current.total.on(x.device)
         operations, statistics = record.operations, record.statistics
         if needs_plain_backward(exchange.processes, dy, total):
-            operations, statistics = plain.OPERATIONS, exchange.plain_statistics_for(x)
+            operations, statistics = plain.DIFFERENTIABLE, exchange.plain_statistics_for(x)
             total = _as_tensor(total).to(x.device)
         dx = operations.backward_input(x, dy, statistics, affine, exchange.rule, total)
         return dx, None
@@ -254,7 +254,7 @@ class Normalize(Function):
             if torch.is_grad_enabled():
                 live = record.live_x()
                 x = x if live is None else live
-            operations, statistics = plain.OPERATIONS, exchange.plain_statistics_for(x)
+            operations, statistics = plain.DIFFERENTIABLE, exchange.plain_statistics_for(x)
         sums: Sums = operations.backward_reduce(x, dy, statistics, affine, exchange.rule)
         edge = None
         if ctx.needs_input_grad[1]:

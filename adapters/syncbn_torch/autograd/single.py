@@ -113,7 +113,7 @@ def _backward_alone(
     """Gradients of x, weight and bias (inputs `first`, + 1, + 2) for a layer alone."""
     operations, rule, _ = call
     if needs_plain_backward(None, dy):
-        operations = plain.OPERATIONS
+        operations = plain.DIFFERENTIABLE
         statistics = operations.statistics(operations.moments(x), rule)
     elif ctx.needs_input_grad[first]:
         done = operations.backward_single(x, dy, statistics, affine, rule)

@@ -10,33 +10,61 @@ import torch
 from torch import Tensor
 
 from syncbn_core.backends.base import RunningStatistics
-from syncbn_core.backends.plain import PlainOperations
+from syncbn_core.backends.plain import Namespace, PlainOperations
 from syncbn_core.moments import Moments, Statistics
 from syncbn_torch.backends.memory import as_tensor
 
 __all__ = ["DIFFERENTIABLE", "OPERATIONS", "TensorNamespace", "plain_moments", "plain_statistics"]
 
 
-class TensorNamespace:
-    """`Namespace` of torch."""
+class TensorNamespace(Namespace):
+    """`Namespace` of torch, without autograd: temporary tensors are overwritten.
 
-    xp = torch
+    Operations on 16 bits and float32 convert within torch's kernels on GPUs, without a copy.
+    """
 
-    @staticmethod
-    def cast(values: Tensor, dtype: Any) -> Tensor:
+    def cast(self, values: Tensor, dtype: Any) -> Tensor:
         return values.to(dtype)
 
-    @staticmethod
-    def widest(values: Tensor) -> torch.dtype:
+    def widest(self, values: Tensor) -> torch.dtype:
         return torch.float32 if values.device.type == "mps" else torch.float64
 
-    @staticmethod
-    def number(value: Any, like: Tensor) -> Tensor:
+    def working(self, values: Tensor) -> torch.dtype:
+        return torch.float64 if values.dtype is torch.float64 else torch.float32
+
+    def number(self, value: Any, like: Tensor) -> Tensor:
         return torch.full((), value, dtype=like.dtype, device=like.device)
 
-    @staticmethod
-    def constant(values: Tensor) -> Tensor:
+    def constant(self, values: Tensor) -> Tensor:
         return values.detach()
+
+    def difference(self, x: Tensor, values: Tensor) -> Tensor:
+        return x - values
+
+    def product(self, values: Tensor, other: Tensor) -> Tensor:
+        return values.mul_(other)
+
+    def scaled(self, values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return torch.addcmul(shift, values, scale, out=values)
+
+    def plus_scaled(self, values: Tensor, other: Tensor, scale: Tensor) -> Tensor:
+        return values.addcmul_(other, scale)
+
+    def sum(self, values: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return values.sum(axes, dtype=self.working(values)).to(self.widest(values))
+
+
+class DifferentiableNamespace(TensorNamespace):
+    """The same without writing in place, for autograd, forward-mode AD and `torch.func`."""
+
+    def product(self, values: Tensor, other: Tensor) -> Tensor:
+        return values * other
+
+    def scaled(self, values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return torch.addcmul(shift, values, scale)
+
+    def plus_scaled(self, values: Tensor, other: Tensor, scale: Tensor) -> Tensor:
+        return torch.addcmul(values, other, scale)
 
 
 class TensorOperations(PlainOperations):
@@ -58,8 +86,8 @@ class TensorOperations(PlainOperations):
         return running
 
 
-OPERATIONS = TensorOperations(TensorNamespace())  # called by the nodes of `autograd`
-DIFFERENTIABLE = TensorOperations(TensorNamespace())  # without these nodes: torch differentiates
+OPERATIONS = TensorOperations(TensorNamespace(torch))  # called by the nodes of `autograd`
+DIFFERENTIABLE = TensorOperations(DifferentiableNamespace(torch))  # torch differentiates these
 
 
 def plain_moments(moments: Moments, device: torch.device) -> Moments:

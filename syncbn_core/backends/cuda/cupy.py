@@ -19,7 +19,7 @@ from syncbn_core.backends.cuda.driver import require
 from syncbn_core.backends.cuda.operations import CudaOperations
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.backends.cuda.usable import setting
-from syncbn_core.backends.plain import PlainOperations
+from syncbn_core.backends.plain import Namespace, PlainOperations
 from syncbn_core.layout import Layout, layout_of
 
 __all__ = ["OPERATIONS", "CupyMemory"]
@@ -31,32 +31,17 @@ if KERNELS:
     require()
 
 
-class _CupyNamespace:
+class _CupyNamespace(Namespace):
     """`Namespace` of CuPy."""
 
-    xp = cupy
-
-    @staticmethod
-    def cast(values: Array, dtype: Any) -> Array:
-        return values.astype(dtype)
-
-    @staticmethod
-    def widest(values: Array) -> Any:
-        return cupy.float64
-
-    @staticmethod
-    def number(value: Any, like: Array) -> Array:
-        return cupy.asarray(value, like.dtype)
-
-    @staticmethod
-    def constant(values: Array) -> Array:
-        return values
+    def working(self, values: Array) -> Any:
+        return cupy.float64 if values.dtype == cupy.float64 else cupy.float32
 
 
 class CupyMemory:
     """`DeviceMemory` of CuPy arrays."""
 
-    plain = PlainOperations(_CupyNamespace())
+    plain = PlainOperations(_CupyNamespace(cupy))
 
     def device_of(self, array: Array) -> int:
         return int(array.device.id)

@@ -1,0 +1,194 @@
+"""Plain operations, the fallback for CUDA tensors: their passes over memory, and their accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from syncbn_core.backends.base import Affine, RunningStatistics
+from syncbn_core.moments import NormRule
+from syncbn_torch.backends.plain import DIFFERENTIABLE, OPERATIONS
+
+RULE = NormRule(1e-5)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what operations read and write, in arrays of n numbers of `size` bytes."""
+
+    VIEWS = ("view", "_unsafe_view", "detach", "slice", "alias", "expand", "select", "unsqueeze")
+
+    def __init__(self, n: int, size: int) -> None:
+        super().__init__()
+        self.n, self.size = n, size
+        self.read = self.written = 0.0
+        self.dtypes: set[torch.dtype] = set()  # of written arrays of that size
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ in self.VIEWS:
+            return result
+        given = [value for value in args if isinstance(value, Tensor)]
+        unique = {value.data_ptr(): value for value in given}.values()
+        self.read += sum(map(self._share, unique))
+        if isinstance(result, Tensor):
+            self.written += self._share(result)
+            if result.numel() >= self.n:
+                self.dtypes.add(result.dtype)
+        return result
+
+    def _share(self, tensor: Tensor) -> float:
+        # numbers per channel don't count
+        return tensor.nbytes / (self.n * self.size) if tensor.numel() * 32 > self.n else 0.0
+
+
+@contextmanager
+def counted(x: Tensor) -> Iterator[Traffic]:
+    traffic = Traffic(x.numel(), x.element_size())
+    with traffic, torch.no_grad():
+        yield traffic
+
+
+# passes over memory, in bytes of x; docs/internals/numerics.md has this table
+PASSES = {
+    torch.float32: {"moments": 6, "forward": 4, "backward_reduce": 7, "backward_input": 7},
+    torch.float16: {"moments": 11, "forward": 10, "backward_reduce": 11, "backward_input": 15},
+}
+FIRST = 1 / 16  # `moments` reads the first samples once more
+
+
+def step(x: Tensor, dy: Tensor) -> dict[str, Traffic]:
+    """The traffic of each step."""
+    affine = Affine(torch.ones(x.shape[1]), torch.zeros(x.shape[1]))
+    found = {}
+    with counted(x) as found["moments"]:
+        moments = OPERATIONS.moments(x)
+    statistics = OPERATIONS.statistics(moments, RULE)
+    with counted(x) as found["forward"]:
+        OPERATIONS.forward(x, statistics, affine, RULE)
+    with counted(x) as found["backward_reduce"]:
+        sums = OPERATIONS.backward_reduce(x, dy, statistics, affine, RULE)
+    with counted(x) as found["backward_input"]:
+        OPERATIONS.backward_input(x, dy, statistics, affine, RULE, sums.exchange)
+    return found
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", PASSES)
+def test_passes_over_memory(dtype: torch.dtype, channels_last: bool) -> None:
+    x, dy = (torch.randn(64, 16, 24, 24).to(dtype) for _ in range(2))
+    if channels_last:
+        x, dy = (value.to(memory_format=torch.channels_last) for value in (x, dy))
+    for name, traffic in step(x, dy).items():
+        expected = PASSES[dtype][name] + (FIRST if name == "moments" else 0)
+        assert traffic.read + traffic.written == pytest.approx(expected, abs=0.01), name
+        assert torch.float64 not in traffic.dtypes, "no temporary in float64"
+
+
+def test_memory_of_a_forward_is_its_result() -> None:
+    """And one temporary tensor in float32, for 16 bits."""
+    x = torch.randn(64, 16, 24, 24)
+    statistics = OPERATIONS.statistics(OPERATIONS.moments(x), RULE)
+    with counted(x) as traffic:
+        OPERATIONS.forward(x, statistics, Affine(), RULE)
+    assert traffic.written == pytest.approx(2, abs=0.01), "x - mean, then y in its place"
+
+
+def results(operations: Any, x: Tensor, dy: Tensor, rule: NormRule = RULE) -> list[Tensor]:
+    """y, dx, gradients of weight and bias, mean and variance."""
+    channels = x.shape[1]
+    generator = torch.Generator().manual_seed(channels)
+    weight, bias = (torch.randn(channels, generator=generator) for _ in range(2))
+    affine = Affine(weight, bias)
+    running = RunningStatistics(
+        torch.zeros(channels).double(), torch.ones(channels).double(), None, 1.0
+    )
+    done = operations.forward_single(x, affine, rule, running)
+    gradients = operations.backward_single(x, dy, done.statistics, affine, rule)
+    return [done.y, *gradients, running.mean, running.var]
+
+
+def close(actual: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(actual, wanted, strict=True):
+        scale = 1 + other.abs().max().item()
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=tolerance * scale)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    mean=st.sampled_from([0.0, 1.0, -1e3, 1e5]),
+    shape=st.sampled_from([(2, 3), (40, 5), (1, 2, 9), (5, 3, 4, 4), (17, 2, 3, 1, 2)]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    differentiable=st.booleans(),
+    mode=st.sampled_from(["plus", "clamp"]),
+)
+@settings(deadline=None, max_examples=150)
+def test_results_equal_those_in_float64(
+    seed: int,
+    mean: float,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    differentiable: bool,
+    mode: Any,
+) -> None:
+    """Also with a mean of 100,000 standard deviations: x is rounded, and no digit is lost after."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.float16 and abs(mean) > 1e4:
+        mean = 1e3
+    x = (torch.randn(shape, generator=generator) + mean).to(dtype)
+    dy = torch.randn(shape, generator=generator).to(dtype)
+    rule = NormRule(1e-5, mode)
+    own = results(DIFFERENTIABLE if differentiable else OPERATIONS, x, dy, rule)
+    wanted = results(OPERATIONS, x.double(), dy.double(), rule)
+    # with few values, float32's rounding of deviations weighs more in dx
+    scale = float(torch.finfo(dtype if dtype.itemsize == 2 else torch.float32).eps) * 30
+    tolerance = 1e-11 if dtype is torch.float64 else scale
+    deviations = x.double() - x.double().mean([0, *range(2, x.dim())], keepdim=True)
+    smallest = deviations.square().mean([0, *range(2, x.dim())]).sqrt().min().item()
+    close(own, wanted, tolerance * max(1.0, 1 / max(smallest, 1e-2)))
+
+
+@pytest.mark.parametrize("operations", [OPERATIONS, DIFFERENTIABLE])
+def test_first_samples_far_from_the_others_cost_no_digits(operations: Any) -> None:
+    """They are what deviations are taken from; of 64 samples, 4."""
+    x = torch.randn(64, 3, 8, 8)
+    x[:4] += 1e4
+    dy = torch.randn(x.shape)
+    close(results(operations, x, dy), results(OPERATIONS, x.double(), dy.double()), 3e-6)
+
+
+@pytest.mark.parametrize("operations", [OPERATIONS, DIFFERENTIABLE])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, -1])
+def test_nan_and_infinity_stay_in_their_channel(operations: Any, bad: float, at: int) -> None:
+    x, dy = torch.randn(8, 3, 4), torch.randn(8, 3, 4)
+    clean = results(operations, x, dy)
+    x[at, 1, at] = bad
+    dirty = results(operations, x, dy)
+    for one, other in zip(dirty, clean, strict=True):
+        axis = min(one.dim() - 1, 1)
+        others = torch.tensor([0, 2])
+        assert torch.equal(one.index_select(axis, others), other.index_select(axis, others))
+    assert dirty[0][:, 1].isnan().all()
+    mean = dirty[-2][1].item()
+    assert math.isnan(mean) if math.isnan(bad) else mean == bad, "as torch's own mean"
+
+
+@pytest.mark.parametrize("value", [0.0, 1 / 3, -7e4, 1e15])
+def test_a_constant_channel_has_no_variance(value: float) -> None:
+    x = torch.full((50, 2, 3, 3), value)
+    moments = OPERATIONS.moments(x)
+    assert (moments.m2 >= 0).all()
+    assert moments.m2.max() <= 450 * (1e-6 * value) ** 2
+    y = OPERATIONS.forward_single(x, Affine(), RULE).y
+    assert y.abs().max() <= 1
