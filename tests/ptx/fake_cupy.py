@@ -514,6 +514,9 @@ class ndarray:  # noqa: N801
         _binary(np.multiply, True),
         _binary(np.multiply, in_place=True),
     )
+    def __neg__(self):
+        return self.__array_ufunc__(np.negative, "__call__", self)
+
     __truediv__, __rtruediv__ = _binary(np.divide), _binary(np.divide, True)
     __pow__, __matmul__ = _binary(np.power), _binary(np.matmul)
     __lt__, __gt__ = _binary(np.less), _binary(np.greater)
