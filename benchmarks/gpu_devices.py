@@ -11,6 +11,9 @@ Per product: data sheets and architecture whitepapers of NVIDIA.
     B200      HGX B200 data sheet (37 TFLOPS float64, 75 float32, 8 TB/s); the number of 148
               multiprocessors is from third-party tables
 
+These documents were not at hand when this was written. Multiprocessors, clocks and bandwidths of
+T4, A10, A100 and B200 agree with third-party tables.
+
 Clocks are boost clocks, those of A10, H100, H200 and B200 from the peak float32 rate (2 x 128 per
 multiprocessor and clock). Under load they are lower.
 
