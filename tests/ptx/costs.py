@@ -4,16 +4,23 @@
 
 `instructions`: of all threads; a warp that executes for one thread counts as 32, as it does on a
 device. `float64` and `conversions` (to and from float64 and 16 bits) are the instructions among
-them that most devices execute at a fraction of the rate. `bytes`: all that is loaded and stored.
-All are divided by the bytes of x.
+them that most devices execute at a fraction of the rate; `conversions64` are the conversions to and
+from float64. `bytes`: all that is loaded and stored. All are divided by the bytes of x. `blocks`:
+thread blocks of the launch.
+
+A block also executes instructions that do not depend on how much it reads, such as the sum over its
+threads. So each kernel has a second set of figures, `large`: an activation four times as large,
+in as few blocks as the kernel allows. `benchmarks/gpu_model.py` compares the two.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -46,10 +53,15 @@ def case_of(form: str, dtype: str) -> Case:
     return Case(form, 8, 32, 3136) if form == "planes" else Case(form, 128, 32, 49)
 
 
-def figures(device: Device, form: str, dtype: str) -> dict[str, dict[str, float]]:
-    """The figures of each kernel of a form, by its key."""
-    with Bench(device) as bench:
-        step = Steps(bench, case_of(form, dtype), dtype, USUAL, np.random.default_rng(1))
+def figures(
+    device: Device, form: str, dtype: str, *, large: bool = False
+) -> dict[str, dict[str, float]]:
+    """The figures of each kernel of a form, by its key; `large`: with much work for each block."""
+    case = case_of(form, dtype)
+    if large:
+        case = replace(case, outer=4 * case.outer, splits=(1, 1), tall=True)
+    with Bench(device) as bench, case.planned():
+        step = Steps(bench, case, dtype, USUAL, np.random.default_rng(1))
         step.all()
         nbytes = step.x.values().size * SIZES[dtype]
         launches = device.launches[-len(bench.keys) :]
@@ -67,10 +79,12 @@ def _figures(launch: Launch, nbytes: int) -> dict[str, float]:
     found = {
         "instructions": sum(kinds.values()),
         "float64": kinds.get("f64", 0),
-        "conversions": kinds.get("convert", 0),
+        "conversions": kinds.get("convert16", 0) + kinds.get("convert64", 0),
+        "conversions64": kinds.get("convert64", 0),
         "bytes": moved,
     }
-    return {name: float(f"{number / nbytes:.4g}") for name, number in found.items()}
+    rounded = {name: float(f"{number / nbytes:.4g}") for name, number in found.items()}
+    return rounded | {"blocks": math.prod(launch.grid)}
 
 
 def made_by(arch: str) -> dict[str, str]:
@@ -96,8 +110,10 @@ def main() -> None:
     with emulated(capability(given.arch)) as device:
         for form in FORMS:
             for dtype in DTYPES:
+                large = figures(device, form, dtype, large=True)
                 for key, found in figures(device, form, dtype).items():
                     rows[key] = {"shape": case_of(form, dtype).shape, **found}
+                    rows[key]["large"] = large[key]
                     numbers = "  ".join(f"{name} {n:7.3f}" for name, n in found.items())
                     print(f"{key:44} {numbers}", flush=True)
     head = {"date": str(date.today()), **made_by(given.arch)}

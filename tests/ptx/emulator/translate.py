@@ -655,8 +655,10 @@ def _kind(opcode: str) -> str:
     name, *types_ = opcode.split(".")
     if name in ("ld", "st", "atom"):
         return "param" if "param" in types_ else "memory"
-    if name == "cvt" and ("f64" in types_ or "f16" in types_ or "bf16x2" in types_):
-        return "convert"
+    if name == "cvt" and "f64" in types_:
+        return "convert64"
+    if name == "cvt" and ("f16" in types_ or "bf16x2" in types_):
+        return "convert16"
     if "f64" in types_ and name not in ("mov", "selp"):
         return "f64"
     return "f32" if "f32" in types_ and name not in ("mov", "selp", "cvt") else "other"
