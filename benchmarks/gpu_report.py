@@ -16,7 +16,7 @@ from typing import Any
 Row = dict[str, Any]
 
 TORCH = ("torch cudnn", "torch native", "torch sync")
-RIVALS = (*TORCH, "plain operations")
+RIVALS = (*TORCH, "plain operations", "apex", "apex (formula)")
 FLOOR = 1.10  # times the floor, at most, geometric mean of the large cases
 LEAST = {"NCHW": 1.5, "channels_last": 1.15}  # times as fast as torch, geometric mean
 DIRECTIONS = ("forward", "backward")
@@ -145,7 +145,8 @@ def show(results: Row) -> None:
         after = results.get("bandwidth_after", float("nan")) / 1e12
         print(f"device copy {results['bandwidth'] / 1e12:.3f} TB/s, at the end {after:.3f}")
     directions = {d: (lambda case, d=d: over_floor(case, d)) for d in DIRECTIONS}
-    rivals = {r: (lambda case, r=r: faster_than(case, r)) for r in RIVALS}
+    named = {name for case in results["cases"] for name in case["found"]}
+    rivals = {r: (lambda case, r=r: faster_than(case, r)) for r in RIVALS if r in named}
     large, every = (groups(results, "layout", "dtype", large=size) for size in (True, False))
     rows = []
     for key, cases in sorted(every.items()):
@@ -153,7 +154,7 @@ def show(results: Row) -> None:
         speed = [cell(collect(cases, ratio), 0) for ratio in rivals.values()]
         rows.append([" ".join(key), f"{len(large.get(key, []))}/{len(cases)}", *floor, *speed])
     title = "Device time, geometric mean (worst): ours / floor from {} MB; other / ours, both ways"
-    header = ["", "large/all", "forward/floor", "backward/floor", *(f"{r}/ours" for r in RIVALS)]
+    header = ["", "large/all", "forward/floor", "backward/floor", *(f"{r}/ours" for r in rivals)]
     table(mark + title.format(f"{results['large'] / 1e6:g}"), header, rows)
 
     names = list(results["host"][0]["found"]) if results["host"] else []
