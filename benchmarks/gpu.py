@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import signal
 import statistics
@@ -259,18 +258,6 @@ def measure_all(results: dict[str, Any], timer: Cuda, seconds: float) -> None:
     results["bandwidth_after"] = measure_bandwidth(timer)
 
 
-def as_lines(results: dict[str, Any]) -> str:
-    """JSON with a line per entry, and per row of an entry that is a list."""
-
-    def entry(value: Any) -> str:
-        if not isinstance(value, list) or not value:
-            return json.dumps(value, default=str)
-        return "[\n" + ",\n".join(json.dumps(row, default=str) for row in value) + "\n]"
-
-    entries = (f"{json.dumps(key)}: {entry(value)}" for key, value in results.items())
-    return "{\n" + ",\n".join(entries) + "\n}\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything")
@@ -305,7 +292,7 @@ def main() -> int:
         machine = results["machine"]
         name = f"gpu-{machine['date'][:10]}-{machine['device']}-{machine['commit']}.json"
         path = folder / name.replace(" ", "-")
-        path.write_text(as_lines(results), encoding="utf-8")
+        path.write_text(gpu_report.as_lines(results), encoding="utf-8")
         print(f"written: {path}")
     failed = results["aborted"] or any(
         "error" in row["found"]["ours"]

@@ -112,7 +112,6 @@ def kernels() -> Iterator[Kernel]:
 def compile_one(kernel: Kernel, capability: Capability) -> Row:
     """In a process of the pool: compile a kernel, or find it in SYNCBN_CACHE_DIR."""
     from syncbn_core.backends.cuda import compiler, grid
-    from syncbn_core.errors import BackendError
 
     source = grid.source(*kernel, grid.THREADS)
     if capability < source.oldest:
@@ -122,7 +121,7 @@ def compile_one(kernel: Kernel, capability: Capability) -> Row:
         return {"cached": True}
     try:
         code = compiler.compile_source(source, capability)
-    except BackendError as error:
+    except Exception as error:
         cause = error.__cause__ or error
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
         where = "{}.{}".format(*capability)
@@ -209,8 +208,9 @@ def run(
 
 
 def show(result: Row) -> None:
-    for sentence in result["missing"]:
-        print(f"NO KERNEL CAN BE COMPILED: {sentence}")
+    if result["missing"]:
+        print(f"NO KERNEL CAN BE COMPILED: {'; '.join(result['missing'])}")
+        return
     for sentence in result["failures"][:SHOWN]:
         print(f"FAILS: {sentence}")
     if len(result["failures"]) > SHOWN:
