@@ -238,7 +238,10 @@ def wanted(texts: Sequence[str]) -> list[Capability]:
             from syncbn_core.backends.cuda import driver
 
             found = [each for each in driver._capabilities() if each >= driver.OLDEST]
-    return [(major, minor) for major, minor in sorted(set(found))] or [NO_DEVICE]
+    if not found:
+        print("no device: kernels are compiled for compute capability {}.{}".format(*NO_DEVICE))
+        return [NO_DEVICE]
+    return [(major, minor) for major, minor in sorted(set(found))]
 
 
 def main() -> int:

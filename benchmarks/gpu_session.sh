@@ -121,7 +121,7 @@ fi
 
 stage compile "$((COMPILE + 5))" "$python" benchmarks/gpu_compile.py "${sizes[@]}" \
     --seconds $COMPILE --cache "$SYNCBN_CACHE_DIR" --json "$parts/compile.json"
-((status == 0)) && cat "$out/compile.log"
+((status == 0)) && tail -n +2 "$out/compile.log"
 if [ -z "$dry" ]; then
     compiled=$status
     if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
