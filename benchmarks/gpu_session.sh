@@ -112,7 +112,7 @@ export python
 
 if [ "$dry" ]; then
     sizes=(9.0 --first 1) one=(--device cpu --seconds 0.1) dryly=(--dry-run)
-    export SYNCBN_TEST_DEVICE=cpu
+    export SYNCBN_TEST_DEVICE=cpu OMP_NUM_THREADS=1
     tests=(tests/device/test_processes_on_device.py -k check_order)
 else
     sizes=() one=(--seconds 40) dryly=()
@@ -159,7 +159,9 @@ seconds=$(smaller 300 "$(left 20)")
 stage benchmark "$((seconds + 20))" \
     "$python" benchmarks/gpu.py "${dryly[@]}" --seconds "$seconds" --output "$out"
 
-if [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ] 2>/dev/null; then
+gpus=0
+[ "$dry" ] || gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if ((gpus > 1)); then
     stage replicas "$(smaller 40 "$(left)")" "$python" benchmarks/gpu_sanitize.py --replicas
 fi
 if (("$(left)" > 40)); then
