@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import signal
 import statistics
@@ -34,19 +33,25 @@ from typing import Any
 
 import gpu_report
 import torch
+from gpu_contenders import (
+    CONTENDERS,
+    DENSE,
+    MOST_BUFFERS,
+    UNMASKED,
+    Contender,
+    Net,
+    Parameters,
+    by_torch,
+)
 from gpu_timers import Cpu, Cuda, Sample, describe
-from torch import Tensor, nn
-from torch.autograd import Function
+from torch import Tensor
 
-from syncbn_torch import SyncBatchNorm
 from syncbn_torch.dispatch import always_ours
 
-EPS, MOMENTUM = 1e-5, 0.1
 RESULTS = ("y", "dx", "dweight", "dbias")
 ROUNDS = 5
-MOST_BUFFERS, MOST_BYTES = 512, 20e9
+MOST_BYTES = 20e9
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-DENSE = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 LARGE = 100e6  # bytes from which bandwidth alone should count
 RESNET = """64,112,112 64,56,56 256,56,56 128,56,56 128,28,28 512,28,28 256,28,28 256,14,14
@@ -56,7 +61,7 @@ SHAPES = [(n, *shape) for n in (256, 32, 2) for shape in RESNET_SHAPES]
 SHAPES += [(2, 256, 128, 128), (2, 16, 64, 128, 128), (4096, 1024)]
 ERROR_SHAPES = [(32, 64, 56, 56), (32, 512, 7, 7), (4096, 1024)]
 HOST_SHAPES = [(2, 64, 56, 56), (2, 512, 7, 7), (32, 256, 14, 14)]
-DRY_LARGE, DRY_SHAPES = 1000, [(2, 8, 6, 6), (2, 3, 4, 3, 2), (3, 4, 2, 2), (9, 5)]
+DRY_LARGE, DRY_SHAPES = 1000, [(2, 8, 6, 6), (2, 3, 4, 3, 2), (32, 4, 2, 2), (9, 5)]
 
 # ------------------------------------------------------------------------------- cases
 
@@ -90,118 +95,6 @@ def cases_of(shapes: Sequence[tuple[int, ...]]) -> list[Case]:
         for dtype, layout in product(DTYPES, layouts[len(shape) > 2])
     ]
 
-
-# -------------------------------------------------------------------------- contenders
-
-
-class Parameters:
-    """Parameters and running statistics, the same for every contender."""
-
-    def __init__(self, x: Tensor) -> None:
-        channels = x.shape[1]
-        generator = torch.Generator().manual_seed(channels)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        values = torch.randn(2, channels, generator=generator).to(x.device, wide)
-        self.weight, self.bias = nn.Parameter(1 + 0.1 * values[0]), nn.Parameter(values[1])
-        self.mean, self.var = torch.zeros_like(values[0]), torch.ones_like(values[0])
-
-
-Net = Callable[[Tensor], Tensor]
-
-
-def ours(p: Parameters) -> Net:
-    layer = SyncBatchNorm(len(p.weight), EPS, MOMENTUM, device=p.weight.device)
-    layer.weight, layer.bias = p.weight, p.bias
-    return layer
-
-
-def by_torch(p: Parameters, cudnn: bool) -> Net:
-    settings = (p.weight, p.bias, p.mean, p.var, True, MOMENTUM, EPS, cudnn)
-
-    def forward(x: Tensor) -> Tensor:
-        # torch does not look at the last argument of batch_norm, but at this setting
-        with torch.backends.cudnn.flags(enabled=cudnn):
-            return torch.batch_norm(x, *settings)  # what F.batch_norm calls
-
-    return forward
-
-
-def by_operations(p: Parameters) -> Net:
-    def forward(x: Tensor) -> Tensor:
-        axes, count = [axis for axis in range(x.dim()) if axis != 1], x.numel() // x.shape[1]
-        wide = x.float()
-        mean = wide.mean(axes)
-        shape = (1, -1, *[1] * (x.dim() - 2))
-        deviations = wide - mean.view(shape)
-        m2 = deviations.square().sum(axes)
-        with torch.no_grad():
-            p.mean.lerp_(mean, MOMENTUM)
-            p.var.lerp_(m2 / (count - 1), MOMENTUM)
-        scale = (m2 / count + EPS).rsqrt() * p.weight
-        return (deviations * scale.view(shape) + p.bias.view(shape)).to(x.dtype)
-
-    return forward
-
-
-class OneMemberSync(Function):
-    """The kernels of `nn.SyncBatchNorm` in their order; its collectives have nobody to talk to."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, p: Parameters, mask: bool
-    ) -> Tensor:
-        x = _as_torch_wants(x)
-        channels, size = x.shape[1], x.numel() // x.shape[1]
-        mean, invstd = torch.batch_norm_stats(x, EPS)
-        packed = torch.cat([mean, invstd, mean.new_full((1,), size)])
-        means, invstds, counts = packed.view(1, -1).split(channels, dim=1)
-        if mask and not torch.cuda.is_current_stream_capturing():  # drops empty members; waits
-            present = counts.squeeze(-1) >= 1
-            means, invstds, counts = means[present], invstds[present], counts[present]
-        settings = (p.mean, p.var, MOMENTUM, EPS, counts.view(-1))
-        mean, invstd = torch.batch_norm_gather_stats_with_counts(x, means, invstds, *settings)
-        ctx.save_for_backward(x, weight, mean, invstd, counts.to(torch.int32))
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, EPS)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, mean, invstd, counts = ctx.saved_tensors
-        dy = _as_torch_wants(dy)
-        sums = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)
-        sum_dy, sum_dy_xmu = torch.cat(sums[:2]).split(len(mean))
-        settings = (mean, invstd, weight, sum_dy, sum_dy_xmu, counts)
-        dx = torch.batch_norm_backward_elemt(dy, x, *settings)
-        return dx, sums[2], sums[3], None, None
-
-
-def _as_torch_wants(x: Tensor) -> Tensor:
-    dense = x.dim() in DENSE and x.is_contiguous(memory_format=DENSE[x.dim()])
-    return x if dense else x.contiguous()
-
-
-def by_torch_sync(p: Parameters, mask: bool) -> Net:
-    return lambda x: OneMemberSync.apply(x, p.weight, p.bias, p, mask)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """`build(parameters)` is a layer in training."""
-
-    name: str
-    build: Callable[[Parameters], Net]
-    needs_cuda: bool = False
-    most: int = MOST_BUFFERS  # one that fills the cache by itself needs fewer
-
-
-CONTENDERS = [
-    Contender("ours", ours),
-    Contender("torch cudnn", lambda p: by_torch(p, True), needs_cuda=True),
-    Contender("torch native", lambda p: by_torch(p, False)),
-    Contender("torch sync", lambda p: by_torch_sync(p, True), needs_cuda=True),
-    Contender("plain operations", by_operations, most=32),
-]
-# Without the masks no host time is spent on waiting for the device.
-UNMASKED = Contender("torch sync, no masks", lambda p: by_torch_sync(p, False), needs_cuda=True)
 
 # ------------------------------------------------------------------------ measurements
 
@@ -265,6 +158,8 @@ def measure_speed(case: Case, timer: Cuda, bandwidth: float, large: float) -> di
     found: dict[str, dict[str, Any]] = {}
     samples: dict[tuple[str, str], Sample] = {}
     for contender in contenders_for(timer):
+        if not contender.times(case.shape):
+            continue
         row = found[contender.name] = {}
         try:
             trial = Trial(contender.build, sets[: contender.most])
@@ -363,18 +258,6 @@ def measure_all(results: dict[str, Any], timer: Cuda, seconds: float) -> None:
     results["bandwidth_after"] = measure_bandwidth(timer)
 
 
-def as_lines(results: dict[str, Any]) -> str:
-    """JSON with a line per entry, and per row of an entry that is a list."""
-
-    def entry(value: Any) -> str:
-        if not isinstance(value, list) or not value:
-            return json.dumps(value, default=str)
-        return "[\n" + ",\n".join(json.dumps(row, default=str) for row in value) + "\n]"
-
-    entries = (f"{json.dumps(key)}: {entry(value)}" for key, value in results.items())
-    return "{\n" + ",\n".join(entries) + "\n}\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything")
@@ -409,7 +292,7 @@ def main() -> int:
         machine = results["machine"]
         name = f"gpu-{machine['date'][:10]}-{machine['device']}-{machine['commit']}.json"
         path = folder / name.replace(" ", "-")
-        path.write_text(as_lines(results), encoding="utf-8")
+        path.write_text(gpu_report.as_lines(results), encoding="utf-8")
         print(f"written: {path}")
     failed = results["aborted"] or any(
         "error" in row["found"]["ours"]

@@ -1,13 +1,17 @@
-"""The table of docs/speed.md, and its picture, from what `gpu.py` has measured.
+"""Tables and picture of the docs from the JSON of `gpu_session.sh` or `gpu.py`.
 
-python benchmarks/gpu_plot.py benchmarks/results/gpu-....json docs/speed-h100.png
+    python benchmarks/gpu_plot.py benchmarks/results/gpu-....json docs/speed-h100.png
+
+Writes the picture and prints the tables: that of docs/speed.md, a shorter one for README.md, and
+that of the process groups, if there were any. docs/internals/gpu-results.md says how they are read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +25,121 @@ PEERS = {
     "torch sync": "torch's SyncBatchNorm",
     "torch cudnn": "nn.BatchNorm2d, with cuDNN",
     "torch native": "nn.BatchNorm2d, without",
+    "apex": "apex's SyncBatchNorm",
+    "apex (formula)": "apex's formula in tensor operations, batch of 32",
 }
 GROUPS = [(d, layout) for layout in ("NCHW", "channels_last") for d in ("fp32", "fp16", "bf16")]
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-def ratio(case: dict[str, Any], peer: str) -> float:
+SHORT = {"float32": ("fp32",), "16 bits": ("fp16", "bf16")}
+DRY = "*** DRY RUN on CPU: NO GPU FIGURE WAS MEASURED ***"
+
+Row = dict[str, Any]
+
+
+def ratio(case: Row, peer: str) -> float | None:
     """Time of a peer over ours, forward and backward."""
-    found = case["found"]
-    return float(found[peer]["both"] / found["ours"]["both"])
+    theirs, ours = (case["found"].get(name, {}).get("both") for name in (peer, "ours"))
+    return float(theirs / ours) if theirs and ours else None
 
 
-def over_floor(case: dict[str, Any]) -> float:
-    return float(case["found"]["ours"]["both"] / sum(case["floor"].values()))
+def over_floor(case: Row) -> float | None:
+    ours = case["found"]["ours"].get("both")
+    return float(ours / sum(case["floor"].values())) if ours else None
 
 
-def mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+def known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
-def table(results: dict[str, Any]) -> str:
-    heads = ["", "shapes", "over the floor, from 100 MB"]
-    heads += [f"times as fast as {label}" for label in PEERS.values()]
+def cell(values: Sequence[float], worst: Callable[[Sequence[float]], float]) -> str:
+    """Geometric mean, in brackets the worst."""
+    return f"{statistics.geometric_mean(values):.2f} ({worst(values):.2f})" if values else "-"
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def peers_of(results: Row) -> dict[str, str]:
+    """The peers that were measured."""
+    cases = results["cases"]
+    return {
+        peer: label
+        for peer, label in PEERS.items()
+        if any(ratio(case, peer) is not None for case in cases)
+    }
+
+
+def cases_of(results: Row, dtypes: Sequence[str], layout: str) -> list[Row]:
+    return [c for c in results["cases"] if c["dtype"] in dtypes and c["layout"] == layout]
+
+
+def floor_cell(results: Row, cases: Sequence[Row]) -> str:
+    large = [case for case in cases if case["nbytes"] >= results["large"]]
+    return cell(known(map(over_floor, large)), max)
+
+
+def table(results: Row) -> str:
+    """That of docs/speed.md."""
+    peers = peers_of(results)
+    heads = ["", "shapes", "over the floor, from 100 MB"]
+    heads += [f"times as fast as {label}" for label in peers.values()]
+    rows = []
     for dtype, layout in GROUPS:
-        cases = [c for c in results["cases"] if (c["dtype"], c["layout"]) == (dtype, layout)]
-        large = [over_floor(c) for c in cases if c["nbytes"] >= results["large"]]
-        row = [
-            f"{DTYPES[dtype]}, {layout}",
-            str(len(cases)),
-            f"{mean(large):.2f} ({max(large):.2f})",
-        ]
-        for peer in PEERS:
-            values = [ratio(c, peer) for c in cases]
-            row.append(f"{mean(values):.2f} ({min(values):.2f})")
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        cases = cases_of(results, [dtype], layout)
+        row = [f"{DTYPES[dtype]}, {layout}", str(len(cases)), floor_cell(results, cases)]
+        row += [cell(known(ratio(case, peer) for case in cases), min) for peer in peers]
+        rows.append(row)
+    return markdown(heads, rows)
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
+def short_table(results: Row) -> str:
+    """For README.md: `nn.BatchNorm2d` is the faster one of its two kernels, shape by shape."""
+
+    def to_plain(case: Row) -> float | None:
+        return min(
+            known(ratio(case, peer) for peer in ("torch cudnn", "torch native")), default=None
+        )
+
+    heads = ["", "over copies, from 100 MB", "times as fast as torch's SyncBatchNorm"]
+    rows = []
+    for layout in ("NCHW", "channels_last"):
+        for name, dtypes in SHORT.items():
+            cases = cases_of(results, dtypes, layout)
+            to_sync = known(ratio(case, "torch sync") for case in cases)
+            row = [f"{name}, {layout}", floor_cell(results, cases), cell(to_sync, min)]
+            rows.append([*row, cell(known(map(to_plain, cases)), min)])
+    return markdown([*heads, "times as fast as nn.BatchNorm2d"], rows)
+
+
+def process_table(results: Row) -> str:
+    """Of the process groups, and of what NCCL refused; empty if there were none."""
+    rows = []
+    for group in results.get("session", {}).get("processes", []):
+        where = f"{group['backend']}, {group['ranks']}"
+        for case in group["rows"]:
+            shape = "x".join(map(str, case["shape"]))
+            times = [
+                f"{name}: " + (row.get("error") or f"{row['wall'] * 1e6:.0f} us")
+                for name, row in case["found"].items()
+            ]
+            rows.append([where, f"{shape} {case['dtype']}", "; ".join(times)])
+        if "error" in group:
+            rows.append([where, "none", f"refused: {group['error']}"])
+    return markdown(["backend, ranks", "case", "wall time per step"], rows) if rows else ""
+
+
+def plot(results: Row, path: Path) -> None:
+    peers = peers_of(results)
     figure, axes = plt.subplots(
         2, 3, figsize=(13, 7), layout="constrained", sharex=True, sharey=True
     )
     for axis, (dtype, layout) in zip(axes.flat, GROUPS, strict=True):
-        cases = [c for c in results["cases"] if (c["dtype"], c["layout"]) == (dtype, layout)]
-        for marker, (peer, label) in zip("os^", PEERS.items(), strict=True):
+        for marker, (peer, label) in zip("os^Dv", peers.items(), strict=False):
+            cases = [c for c in cases_of(results, [dtype], layout) if ratio(c, peer) is not None]
             sizes = [c["nbytes"] / 1e6 for c in cases]
             values = [ratio(c, peer) for c in cases]
             axis.scatter(sizes, values, s=16, marker=marker, label=label, alpha=0.8)
@@ -82,7 +156,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes[0, 0].legend(fontsize=8, loc="upper left")
     machine = results["machine"]
     figure.suptitle(
-        f"Forward and backward of a layer, device time, {machine['device']} "
+        (f"{DRY}\n" if results["dry_run"] else "")
+        + f"Forward and backward of a layer, device time, {machine['device']} "
         f"(torch {machine['torch']}, {machine['date'][:10]})"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,12 +167,20 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("results", type=Path, help="JSON file of gpu.py")
+    parser.add_argument("results", type=Path, help="JSON file")
     parser.add_argument("picture", type=Path, help="PNG file to write")
     options = parser.parse_args()
     results = json.loads(options.results.read_text(encoding="utf-8"))
+    if "cases" not in results:
+        parser.error("the benchmark has left no results in this file")
     plot(results, options.picture)
-    print(table(results))
+    tables = {"docs/speed.md": table(results), "README.md": short_table(results)}
+    tables["process groups"] = process_table(results)
+    for name, text in tables.items():
+        if text:
+            print(f"{name}:\n\n{text}\n")
+    if results["dry_run"]:
+        print(DRY)
 
 
 if __name__ == "__main__":

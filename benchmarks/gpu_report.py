@@ -16,10 +16,22 @@ from typing import Any
 Row = dict[str, Any]
 
 TORCH = ("torch cudnn", "torch native", "torch sync")
-RIVALS = (*TORCH, "plain operations")
+RIVALS = (*TORCH, "plain operations", "apex", "apex (formula)")
 FLOOR = 1.10  # times the floor, at most, geometric mean of the large cases
 LEAST = {"NCHW": 1.5, "channels_last": 1.15}  # times as fast as torch, geometric mean
 DIRECTIONS = ("forward", "backward")
+
+
+def as_lines(results: Row) -> str:
+    """JSON with a line per entry, and per row of an entry that is a list."""
+
+    def entry(value: Any) -> str:
+        if not isinstance(value, list) or not value:
+            return json.dumps(value, default=str)
+        return "[\n" + ",\n".join(json.dumps(row, default=str) for row in value) + "\n]"
+
+    entries = (f"{json.dumps(key)}: {entry(value)}" for key, value in results.items())
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def label(case: Row) -> str:
@@ -135,7 +147,38 @@ def cell(pairs: Sequence[tuple[float, str]], worst: int) -> str:
     return f"{mean_of(pairs):.2f} ({pairs[worst][0]:.2f})" if pairs else "-"
 
 
+def show_session(session: Row) -> None:
+    """What the stages of `gpu_session.sh` besides the benchmark came to."""
+    rows = []
+    for stage in session["stages"]:
+        went = f"status {stage['status']}" if stage["status"] else "ok"
+        rows.append([stage["name"], went, f"{stage['seconds']} s", stage["last"]])
+    table("Stages", ["", "", "time", "last line"], rows)
+    for text in session["compile"].get("failures", []):
+        print(f"compile: {text}")
+    for name in session["tests"].get("failures", []):
+        print(f"tests: failed: {name}")
+    rows = []
+    for group in session["processes"]:
+        where = f"{group['backend']}, {group['ranks']}"
+        if "error" in group:
+            rows.append([where, "refused", group["error"]])
+        for case in group["rows"]:
+            times = [
+                f"{name} " + (row.get("error") or f"{row['wall'] * 1e6:.0f} us")
+                for name, row in case["found"].items()
+            ]
+            shape = "x".join(map(str, case["shape"]))
+            rows.append([where, f"{shape} {case['dtype']}", ", ".join(times)])
+    table("Process groups: backend and ranks, wall time per step", ["", "case", ""], rows)
+
+
 def show(results: Row) -> None:
+    if "session" in results:
+        show_session(results["session"])
+    if "cases" not in results:
+        print("the benchmark has left no results")
+        return
     machine, dry = results["machine"], results["dry_run"]
     loud = "*** DRY RUN on CPU: NO GPU FIGURE WAS MEASURED, no number here means anything ***"
     mark = "DRY RUN, no GPU: " if dry else ""
@@ -145,7 +188,8 @@ def show(results: Row) -> None:
         after = results.get("bandwidth_after", float("nan")) / 1e12
         print(f"device copy {results['bandwidth'] / 1e12:.3f} TB/s, at the end {after:.3f}")
     directions = {d: (lambda case, d=d: over_floor(case, d)) for d in DIRECTIONS}
-    rivals = {r: (lambda case, r=r: faster_than(case, r)) for r in RIVALS}
+    named = {name for case in results["cases"] for name in case["found"]}
+    rivals = {r: (lambda case, r=r: faster_than(case, r)) for r in RIVALS if r in named}
     large, every = (groups(results, "layout", "dtype", large=size) for size in (True, False))
     rows = []
     for key, cases in sorted(every.items()):
@@ -153,7 +197,7 @@ def show(results: Row) -> None:
         speed = [cell(collect(cases, ratio), 0) for ratio in rivals.values()]
         rows.append([" ".join(key), f"{len(large.get(key, []))}/{len(cases)}", *floor, *speed])
     title = "Device time, geometric mean (worst): ours / floor from {} MB; other / ours, both ways"
-    header = ["", "large/all", "forward/floor", "backward/floor", *(f"{r}/ours" for r in RIVALS)]
+    header = ["", "large/all", "forward/floor", "backward/floor", *(f"{r}/ours" for r in rivals)]
     table(mark + title.format(f"{results['large'] / 1e6:g}"), header, rows)
 
     names = list(results["host"][0]["found"]) if results["host"] else []
