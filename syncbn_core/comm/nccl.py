@@ -43,8 +43,8 @@ class NCCLCommunicator(ProcessCommunicator):
     Args:
         rank: this process's number, 0 to `size - 1`.
         size: the number of processes in the group.
-        identifier: the result of `new_id` on rank 0. Send it to the other ranks yourself (MPI, a
-            socket, a file), or use `NCCLCommunicator.over_mpi`.
+        identifier: the result of `new_id` (or of CuPy's `get_unique_id`) on rank 0. Send it to the
+            other ranks yourself (MPI, a socket, a file), or use `NCCLCommunicator.over_mpi`.
         timeout: seconds to wait for the other ranks, here and in `synchronize`; None for
             `syncbn_core.comm.get_default_timeout` (300 unless set).
         check_order: as in `ProcessCommunicator`; makes every call wait for the device.
@@ -77,12 +77,14 @@ class NCCLCommunicator(ProcessCommunicator):
         super().__init__(self._nccl, check_order=check_order)
 
     @staticmethod
-    def new_id() -> Any:
-        """A new id, with which the ranks of one group find each other; picklable, about 128 bytes.
+    def new_id() -> bytes:
+        """A new id of 128 bytes, with which the ranks of one group find each other.
 
         Raises `BackendError` without CuPy or NCCL.
         """
-        return _import_nccl().get_unique_id()
+        made = _import_nccl().get_unique_id()
+        # CuPy before version 14 gives a tuple of C's `char`, which may be negative
+        return made if isinstance(made, bytes) else bytes(byte % 256 for byte in made)
 
     @classmethod
     def over_mpi(
@@ -138,6 +140,8 @@ class _NCCLTransport:
         """NCCL's communicator. NCCL waits for all ranks without a timeout, so a thread makes it."""
         import cupy
 
+        if isinstance(identifier, bytes) and int(cupy.__version__.partition(".")[0]) < 14:
+            identifier = tuple((byte + 128) % 256 - 128 for byte in identifier)
         device = cupy.cuda.Device()
         results: list[Any] = []
 

@@ -514,6 +514,7 @@ class ndarray:  # noqa: N801
         _binary(np.multiply, True),
         _binary(np.multiply, in_place=True),
     )
+
     def __neg__(self):
         return self.__array_ufunc__(np.negative, "__call__", self)
 

@@ -35,6 +35,50 @@ def test_ranks_of_nccl_equal_the_undivided_batch(rows, place, rng):
     check_group(rows, place, rng, nccl=True)
 
 
+@pytest.mark.parametrize("given", [NCCLCommunicator.new_id, fake_cupy.nccl.get_unique_id])
+def test_ids_of_cupy_13_are_tuples_of_signed_numbers(given, cupy, monkeypatch):
+    """CuPy 14 takes bytes, CuPy 13 takes nothing else than what it has given itself."""
+    known = tuple(range(-64, 64))
+    seen = []
+
+    class Communicator(fake_cupy.NcclCommunicator):
+        def __init__(self, ndev, comm_id, rank):
+            seen.append(comm_id)
+            super().__init__(ndev, comm_id, rank)
+
+    monkeypatch.setattr(cupy, "__version__", "13.6.0")
+    monkeypatch.setattr(fake_cupy.nccl, "get_unique_id", lambda: known)
+    monkeypatch.setattr(fake_cupy.nccl, "NcclCommunicator", Communicator)
+    identifier = known if given is not NCCLCommunicator.new_id else given()
+    assert identifier is known or identifier == bytes(range(192, 256)) + bytes(range(64))
+    NCCLCommunicator(0, 1, identifier, timeout=30)
+    assert seen == [known]
+
+
+@pytest.mark.parametrize("version", ["13.6.0", "14.2.0"])
+def test_the_id_goes_over_mpi(version, cupy, monkeypatch):
+    class Alone:
+        """Stands in for `MPICommunicator` of one rank."""
+
+        rank, size = 0, 1
+
+        def __init__(self, comm, timeout):
+            pass
+
+        def all_gather(self, message, call):
+            return message.copy()[None]
+
+    made = bytes(range(128, 256))
+    as_given = {"13.6.0": tuple(range(-128, 0)), "14.2.0": made}[version]
+    monkeypatch.setattr("syncbn_core.comm.mpi.MPICommunicator", Alone)
+    monkeypatch.setattr(cupy, "__version__", version)
+    monkeypatch.setattr(fake_cupy.nccl, "get_unique_id", lambda: as_given)
+    seen = []
+    monkeypatch.setattr(fake_cupy.nccl, "NcclCommunicator", lambda *given: seen.append(given))
+    NCCLCommunicator.over_mpi(timeout=30)
+    assert seen == [(1, as_given, 0)]
+
+
 def test_the_host_takes_no_part_in_nccl(rng):
     x = rng.normal(size=(4, 3, 5))
 
