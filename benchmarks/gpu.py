@@ -274,7 +274,7 @@ def main() -> int:
     gc.freeze()  # a collection between cases need not look at torch's own objects,
     gc.disable()  # and none comes in between
     # Plain operations in place of the kernels would be no measurement.
-    warnings.filterwarnings("error", message="syncbn uses plain torch operations")
+    warnings.filterwarnings("error", message="syncbn uses plain")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     try:
         with always_ours():

@@ -58,16 +58,6 @@ def installed() -> dict[str, str]:
     return found
 
 
-def remedy_of(error: str, versions: dict[str, str]) -> str:
-    """What mends a failure of the smallest kernel: known cases first."""
-    if "row_stack" in error:
-        return (
-            f"numba-cuda {versions.get('numba-cuda')} uses numpy.row_stack, which NumPy "
-            f'{versions.get("numpy")} does not have: pip install "numpy<2.5"'
-        )
-    return f"no kernel compiles: {error}"
-
-
 def missing(capabilities: Sequence[Capability]) -> list[str]:
     """Why no kernel can be compiled, each as a sentence with its remedy. Takes a few seconds."""
     try:
@@ -80,8 +70,7 @@ def missing(capabilities: Sequence[Capability]) -> list[str]:
     failures = [driver.compile_failure(capability) for capability in capabilities]
     if None in failures:  # the others are found again, kernel by kernel
         return []
-    texts = [" ".join(failure.split()) for failure in failures if failure]
-    return [remedy_of(text, installed()) for text in texts[:1]]
+    return [failure for failure in failures[:1] if failure]
 
 
 # -------------------------------------------------------------------------- one kernel

@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--replicas", action="store_true", help="only the check on all GPUs")
     options = parser.parse_args()
-    warnings.filterwarnings("error", message="syncbn uses plain torch operations")
+    warnings.filterwarnings("error", message="syncbn uses plain")
     device, check = torch.device(options.device), Check()
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

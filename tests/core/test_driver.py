@@ -444,6 +444,7 @@ def test_code_that_can_not_be_linked_is_kept_as_ptx(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "compile_source", lambda *_: Code("entry", ".version 9.4", b""))
+    machine.stub.version = 13040
     driver.kernel_for(source_of(), 0)
     machine.restart()
     monkeypatch.setattr(driver, "compile_source", machine.compiler)
@@ -600,6 +601,38 @@ def test_nothing_is_missing(equipped: Machine) -> None:
     driver.require()
 
 
+@pytest.mark.parametrize(
+    ("version", "ptx", "fits"),
+    [
+        (12000, "8.0", True),
+        (12060, "8.5", True),
+        (12060, "8.6", False),
+        (12090, "8.8", True),
+        (12090, "9.0", False),
+        (13000, "9.0", True),
+        (13000, "9.5", False),
+        (13050, "9.5", True),
+        (14000, "10.1", True),
+    ],
+)
+def test_ptx_is_left_to_a_driver_that_takes_it(
+    version: int, ptx: str, fits: bool, equipped: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nvJitLink is older than NVVM; the minor version counts too."""
+    code = Code("entry", f".version {ptx}\n", b"")
+    monkeypatch.setattr(driver, "linker", linker_of(version // 1000, 0))
+    monkeypatch.setattr(driver, "compile_source", lambda *_: code)
+    equipped.stub.version = version
+    if fits:
+        assert driver.missing() == []
+        driver.kernel_for(source_of(), 0)
+        return
+    assert f"does not take its PTX {ptx}" in only_missing()
+    with pytest.raises(driver.KernelFailure, match="update the driver"):
+        driver.kernel_for(source_of(), 0)
+    assert equipped.stub.loads == 0
+
+
 def failing_for(machine: Machine, monkeypatch: pytest.MonkeyPatch, *old: tuple[int, int]) -> None:
     """The compiler fails for these capabilities."""
     compile_source = driver.compile_source
@@ -618,7 +651,6 @@ def test_a_compiler_that_fails_is_missing(
     failing_for(equipped, monkeypatch, (9, 0))
     (sentence,) = driver.missing()
     assert "row_stack" in sentence
-    assert "may not fit together" in sentence
 
 
 def test_a_type_of_device_that_fails_leaves_the_others(
@@ -814,6 +846,33 @@ def test_numba_asks_for_its_device_as_before() -> None:
 
     compiler.compile_source(SCALE, (9, 0))
     assert dispatcher.get_current_device is api.get_current_device
+
+
+@needs_numba_cuda
+def test_versions_that_do_not_fit_are_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(text: str) -> None:
+        def to_ptx(*_: Any) -> str:
+            raise AttributeError(text)
+
+        monkeypatch.setattr(compiler, "_to_ptx", to_ptx)
+
+    failing("module 'numpy' has no attribute 'row_stack'")
+    with pytest.raises(BackendError, match=r'row_stack.*; pip install "numpy<2.5"$'):
+        compiler.compile_source(SCALE, (9, 0))
+    failing("a long text\n" * 1000)
+    with pytest.raises(BackendError, match="may not fit together") as caught:
+        compiler.compile_source(source_of(), (9, 0))
+    assert len(str(caught.value)) < 900
+
+
+@needs_numba_cuda
+def test_a_linker_older_than_the_compiler_leaves_ptx_for_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newer = ".version 99.9\n.target sm_90\n.address_size 64\n.visible .entry kernel() { ret; }"
+    monkeypatch.setattr(compiler, "_to_ptx", lambda *_: newer)
+    code = compiler.compile_source(SCALE, (9, 0))
+    assert (code.ptx, code.cubin) == (newer, b"")
 
 
 @needs_numba_cuda

@@ -79,6 +79,12 @@ class Code:
     cubin: bytes
 
     @property
+    def ptx_version(self) -> tuple[int, int] | None:
+        """The version of PTX that a driver must take; None if it need not, as there is a cubin."""
+        found = None if self.cubin else re.search(r"\.version (\d+)\.(\d+)", self.ptx)
+        return (int(found[1]), int(found[2])) if found else None
+
+    @property
     def image(self) -> bytes:
         """What the driver loads: the cubin, else the PTX."""
         return self.cubin or self.ptx.encode() + b"\0"
@@ -99,13 +105,25 @@ def compile_source(source: Source, capability: tuple[int, int]) -> Code:
         link = linker() if f".target sm_{number.replace('.', '')}\n" in ptx else None
         cubin = b"" if link is None else _to_cubin(link, ptx, capability)
     except Exception as error:
+        # Numba's texts can be hundreds of lines; `__cause__` has all of it
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise BackendError(
-            f"expected kernel {source.key} to compile for compute capability {number}, got "
-            f"{type(error).__name__}: {error}; {INSTALL}"
+            f"expected kernel {source.key} to compile for compute capability {number}, got {said}; "
+            f"{_remedy(said)}"
         ) from error
     entry = re.search(r"\.visible \.entry (\w+)\(", ptx)
     assert entry is not None, "PTX of a kernel without an entry"
     return Code(entry[1], ptx, cubin)
+
+
+def _remedy(said: str) -> str:
+    """What to do about an error of the compiler."""
+    if "row_stack" in said:  # numba-cuda 0.30.4
+        return 'pip install "numpy<2.5"'
+    return (
+        f"{INSTALL}; the versions of numba, numba-cuda, NumPy and the CUDA packages may not fit "
+        "together (docs/gpu.md names some that do)"
+    )
 
 
 def _to_ptx(source: Source, capability: tuple[int, int]) -> str:
@@ -184,7 +202,10 @@ def has_nvvm() -> bool:
 
 
 def _to_cubin(linker: Any, ptx: str, capability: tuple[int, int]) -> bytes:
-    """Machine code from PTX. Not left to the driver, which may be older than the compiler."""
+    """Machine code from PTX; empty if nvJitLink is too old for this PTX.
+
+    Not left to the driver, which may be older than the compiler.
+    """
     options = ["-arch=sm_{}{}".format(*capability), "-O3"]
     handle = linker.create(len(options), options)
     try:
@@ -197,8 +218,10 @@ def _to_cubin(linker: Any, ptx: str, capability: tuple[int, int]) -> bytes:
         log = bytearray(linker.get_error_log_size(handle))
         if log:
             linker.get_error_log(handle, log)
-        start = log.decode(errors="replace")[:400]
-        raise RuntimeError(f"nvJitLink, {error}: {start}") from error
+        text = log.decode(errors="replace")
+        if "Unsupported .version" in text:  # NVVM is newer; the driver may be new enough
+            return b""
+        raise RuntimeError(f"nvJitLink, {error}: {text[:400]}") from error
     finally:
         linker.destroy(handle)
     return bytes(cubin)

@@ -54,6 +54,10 @@ OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 _OUT_OF_MEMORY, _INVALID_CONTEXT = 2, 201  # CUresult
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 
+# The newest PTX of each CUDA 12; CUDA 13.m has PTX 9.m (release notes of the PTX ISA).
+_PTX_VERSIONS = {(12, minor): (8, min(minor, 5)) for minor in range(7)}
+_PTX_VERSIONS |= {(12, 7): (8, 6), (12, 8): (8, 7), (12, 9): (8, 8)}
+
 # All driver functions in use. Handles have 64 bits; results are written through pointers.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
@@ -295,6 +299,11 @@ def _load(source: Source, device: int) -> Kernel:
             code = kept or made or compile_source(source, capability)
         except BackendError as error:
             raise KernelFailure(str(error)) from error
+        refused = _refused(code)
+        if refused is not None:
+            raise KernelFailure(
+                f"expected kernel {source.key} to load on device {device}; {refused}"
+            )
         try:
             loaded = _Loaded(driver.load(code.image, code.entry), code.image)
         except _DriverError as error:
@@ -333,16 +342,27 @@ def compile_failure(capability: tuple[int, int]) -> str | None:
     from syncbn_core.kernels.cuda.constants import THREADS
 
     smallest = source("merge_parts", "float64", 1, False, THREADS)
-    path = cache_file(smallest, capability)
-    if stored(path) is None:
+    code = stored(cache_file(smallest, capability))
+    if code is None:
         try:
-            _compiled[smallest.key, capability] = compile_source(smallest, capability)
+            code = _compiled[smallest.key, capability] = compile_source(smallest, capability)
         except BackendError as error:
-            return (
-                f"{error}; the versions of numba, numba-cuda, NumPy and the CUDA packages may not "
-                "fit together (docs/gpu.md names some that do)"
-            )
-    return None
+            return str(error)
+    return _refused(code)
+
+
+def _refused(code: Code) -> str | None:
+    """Why the driver does not take `code`, which is PTX; None if it does, or for machine code."""
+    needed = code.ptx_version
+    if needed is None or not device_count():
+        return None
+    takes = divmod(_driver().integer("cuDriverGetVersion") // 10, 100)
+    if takes[0] > 13 or needed <= _PTX_VERSIONS.get(takes, (9, takes[1])):
+        return None
+    return (
+        "nvJitLink is older than NVVM, and the driver, for CUDA {}.{}, does not take its PTX "
+        "{}.{}: install both of the same version, or update the driver".format(*takes, *needed)
+    )
 
 
 def require() -> None:
