@@ -185,7 +185,10 @@ def check(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) -> Non
 def _shape(
     threads: int, dtype: str, lanes: int, ragged: bool, rows: bool, reduces: bool
 ) -> tuple[int, int, int]:
-    """`(outer, channels, inner)` for which `grid` chooses the kernel, with several blocks."""
+    """`(outer, channels, inner)` for which `grid` chooses the kernel.
+
+    With so many blocks that each loop over the partial sums of other blocks runs several times.
+    """
     step = threads * UNROLL  # vectors that a block reads at a time
     if rows:
         channels = 3 * lanes + (lanes == 1) * 2
@@ -193,12 +196,13 @@ def _shape(
         # enough for blocks in groups, where the device has so many multiprocessors
         blocks = grid.LONE_GROUP + 2 if reduces else 3
         return blocks * (threads // vectors) * UNROLL + 5, channels, 1
+    blocks = 21 if reduces else 3
     if lanes == 1:
         inner = 3 if lanes_of(dtype) > 1 else MIN_INNER
-        return (3 * step) // inner + 2, 3, inner
+        return (blocks * step) // inner + 2, 2, inner
     inner = 4 * MIN_INNER + ragged
     slots = inner // lanes
-    return (3 * step) // slots + 2, 3, inner
+    return (blocks * step) // slots + 2, 2, inner
 
 
 class _Case:
