@@ -1,0 +1,90 @@
+"""Each kernel passes its check on the device; steps without kernels are right there, too."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from syncbn_core.backends.cuda import driver, grid, selfcheck, usable  # noqa: E402
+from syncbn_core.backends.cuda.driver import KernelFailure  # noqa: E402
+from syncbn_core.kernels.cuda.constants import SIZES, lanes_of  # noqa: E402
+from syncbn_torch import SyncBatchNorm, dispatch  # noqa: E402
+from syncbn_torch.backends import cuda, plain  # noqa: E402
+
+DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
+STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
+FORMS = ("planes", "ragged planes", "single planes", "rows", "single rows")
+
+
+def source_of(form, dtype, step):
+    kind, lanes = form.rpartition(" ")[2], 1 if "single" in form else lanes_of(dtype)
+    return grid.source(f"{kind}_{step}", dtype, lanes, "ragged" in form, grid.THREADS)
+
+
+def check(source, device):
+    if driver.compute_capability(device.index) < source.oldest:
+        pytest.skip("the device is too old for this dtype")
+    memory = cuda.TensorDeviceMemory()
+    with torch.cuda.device(device):
+        torch.zeros(1, device=device)  # torch makes the context
+        kernel = driver.kernel_for(source, device.index)
+        selfcheck.check(memory, kernel, device.index, memory.stream(device.index))
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_each_kernel_passes_its_check(step, form, dtype, device, only_cuda):
+    check(source_of(form, dtype, step), device)
+
+
+def test_the_kernel_that_merges_passes_its_check(device, only_cuda):
+    check(grid.source("merge_parts", "float64", 1, False, grid.THREADS), device)
+
+
+def step_equals_float64(dtype, channels_last, device):
+    """A step of a lone layer beside torch's layer in float64."""
+    generator = torch.Generator().manual_seed(7)
+    x, dy = (torch.randn(16, 24, 9, 11, generator=generator) for _ in range(2))
+    x, dy = (value.to(device, getattr(torch, dtype)) for value in (x + 30, dy))
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    layer = SyncBatchNorm(24, device=device)
+    twin = torch.nn.BatchNorm2d(24, device=device).double()
+    if dtype == "float64":
+        layer = layer.double()
+    own, wide = x.requires_grad_(), x.detach().double().requires_grad_()
+    y, expected = layer(own), twin(wide)
+    y.backward(dy)
+    expected.backward(dy.double())
+    pairs = [(y, expected), (own.grad, wide.grad), (layer.weight.grad, twin.weight.grad)]
+    pairs += [(layer.bias.grad, twin.bias.grad), (layer.running_mean, twin.running_mean)]
+    for actual, wanted in [*pairs, (layer.running_var, twin.running_var)]:
+        scale = 1 + wanted.abs().max().item()
+        atol = DTYPES[dtype] * scale
+        torch.testing.assert_close(actual.double(), wanted.double(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_plain_operations_are_right(channels_last, dtype, device, monkeypatch):
+    monkeypatch.setattr(dispatch, "operations_for", lambda x: plain.OPERATIONS)
+    with dispatch.always_ours():
+        step_equals_float64(dtype, channels_last, device)
+
+
+@pytest.mark.parametrize("failing", [*STEPS, ""])
+def test_steps_whose_kernel_fails_are_right(failing, device, only_cuda, monkeypatch):
+    """ "": all kernels fail."""
+
+    def kernel_for(source, index):
+        if failing in source.key:
+            raise KernelFailure(f"{source.key} shall fail")
+        return driver.kernel_for(source, index)
+
+    monkeypatch.setattr(usable, "kernel_for", kernel_for)
+    for known in ("_usable", "_failures"):
+        monkeypatch.setattr(usable, known, {})
+    with dispatch.always_ours(), pytest.warns(UserWarning, match="uses plain operations instead"):
+        step_equals_float64("float32", False, device)
