@@ -47,8 +47,9 @@ stage() {
     local name=$1 limit=$2 start=$SECONDS log=$out/$1.log last
     shift 2
     if ((limit < 10)); then
-        status=1 failed=1
-        summary+=("NO TIME  $name")
+        status=1
+        summary+=("SKIPPED  $name, for lack of time")
+        [ "$name" = benchmark ] && failed=1
         printf '%s\t%s\t%s\t%s\n' "$name" 124 0 "no time" >>"$parts/stages.tsv"
         return
     fi

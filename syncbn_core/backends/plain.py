@@ -7,10 +7,10 @@
 The code never reads a number out of an array, so a library can trace, compile, vectorize and
 differentiate the steps, also twice.
 
-Numbers per channel have the widest floating dtype of the device, float64 if there is one. Arrays of
-the size of x have the `working` dtype, which may be float32. They keep the digits of deviations:
-x is not multiplied before a number near its mean, rounded to that dtype, has been subtracted; what
-rounding left is subtracted per channel. docs/internals/numerics.md counts the passes over x.
+Numbers per channel have the widest floating dtype of the device, float64 if there is one. Temporary
+arrays of the size of x have the `working` dtype, which may be float32. To keep the digits of
+deviations in it, the rounded mean is subtracted from x first. The rest of the mean is subtracted
+per channel, in the widest dtype. docs/internals/numerics.md counts the passes over x.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ Array = Any
 class Namespace:
     """One array library, whose module is `xp`. The methods are written for libraries like NumPy.
 
-    Methods may overwrite their first argument, which is a temporary array of the size of x.
+    `mean_and_m2`, `product`, `scaled` and `plus_scaled` may overwrite their first argument, a
+    temporary array of the size of x. The others overwrite nothing.
     """
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
 
     def cast(self, values: Array, dtype: Any) -> Array:
-        """`values` converted to `dtype`, a dtype of the library; never overwrites `values`."""
+        """`values` converted to `dtype`, a dtype of the library."""
         return values.astype(dtype)
 
     def widest(self, values: Array) -> Any:
@@ -67,21 +68,34 @@ class Namespace:
         """`x - values`, a new array in the dtype of `values`, the `working` one of x."""
         return self.cast(x, values.dtype) - values
 
+    def multiple(self, x: Array, values: Array) -> Array:
+        """`x * values`, a new array in the dtype of `values`."""
+        return self.cast(x, values.dtype) * values
+
     def product(self, values: Array, other: Array) -> Array:
         """`values * other`, in the dtype of `values`."""
         return values * self.cast(other, values.dtype)
 
-    def scaled(self, values: Array, scale: Array, shift: Array) -> Array:
-        """`values * scale + shift`, in the dtype of `values`."""
-        return values * scale + shift
+    def scaled(self, values: Array, scale: Array, shift: Array, dtype: Any) -> Array:
+        """`values * scale + shift` as `dtype`: that of `values`, or a narrower one."""
+        return self.cast(values * scale + shift, dtype)
 
-    def plus_scaled(self, values: Array, other: Array, scale: Array) -> Array:
-        """`values + other * scale`, in the dtype of `values`."""
-        return values + self.cast(other, values.dtype) * scale
+    def plus_scaled(self, values: Array, other: Array, scale: Array, dtype: Any) -> Array:
+        """`values + other * scale` as `dtype`: that of `values`, or a narrower one."""
+        return self.cast(values + self.cast(other, values.dtype) * scale, dtype)
 
     def sum(self, values: Array, axes: tuple[int, ...]) -> Array:
-        """The sum over `axes`, in the widest dtype; does not overwrite `values`."""
+        """The sum over `axes`, in the widest dtype."""
         return values.sum(axes, dtype=self.widest(values))
+
+    def mean_and_m2(self, values: Array, axes: tuple[int, ...], count: int) -> tuple[Array, Array]:
+        """Mean and m2 of `count` values over `axes`, in the widest dtype.
+
+        The means must be within a few standard deviations from 0.
+        """
+        mean = self.sum(values, axes) / count
+        m2 = self.sum(self.product(values, values), axes) - count * mean * mean
+        return mean, self.xp.where(m2 < 0, 0.0, m2)
 
 
 class PlainOperations(Operations):
@@ -99,17 +113,14 @@ class PlainOperations(Operations):
             return Moments(0, zeros, zeros)
         shift = self._shift(x)
         deviations = space.difference(x, column(shift, x))
-        mean = space.sum(deviations, axes) / count
-        squares = space.product(deviations, deviations)
-        m2 = space.sum(squares, axes) - count * mean * mean
-        return Moments(count, self._wide(shift) + mean, self.xp.where(m2 < 0, 0.0, m2))
+        mean, m2 = space.mean_and_m2(deviations, axes, count)
+        return Moments(count, self._wide(shift) + mean, m2)
 
     def _shift(self, x: Array) -> Array:
         """A number near the mean of each channel, `(C,)` in the working dtype.
 
-        The mean of the first n/16 of n values. By Cauchy-Schwarz it is at most 4 standard
-        deviations from the mean, so `m2` above is the difference of numbers of which the first is
-        at most 17 times as large.
+        The mean of the first n/16 of n values. It is at most 4 standard deviations from the mean,
+        because these n/16 values alone add n/16 times its squared distance to m2 (Cauchy-Schwarz).
         """
         first = x[: -(-x.shape[0] // 16)]
         size = math.prod(first.shape) // x.shape[1]
@@ -162,7 +173,7 @@ class PlainOperations(Operations):
         shift = -rest * scale
         if affine.bias is not None:
             shift = shift + self._wide(affine.bias)
-        y = self._scaled(deviations, scale, shift)
+        y = self._scaled(deviations, scale, shift, x.dtype)
         new = None if running is None else self.update_running(running, statistics)
         return Forward(self._result(y, x, out), statistics, new)
 
@@ -206,15 +217,15 @@ class PlainOperations(Operations):
         if affine.weight is not None:
             scale = scale * self._wide(affine.weight)
         if total is None:
-            values = self.namespace.cast(dy, self.namespace.working(x))
-            return self._result(values * self._column(scale, values), x, out)
+            of_dy = self.namespace.cast(scale, self.namespace.working(x))
+            return self._result(self.namespace.multiple(dy, column(of_dy, x)), x, out)
         mean_dy, mean_dy_xhat = total / self._at_least_one(moments.count)
         if rule.clamps:
             mean_dy_xhat = self.xp.where(self._var(moments) < rule.eps, 0.0, mean_dy_xhat)
         slope = mean_dy_xhat * invstd * invstd
         deviations, rest = self._deviations(x, statistics)
-        dx = self._scaled(deviations, -slope, rest * slope - mean_dy * invstd)
-        dx = self.namespace.plus_scaled(dx, dy, self._column(scale, dx))
+        values = self._scaled(deviations, -slope, rest * slope - mean_dy * invstd, deviations.dtype)
+        dx = self.namespace.plus_scaled(values, dy, self._column(scale, values), x.dtype)
         return self._result(dx, x, out)
 
     def update_running(
@@ -254,10 +265,10 @@ class PlainOperations(Operations):
         rounded = self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
         return self.namespace.difference(x, column(rounded, x)), mean - self._wide(rounded)
 
-    def _scaled(self, values: Array, scale: Array, shift: Array) -> Array:
-        """`values * scale + shift` with numbers per channel."""
-        numbers = (self._column(each, values) for each in (scale, shift))
-        return self.namespace.scaled(values, *numbers)
+    def _scaled(self, values: Array, scale: Array, shift: Array, dtype: Any) -> Array:
+        """`values * scale + shift` as `dtype`, with numbers per channel."""
+        scales, shifts = (self._column(each, values) for each in (scale, shift))
+        return self.namespace.scaled(values, scales, shifts, dtype)
 
     def _column(self, values: Array, like: Array) -> Array:
         """`column`, in the dtype of `like`."""

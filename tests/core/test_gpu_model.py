@@ -43,11 +43,12 @@ def test_the_model_is_within_a_third_of_what_an_h100_took() -> None:
 
 def test_the_constants_are_those_that_fit_the_h100() -> None:
     least = gpu_times.error(CALIBRATED)
-    assert least < 0.062  # as docs/internals/gpu-model.md says, rounded
+    page = (Path(__file__).parents[2] / "docs/internals/gpu-model.md").read_text(encoding="utf-8")
+    assert f"mean of |log| is {least:.3f}" in page
     for field in fields(CALIBRATED):
         for factor in (0.9, 1.1):
             moved = replace(CALIBRATED, **{field.name: getattr(CALIBRATED, field.name) * factor})
-            assert gpu_times.error(moved) > 0.99 * least, field.name
+            assert gpu_times.error(moved) >= least, field.name
 
 
 # What binds on an H100 that is slow in one thing, and has more than enough of the others.

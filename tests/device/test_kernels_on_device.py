@@ -84,7 +84,7 @@ def test_steps_whose_kernel_fails_are_right(failing, device, only_cuda, monkeypa
         return driver.kernel_for(source, index)
 
     monkeypatch.setattr(usable, "kernel_for", kernel_for)
-    for known in ("_usable", "_failures"):
+    for known in ("_usable", "_failures", "_device_failures"):
         monkeypatch.setattr(usable, known, {})
     with dispatch.always_ours(), pytest.warns(UserWarning, match="uses plain operations instead"):
         step_equals_float64("float32", False, device)

@@ -48,7 +48,7 @@ def test_without_any_kernel(channels_last, dtype, device, gpu, tmp_path):  # noq
     with failing("does not load", "", device, tmp_path) as warned:
         x = batch(SPLIT, dtype, channels_last)
         equals_torch(layer_for(2, dtype), x, torch.randn(SPLIT).to(x.dtype))
-    assert len(warned) == 4
+    assert len(warned) == 1, "one for all kernels"
     assert not device.launches
 
 

@@ -1,7 +1,9 @@
 """Which inputs a layer alone hands to torch's kernel, and which to ours."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -103,7 +105,7 @@ def test_on_an_h100_nothing_that_was_not_timed_goes_to_our_kernels() -> None:
 
 
 def test_in_a_captured_graph_torch_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "_is_measured", lambda device: True)
     monkeypatch.setattr(cuda, "takes", lambda tensor: True)
     for captured in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=captured: c)
@@ -116,8 +118,42 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("SYNCBN_KERNELS", "off")
     monkeypatch.setattr(driver, "missing", asked)
-    assert cuda._capability.__wrapped__(0) is None
+    assert not cuda._is_measured.__wrapped__(0)
     assert not cuda._ready.__wrapped__(0, torch.float32)
+
+
+def test_a_check_may_wait_and_the_mode_of_torch_that_forbids_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To set the mode warns, so that it is not set where it is 0."""
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    memory = cuda.TensorDeviceMemory()
+    with memory.waiting_allowed():
+        pass
+    assert modes == [0]
+    modes.append(2)
+    with suppress(KeyError), memory.waiting_allowed():
+        with memory.waiting_allowed():  # another thread's
+            assert modes[-1] == 0
+        assert modes[-1] == 0
+        raise KeyError
+    assert modes == [0, 2, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int64", "int32"])
+def test_arrays_of_a_check_go_to_the_device_and_back(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_device", lambda index: torch.device("cpu"))
+    values = np.array([0.0, 1.0, -7.0, 96.0])
+    memory = cuda.TensorDeviceMemory()
+    tensor = memory.upload(values, dtype, 0)
+    assert tensor.dtype is getattr(torch, dtype)
+    found = memory.download(tensor)
+    assert found.dtype == np.float64
+    assert found.tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), None])
@@ -130,8 +166,8 @@ def test_a_gpu_that_nobody_measured_keeps_the_kernel_of_torch(
     monkeypatch.setattr(driver, "compute_capability", lambda device: capability)
     monkeypatch.setattr(driver, "compile_failure", lambda capability: None)
     monkeypatch.setattr(cuda, "takes", lambda tensor: True)
-    cuda._capability.cache_clear()
+    cuda._is_measured.cache_clear()
     try:
         assert cuda.measured(torch.empty(1)) is (capability == (9, 0))
     finally:
-        cuda._capability.cache_clear()
+        cuda._is_measured.cache_clear()

@@ -5,6 +5,7 @@ Torch allocates all memory. Pointers need no CuPy; DLPack would take longer than
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -61,15 +62,14 @@ def measured(tensor: Tensor) -> bool:
     """
     if torch.cuda.is_current_stream_capturing():
         return False
-    return _capability(tensor.device.index) == MEASURED and takes(tensor)
+    return _is_measured(tensor.device.index) and takes(tensor)
 
 
 @cache
-def _capability(device: int) -> tuple[int, int] | None:
-    if setting() == "off" or driver.missing():
-        return None
-    capability = driver.compute_capability(device)
-    return None if driver.compile_failure(capability) else capability
+def _is_measured(device: int) -> bool:
+    if setting() == "off" or driver.compute_capability(device) != MEASURED:
+        return False  # and no compiler is asked
+    return not driver.missing() and driver.compile_failure(MEASURED) is None
 
 
 @cache
@@ -107,6 +107,10 @@ class TensorDeviceMemory:
     """`DeviceMemory` of CUDA tensors."""
 
     plain = plain.OPERATIONS
+
+    def __init__(self) -> None:
+        self._counting = threading.Lock()
+        self._waiting = self._mode = 0
 
     def device_of(self, array: Tensor) -> int:
         return -1 if array.device.index is None else array.device.index
@@ -146,12 +150,20 @@ class TensorDeviceMemory:
 
     @contextmanager
     def waiting_allowed(self) -> Iterator[None]:
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
+        # the mode is that of all threads; to set it warns, so it stays where it allows to wait
+        with self._counting:
+            if self._waiting == 0:
+                self._mode = torch.cuda.get_sync_debug_mode()
+                if self._mode:
+                    torch.cuda.set_sync_debug_mode(0)
+            self._waiting += 1
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(mode)
+            with self._counting:
+                self._waiting -= 1
+                if self._waiting == 0 and self._mode:
+                    torch.cuda.set_sync_debug_mode(self._mode)
 
     def join(self, arrays: list[Tensor]) -> Tensor:
         home = arrays[0].device

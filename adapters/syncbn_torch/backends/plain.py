@@ -41,17 +41,34 @@ class TensorNamespace(Namespace):
     def difference(self, x: Tensor, values: Tensor) -> Tensor:
         return x - values
 
+    def multiple(self, x: Tensor, values: Tensor) -> Tensor:
+        return x * values
+
     def product(self, values: Tensor, other: Tensor) -> Tensor:
         return values.mul_(other)
 
-    def scaled(self, values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return torch.addcmul(shift, values, scale, out=values)
+    def scaled(self, values: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.addcmul(shift, values, scale, out=_room(values, dtype))
 
-    def plus_scaled(self, values: Tensor, other: Tensor, scale: Tensor) -> Tensor:
-        return values.addcmul_(other, scale)
+    def plus_scaled(
+        self, values: Tensor, other: Tensor, scale: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        return torch.addcmul(values, other, scale, out=_room(values, dtype))
 
     def sum(self, values: Tensor, axes: tuple[int, ...]) -> Tensor:
         return values.sum(axes, dtype=self.working(values)).to(self.widest(values))
+
+    def mean_and_m2(
+        self, values: Tensor, axes: tuple[int, ...], count: int
+    ) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(values, axes, correction=0)
+        wide = self.widest(values)
+        return mean.to(wide), var.to(wide) * count
+
+
+def _room(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` itself, or new memory if the dtype is another."""
+    return values if values.dtype is dtype else torch.empty_like(values, dtype=dtype)
 
 
 class DifferentiableNamespace(TensorNamespace):
@@ -60,11 +77,15 @@ class DifferentiableNamespace(TensorNamespace):
     def product(self, values: Tensor, other: Tensor) -> Tensor:
         return values * other
 
-    def scaled(self, values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return torch.addcmul(shift, values, scale)
+    def scaled(self, values: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.addcmul(shift, values, scale).to(dtype)
 
-    def plus_scaled(self, values: Tensor, other: Tensor, scale: Tensor) -> Tensor:
-        return torch.addcmul(values, other, scale)
+    def plus_scaled(
+        self, values: Tensor, other: Tensor, scale: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        return torch.addcmul(values, other, scale).to(dtype)
+
+    mean_and_m2 = Namespace.mean_and_m2  # on a CPU `var_mean` takes ten times as long
 
 
 class TensorOperations(PlainOperations):

@@ -37,6 +37,35 @@ class _CupyNamespace(Namespace):
     def working(self, values: Array) -> Any:
         return cupy.float64 if values.dtype == cupy.float64 else cupy.float32
 
+    def cast(self, values: Array, dtype: Any) -> Array:
+        return values.astype(dtype, copy=False)
+
+    def difference(self, x: Array, values: Array) -> Array:
+        return self._native(x) - values  # converts 16 bits within CuPy's kernel
+
+    def multiple(self, x: Array, values: Array) -> Array:
+        return self._native(x) * values
+
+    def product(self, values: Array, other: Array) -> Array:
+        values *= self._native(other)
+        return values
+
+    def scaled(self, values: Array, scale: Array, shift: Array, dtype: Any) -> Array:
+        values *= scale
+        values += shift
+        return self.cast(values, dtype)
+
+    def plus_scaled(self, values: Array, other: Array, scale: Array, dtype: Any) -> Array:
+        values += self._native(other) * scale
+        return self.cast(values, dtype)
+
+    def sum(self, values: Array, axes: tuple[int, ...]) -> Array:
+        return self._native(values).sum(axes, dtype=cupy.float64)
+
+    def _native(self, values: Array) -> Array:
+        """`values`, in float32 if CuPy's own operations do not know their dtype (bfloat16)."""
+        return values if values.dtype.kind == "f" else values.astype(cupy.float32)
+
 
 class CupyMemory:
     """`DeviceMemory` of CuPy arrays."""

@@ -35,11 +35,13 @@ from syncbn_core.backends.cuda.compiler import (
 from syncbn_core.errors import BackendError
 
 __all__ = [
+    "DriverError",
     "Kernel",
     "KernelFailure",
     "compute_capability",
     "description",
     "device_count",
+    "failure_of",
     "kernel_for",
     "missing",
     "multiprocessor_count",
@@ -51,7 +53,10 @@ _VERSION_FILE = Path("/proc/driver/nvidia/version")
 LEGACY_STREAMS = (0, 1)  # handles of the default stream, which can't be captured
 OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 
-_OUT_OF_MEMORY, _INVALID_CONTEXT = 2, 201  # CUresult
+_INVALID_CONTEXT = 201  # CUresult
+# Errors of a load or launch that speak of the kernel: its image, its PTX, its resources. Any other
+# (no memory, an earlier kernel's illegal address) may be gone the next time, or have another cause.
+_OF_THE_KERNEL = (1, 98, 200, 209, 218, 220, 221, 222, 223, 300, 302, 303, 500, 701)
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 
 # The newest PTX of each CUDA 12; CUDA 13.m has PTX 9.m (release notes of the PTX ISA).
@@ -81,7 +86,11 @@ class KernelFailure(BackendError):
     """A kernel does not compile, link, load or launch here, or computes wrong results."""
 
 
-class _DriverError(BackendError):
+class _OldDriver(BackendError):
+    """The driver lacks a function."""
+
+
+class DriverError(BackendError):
     """A function of the driver returned an error, the CUresult `result`."""
 
     def __init__(self, text: str, result: int) -> None:
@@ -94,6 +103,11 @@ def _open() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
+def failure_of(text: str, result: int) -> BackendError:
+    """The error for a load or launch that ended with the CUresult `result`."""
+    return KernelFailure(text) if result in _OF_THE_KERNEL else BackendError(text)
+
+
 class _Driver:
     """The functions of the initialized driver, by name."""
 
@@ -102,8 +116,9 @@ class _Driver:
         for name, types in _FUNCTIONS.items():
             function = getattr(library, name, None)
             if function is None:
-                raise BackendError(
-                    f"expected a driver for CUDA 12 or newer, got one without {name}; update it"
+                raise _OldDriver(
+                    f"expected an NVIDIA driver for CUDA 12 or newer, got one without {name}; "
+                    "update it"
                 )
             function.argtypes, function.restype = types, c_int
             self.calls[name] = function
@@ -113,7 +128,7 @@ class _Driver:
         result = self.calls[name](*arguments)
         if result:
             text = f"expected {name} to succeed, got {self.describe(result)}"
-            raise _DriverError(text, result)
+            raise DriverError(text, result)
 
     def integer(self, name: str, *arguments: Any) -> int:
         """The integer that a function writes through its first parameter."""
@@ -162,6 +177,8 @@ def _driver() -> _Driver:
             f"the NVIDIA driver can't be loaded ({error}): install it; in a container, allow "
             "access to the GPUs (docker run --gpus all)"
         ) from error
+    except _OldDriver:
+        raise
     except BackendError as error:
         raise BackendError(
             f"the NVIDIA driver does not start ({error}): run nvidia-smi to see why"
@@ -256,11 +273,12 @@ class Kernel:
         if result == _INVALID_CONTEXT and self._driver.adopt(self._device):
             result = self._start(self._handle, *shape, stream, pointers, None)
         if result:
-            raise BackendError(
+            raise DriverError(
                 f"expected kernel {self.source.key} to start on device {self._device}, grid "
                 f"{grid}, {self.source.threads} threads per block, got "
                 f"{self._driver.describe(result)}; if an earlier kernel failed, "
-                "CUDA_LAUNCH_BLOCKING=1 shows which"
+                "CUDA_LAUNCH_BLOCKING=1 shows which",
+                result,
             )
 
 
@@ -306,12 +324,12 @@ def _load(source: Source, device: int) -> Kernel:
             )
         try:
             loaded = _Loaded(driver.load(code.image, code.entry), code.image)
-        except _DriverError as error:
-            text = f"expected kernel {source.key} to load on device {device}, got: {error}"
-            if error.result == _OUT_OF_MEMORY:
-                raise BackendError(f"{text}; free memory of the device") from error
-            remedy = "if the driver is older than the CUDA packages, update the driver"
-            raise KernelFailure(f"{text}; {remedy}") from error
+        except DriverError as error:
+            raise failure_of(
+                f"expected kernel {source.key} to load on device {device}, got: {error}; if the "
+                "driver is older than the CUDA packages, update the driver",
+                error.result,
+            ) from error
         if kept is None:  # stored only now: the driver has accepted it
             store(path, code)
         _loaded[source.key, capability] = loaded
@@ -327,9 +345,12 @@ def missing() -> list[str]:
     lacks = [*_missing_devices(), *_missing_packages()]
     if lacks:
         return lacks
-    types = {capability for capability in _capabilities() if capability >= OLDEST}
-    failures = [compile_failure(capability) for capability in sorted(types)]
-    return [] if None in failures else [failure for failure in failures[:1] if failure]
+    for capability in sorted({each for each in _capabilities() if each >= OLDEST}):
+        failure = compile_failure(capability)
+        if failure is None:
+            return []
+        lacks = lacks or [failure]
+    return lacks
 
 
 @cache

@@ -42,7 +42,7 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 def _or_plain(step: _Step) -> _Step:
     """The step by kernels, or by plain operations if a kernel of it can't be used.
 
-    Launching is the last thing that a step does before it writes anything that a caller sees.
+    A step must write nothing that its caller sees before its last kernel has been launched.
     """
 
     @wraps(step)
@@ -50,8 +50,9 @@ def _or_plain(step: _Step) -> _Step:
         try:
             return step(self, *arguments, **settings)
         except KernelFailure:
-            plain = getattr(super(CudaOperations, self), step.__name__)
-            return plain(*arguments, **settings)
+            pass  # outside of this block the arrays of the step that failed are free again
+        plain = getattr(super(CudaOperations, self), step.__name__)
+        return plain(*arguments, **settings)
 
     return cast("_Step", chosen)
 

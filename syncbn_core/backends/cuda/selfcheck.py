@@ -17,9 +17,11 @@ from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.backends.cuda.driver import (
+    DriverError,
     Kernel,
     KernelFailure,
     description,
+    failure_of,
     multiprocessor_count,
 )
 from syncbn_core.backends.reference import OPERATIONS as REFERENCE
@@ -84,8 +86,8 @@ class _CheckRunner:
         assert source.key == self.kernel.source.key, f"the case of {source.key}"
         try:
             self.kernel.launch(grid, self.stream, *arguments)
-        except BackendError as error:
-            raise KernelFailure(str(error)) from error
+        except DriverError as error:
+            raise failure_of(str(error), error.result) from error
 
     def scratch(self, size: int) -> tuple[Any, Array]:
         """A pointer to `size` float64, and the array that owns them."""
@@ -255,6 +257,7 @@ def _check_moments(case: _Case) -> None:
 def _check_normalize(case: _Case) -> None:
     for dtype in case.parameter_dtypes:
         _check_training(case, dtype)
+    _check_average(case)
     _check_eval(case)
 
 
@@ -288,6 +291,33 @@ def _check_training(case: _Case, dtype: str) -> None:
     run.compare()
 
 
+def _check_average(case: _Case) -> None:
+    """Without weight and bias; the running statistics become the average over all batches."""
+    run, x, rule = case.run, case.x, NormRule(1e-3)
+    dtype = case.parameter_dtypes[0]
+    moments = REFERENCE.moments(x)
+    statistics = REFERENCE.statistics(moments, rule)
+    (_, mean), (_, var) = case.parameter(dtype), case.parameter(dtype)
+    before = RunningStatistics(mean, var, np.array(3), None)
+    wanted = REFERENCE.forward(x, statistics, Affine(), rule, before)
+    new: Any = wanted.running
+    tracked, _ = run.given(np.array([3.0]), "int64")
+    running = grid.Running(
+        run.result("running_mean", dtype, TOLERANCES[dtype], new.mean, before=mean),
+        run.result("running_var", dtype, TOLERANCES[dtype], new.var, before=var),
+        grid.CODES[dtype],
+        tracked,
+        -1.0,
+    )
+    given, _ = run.given(_packed(moments), "float64")
+    y = case.output("y without weight", wanted.y)
+    known, _kept = run.scratch(3 * len(mean) + 1)
+    grid.normalize(
+        run, case.view, y, grid.Parameters(), given, 1, known, rule=rule, running=running
+    )
+    run.compare()
+
+
 def _check_eval(case: _Case) -> None:
     run, rule = case.run, NormRule(1.0, "clamp")
     dtype = case.parameter_dtypes[0]
@@ -317,6 +347,10 @@ def _check_backward_reduce(case: _Case) -> None:
             run, case.view, dy_view, given, parameters, into, *gradients, code=code
         )
         run.compare()
+    wanted = REFERENCE.backward_reduce(case.x, dy, statistics, Affine(), rule)
+    into = run.result("sums without weight", "float64", tolerance, *wanted.exchange)
+    grid.backward_reduce(run, case.view, dy_view, given, grid.Parameters(), into)
+    run.compare()
 
 
 def _check_backward_input(case: _Case) -> None:
@@ -331,6 +365,10 @@ def _check_backward_input(case: _Case) -> None:
         dx = case.output(f'dx with eps_mode="{rule.mode}"', wanted)
         grid.backward_input(run, case.view, dy_view, dx, given, parameters, sums, rule=rule)
         run.compare()
+    wanted = REFERENCE.backward_input(case.x, dy, statistics, Affine(), rule, None)
+    dx = case.output("dx in eval", wanted)
+    grid.backward_input(run, case.view, dy_view, dx, given, grid.Parameters(), 0, rule=rule)
+    run.compare()
 
 
 def _check_merging(run: _CheckRunner) -> None:

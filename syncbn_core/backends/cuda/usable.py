@@ -6,9 +6,10 @@
 
 A kernel that fails (it does not compile, load or launch, or its results are wrong) is named by one
 warning, and `usable_kernel` raises `KernelFailure`; plain operations then take its place. A kernel
-that is right is noted in the folder of compiled kernels, for this machine code, type of device and
+that passes is noted in the folder of compiled kernels, for this machine code, type of device and
 driver, so later processes need not check it. Failures are not noted: the next process checks again,
-and warns again.
+and warns again. Before the first kernel of a device a small one is loaded; if that fails, one
+warning stands for all kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.compiler import Source, cache_folder, write_atomically
 from syncbn_core.backends.cuda.driver import (
     LEGACY_STREAMS,
@@ -41,7 +43,8 @@ Setting = Literal["checked", "on", "off"]
 
 _usable: dict[tuple[str, int], Kernel] = {}
 _failures: dict[tuple[str, int], str] = {}
-_locks: dict[tuple[str, int], threading.Lock] = {}  # one each: a check may wait for other threads
+_device_failures: dict[int, str | None] = {}  # why a device can't use any kernel; None if it can
+_locks: dict[Any, threading.Lock] = {}  # one each: a check may wait for other threads
 
 
 def setting() -> Setting:
@@ -63,17 +66,41 @@ def usable_kernel(memory: DeviceMemory, source: Source, device: int, stream: int
     the kernel can't be used, after one warning, and `BackendError` if it is unchecked and the
     stream is being captured into a CUDA graph.
     """
-    kernel = _usable.get((source.key, device))
-    if kernel is None:
-        with _locks.setdefault((source.key, device), threading.Lock()):
-            kernel = _usable.get((source.key, device)) or _first_use(memory, source, device, stream)
-    return kernel
+    key = source.key, device
+    kernel = _usable.get(key)
+    if kernel is not None:
+        return kernel
+    if key not in _failures:
+        with _locks.setdefault(device, threading.Lock()):
+            _require_device(device)
+        with _locks.setdefault(key, threading.Lock()):
+            if key not in _failures:
+                return _usable.get(key) or _first_use(memory, source, device, stream)
+    raise KernelFailure(_failures[key])
+
+
+def _require_device(device: int) -> None:
+    """Raise `KernelFailure` if no kernel loads on the device; one warning says so."""
+    if device not in _device_failures:
+        smallest = grid.source("merge_parts", "float64", 1, False, grid.THREADS)
+        failure = None
+        try:
+            kernel_for(smallest, device)
+        except KernelFailure as error:
+            failure = str(error)
+        _device_failures[device] = failure
+        if failure is not None:
+            warnings.warn(
+                "syncbn uses plain operations instead of CUDA kernels, which is slower. No kernel "
+                f"can be used on {description(device)}: {failure}",
+                stacklevel=2,
+            )
+    failure = _device_failures[device]
+    if failure is not None:
+        raise KernelFailure(failure)
 
 
 def _first_use(memory: DeviceMemory, source: Source, device: int, stream: int) -> Kernel:
-    known = _failures.get((source.key, device))
-    if known is not None:
-        raise KernelFailure(known)
     try:
         kernel = kernel_for(source, device)
         if setting() == "checked":
@@ -92,7 +119,7 @@ def _first_use(memory: DeviceMemory, source: Source, device: int, stream: int) -
 
 def _check_once(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) -> None:
     note = _note_of(kernel, device)
-    if note is not None and note.exists():
+    if note is not None and os.path.exists(note):  # Path.exists may raise PermissionError
         return
     if stream not in LEGACY_STREAMS and memory.is_captured(stream):
         raise BackendError(
@@ -102,14 +129,13 @@ def _check_once(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) 
     with memory.waiting_allowed():
         check(memory, kernel, device, stream)
     if note is not None:
+        text = f"{kernel.source.key}: passed on {description(device)}\n"
         with suppress(OSError):
-            write_atomically(
-                note, f"{kernel.source.key}: right on {description(device)}\n".encode()
-            )
+            write_atomically(note, text.encode())
 
 
 def _note_of(kernel: Kernel, device: int) -> Path | None:
-    """The file that says that the kernel is right on this type of device; None for no folder."""
+    """The file that says that the kernel passed on this type of device; None for no folder."""
     folder = cache_folder()
     if folder is None:
         return None

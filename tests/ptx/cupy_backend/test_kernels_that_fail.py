@@ -62,7 +62,6 @@ def test_the_other_kernels_work_on(step, way, gpu, rng, tmp_path):
 def test_members_some_of_whose_kernels_fail(step, place, gpu, rng, tmp_path):
     with failing("wrong", f"planes_{step}", gpu, tmp_path) as warned:
         check_group((3, 4, 5), place, rng)
-    gpu.fault = None  # partial sums that were not stored
     assert {step in str(warning.message) for warning in warned} == {True}
     assert len(warned) == (2 if place is two_devices else 1), "once per device"
 

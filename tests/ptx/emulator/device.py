@@ -27,15 +27,15 @@ from .memory import GlobalMemory
 from .parse import Kernel, parse
 from .translate import Program, translate
 
-__all__ = ["Device", "Launch", "emulated", "program_of", "ptx_of"]
+__all__ = ["Device", "Launch", "Refused", "emulated", "program_of", "ptx_of"]
 
 OUT_OF_RANGE, INVALID, NO_CONTEXT, ILLEGAL_ADDRESS, NOT_FOUND = 101, 1, 201, 700, 500
 _CONTEXT = 1 << 40  # handles have more than 32 bits
 _programs: dict[str, Program] = {}
 
 
-class _Refused(ValueError):
-    """A launch that the driver refuses."""
+class Refused(ValueError):
+    """A load or launch that the driver refuses."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Device:
                 return method(self, *arguments) or 0
             except Exception as error:  # can't go through the foreign function
                 self.fault = self._current.fault = error
-                return INVALID if isinstance(error, _Refused) else ILLEGAL_ADDRESS
+                return INVALID if isinstance(error, Refused) else ILLEGAL_ADDRESS
 
         function = self._functions.get(name)
         if function is None:
@@ -172,9 +172,9 @@ class Device:
         program = self._programs[function - 2 * _CONTEXT]
         limits = (gx <= 0x7FFFFFFF, gy <= 0xFFFF, gz <= 0xFFFF, bx <= program.kernel.threads)
         if not (min(gx, gy, gz, bx, by, bz) > 0 and all(limits) and by == bz == 1):
-            raise _Refused(f"grid {gx, gy, gz}, block {bx, by, bz}")
+            raise Refused(f"grid {gx, gy, gz}, block {bx, by, bz}")
         if shared or extra:
-            raise _Refused("dynamic shared memory or extra options")
+            raise Refused("dynamic shared memory or extra options")
         context: int | None = getattr(self._current, "context", None)
         if context is None:
             return NO_CONTEXT
@@ -226,6 +226,7 @@ def emulated(capability: tuple[int, int] = (9, 0), devices: int = 2) -> Iterator
         driver._loaded.clear()
         usable._usable.clear()
         usable._failures.clear()
+        usable._device_failures.clear()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_open", lambda: device)
