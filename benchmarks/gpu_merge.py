@@ -41,7 +41,8 @@ def lines_of(path: Path) -> list[str]:
 def stages_of(folder: Path) -> list[Row]:
     rows = [line.split("\t", 3) for line in lines_of(folder / "parts" / "stages.tsv")]
     keys = ("name", "status", "seconds", "last")
-    found = [dict(zip(keys, row, strict=True)) for row in rows]
+    whole = [row for row in rows if len(row) == len(keys)]  # the last one may be cut short
+    found = [dict(zip(keys, row, strict=True)) for row in whole]
     return [row | {key: int(row[key]) for key in ("status", "seconds")} for row in found]
 
 
@@ -50,7 +51,11 @@ def tests_of(path: Path) -> Row:
     if not path.exists():
         return {}
     found, failures = Counter[str](), []
-    for case in ElementTree.parse(path).iter("testcase"):
+    try:
+        cases = list(ElementTree.parse(path).iter("testcase"))
+    except ElementTree.ParseError as error:  # a stage that was killed while it wrote
+        return {"unreadable": str(error)}
+    for case in cases:
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
         kind = "skipped" if kinds == {"skipped"} else "failed" if kinds else "passed"
         found[kind] += 1
@@ -76,7 +81,11 @@ def sanitizer_of(folder: Path) -> Row:
 
 
 def json_of(path: Path, otherwise: Any) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else otherwise
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else otherwise
+    except ValueError as error:  # a stage that was killed while it wrote
+        print(f"{path}: can't be read, and is left out: {error}")
+        return otherwise
 
 
 def merged(folder: Path) -> Path:

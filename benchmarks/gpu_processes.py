@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -186,13 +187,16 @@ def attempt(backend: str, size: int, seconds: float, dry: bool) -> Row:
                     break
                 time.sleep(0.05)
         finally:
+            killed = [(n, -code) for n, rank in enumerate(ranks) if (code := rank.poll() or 0) < 0]
             for rank in ranks:
                 rank.kill()
                 rank.wait()
         told = [json.loads(file.read_text("utf-8")) if file.exists() else {} for file in files]
     row: Row = {"backend": backend, "ranks": size, "rows": told[0].get("rows", [])}
     errors = [each["error"] for each in told if "error" in each]
-    if any(rank.returncode for rank in ranks):
+    if killed:
+        row["error"] = ", ".join(f"rank {n} was ended by signal {number}" for n, number in killed)
+    elif any(rank.returncode for rank in ranks):
         codes = [rank.returncode for rank in ranks]
         spent = time.monotonic() - start
         row["error"] = errors[0] if errors else f"ended after {spent:.0f} s, status {codes}"
@@ -226,7 +230,7 @@ def show(rows: list[Row]) -> None:
             apart = f"; apart {case['difference']:.1e}" if "difference" in case else ""
             print(f"{where}: {case['shape']} {case['dtype']}: {', '.join(times)}{apart}")
         if "error" in row:
-            print(f"{where}: refused: {row['error']}")
+            print(f"{where}: failed: {row['error']}")
     done = [row for row in rows if "error" not in row]
     print(f"{len(done)} of {len(rows)} groups ran, {sum(len(row['rows']) for row in rows)} cases")
 
@@ -241,6 +245,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.rank is not None:
         be_rank(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks on its way
     rows = attempts(options.seconds, options.dry_run)
     if options.json:
         options.json.write_text(json.dumps(rows) + "\n", encoding="utf-8")

@@ -37,6 +37,16 @@ mkdir -p "$parts" || exit 2
 summary=()
 failed=0
 status=0 # of the last stage
+child=   # the stage that runs
+
+# shellcheck disable=SC2329  # a trap calls it
+stop() {
+    [ "$child" ] && kill "$child" 2>/dev/null && wait "$child" # timeout ends all of the stage
+    echo "gpu_session.sh: interrupted after $SECONDS s; logs in $out" >&2
+    exit "$1"
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM
 
 left() { echo $((LIMIT - SECONDS - ${1:-0})); } # seconds that are left, some of them kept
 
@@ -54,8 +64,11 @@ stage() {
         return
     fi
     echo "== $name (at most $limit s): $*" | tee "$log"
-    timeout -k 5 "$limit" "$@" >>"$log" 2>&1
+    timeout -k 5 "$limit" "$@" >>"$log" 2>&1 &
+    child=$!
+    wait $child
     status=$?
+    child=
     last=$(tail -n 1 "$log" | tr '\t' ' ')
     printf '%s\t%s\t%s\t%s\n' "$name" $status $((SECONDS - start)) "$last" >>"$parts/stages.tsv"
     if ((status == 0)); then

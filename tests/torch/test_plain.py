@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,10 +15,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn_core.backends.base import Affine, RunningStatistics
+from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.moments import NormRule
-from syncbn_torch.backends.plain import DIFFERENTIABLE, OPERATIONS
+from syncbn_torch import SyncBatchNorm
+from syncbn_torch.backends import cuda, plain
+from syncbn_torch.backends.plain import OPERATIONS
 
 RULE = NormRule(1e-5)
+
+
+class _AsOnCuda(plain.DifferentiableNamespace):
+    working = plain.TensorNamespace.working  # float32; on a CPU float64
+
+
+DIFFERENTIABLE = plain.TensorOperations(_AsOnCuda(torch))
 
 
 class Traffic(TorchDispatchMode):
@@ -215,3 +225,51 @@ def test_a_constant_channel_has_no_variance(value: float) -> None:
     assert moments.m2.max() <= 450 * (1e-6 * value) ** 2
     y = OPERATIONS.forward_single(x, Affine(), RULE).y
     assert y.abs().max() <= 1
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Refuses to read a number out of a tensor, which on a GPU waits for the device."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert "_local_scalar_dense" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+class _HostMemory(cuda.TensorDeviceMemory):
+    """CPU tensors in the place of a device's."""
+
+    def on_device(self, index: int) -> Any:
+        return nullcontext()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_host_does_not_wait_in_a_fallback(known: bool) -> None:
+    """Also where only the device knows the count: parts that came from other processes."""
+    steps = PlainDeviceOperations(_HostMemory())
+    x, dy = torch.randn(6, 3, 4), torch.randn(6, 3, 4)
+    running = RunningStatistics(torch.zeros(3), torch.ones(3), torch.tensor(0), 0.1)
+    with torch.no_grad(), _NoWaiting():
+        parts = steps.merge([steps.moments(x[:2]), steps.moments(x[2:])])
+        if not known:
+            parts = parts.with_rows(parts.rows, None)
+        one = steps.one_row(parts)
+        done = steps.forward(x, steps.statistics(one, RULE), Affine(), RULE, running)
+        sums = steps.backward_reduce(x, dy, done.statistics, Affine(), RULE)
+        dx = steps.backward_input(x, dy, done.statistics, Affine(), RULE, sums.exchange)
+    wanted = results(OPERATIONS, x.double(), dy.double())
+    close([running.var], [0.9 + 0.1 * wanted[-1]], 1e-6)
+    assert dx.shape == x.shape
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e18])
+def test_second_derivatives_on_a_cpu_have_the_range_of_float64(scale: float) -> None:
+    x = (torch.randn(64, 2, 9, 9) * scale).requires_grad_()
+    dy = torch.randn(x.shape)
+    found = []
+    for again in (False, True):
+        layer = SyncBatchNorm(2, eps=1e-60)
+        (dx,) = torch.autograd.grad(layer(x), x, dy, create_graph=again)
+        found.append(dx.detach())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=float(found[0].abs().max()) * 1e-5)

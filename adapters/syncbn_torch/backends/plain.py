@@ -33,6 +33,8 @@ class TensorNamespace(Namespace):
         return torch.float64 if values.dtype is torch.float64 else torch.float32
 
     def number(self, value: Any, like: Tensor) -> Tensor:
+        if isinstance(value, Tensor):  # not `full`, which waits for the device
+            return value.to(like)
         return torch.full((), value, dtype=like.dtype, device=like.device)
 
     def constant(self, values: Tensor) -> Tensor:
@@ -72,7 +74,13 @@ def _room(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class DifferentiableNamespace(TensorNamespace):
-    """The same without writing in place, for autograd, forward-mode AD and `torch.func`."""
+    """The same without writing in place, for autograd, forward-mode AD and `torch.func`.
+
+    On a CPU it computes in float64, so that derivatives have the range of the CPU kernels.
+    """
+
+    def working(self, values: Tensor) -> torch.dtype:
+        return self.widest(values) if values.is_cpu else super().working(values)
 
     def product(self, values: Tensor, other: Tensor) -> Tensor:
         return values * other

@@ -311,5 +311,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.write(content)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with suppress(OSError):  # it may have its new name already
+            os.unlink(temporary)
         raise

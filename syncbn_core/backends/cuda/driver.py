@@ -83,7 +83,12 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class KernelFailure(BackendError):
-    """A kernel does not compile, link, load or launch here, or computes wrong results."""
+    """A kernel does not compile, link, load or launch here, or computes wrong results.
+
+    `unexpected`: False if the text says what the user can do, as the compiler's errors do.
+    """
+
+    unexpected = True
 
 
 class _OldDriver(BackendError):
@@ -316,7 +321,9 @@ def _load(source: Source, device: int) -> Kernel:
         try:
             code = kept or made or compile_source(source, capability)
         except BackendError as error:
-            raise KernelFailure(str(error)) from error
+            failure = KernelFailure(str(error))
+            failure.unexpected = False
+            raise failure from error
         refused = _refused(code)
         if refused is not None:
             raise KernelFailure(

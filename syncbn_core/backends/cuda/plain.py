@@ -65,7 +65,7 @@ class PlainDeviceOperations(Operations):
             return part
         memory, plain = self.memory, self.memory.plain
         with memory.on_device(memory.device_of(part.rows)):
-            row = plain.row(plain.merge_rows(part.rows))
+            row = plain.row(_total(plain, part))
             return part.with_rows(row.reshape(1, -1), part.known_count)
 
     def statistics(self, total: DeviceMoments, rule: NormRule) -> DeviceMoments:

@@ -153,8 +153,9 @@ class _CheckRunner:
         except Exception as error:  # the library's
             raise BackendError(
                 f"expected kernel {self.kernel.source.key} to finish on "
-                f"{description(self.device)}, got {type(error).__name__}: {error}; start again "
-                "with SYNCBN_KERNELS=off, and report this text to the developers of syncbn"
+                f"{description(self.device)}, got {type(error).__name__}: {error}; if no "
+                "earlier kernel of the program has failed (CUDA_LAUNCH_BLOCKING=1 shows that), "
+                "start again with SYNCBN_KERNELS=off, and report this text to syncbn's developers"
             ) from error
 
 

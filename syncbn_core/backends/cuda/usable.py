@@ -41,6 +41,8 @@ __all__ = ["Setting", "setting", "usable_kernel"]
 
 Setting = Literal["checked", "on", "off"]
 
+REPORT = ". Please report this text to syncbn's developers"
+
 _usable: dict[tuple[str, int], Kernel] = {}
 _failures: dict[tuple[str, int], str] = {}
 _device_failures: dict[int, str | None] = {}  # why a device can't use any kernel; None if it can
@@ -49,11 +51,11 @@ _locks: dict[Any, threading.Lock] = {}  # one each: a check may wait for other t
 
 def setting() -> Setting:
     """The value of SYNCBN_KERNELS; raises `ArgumentError` if it has no meaning."""
-    given: Any = os.environ.get("SYNCBN_KERNELS") or "checked"
+    given: Any = os.environ.get("SYNCBN_KERNELS", "").strip().lower() or "checked"
     if given not in get_args(Setting):
         raise ArgumentError(
             "expected the environment variable SYNCBN_KERNELS to be checked, on or off, "
-            f"got {given!r}"
+            f"got {given!r}; unset it to have each kernel checked"
         )
     known: Setting = given
     return known
@@ -109,7 +111,7 @@ def _first_use(memory: DeviceMemory, source: Source, device: int, stream: int) -
         _failures[source.key, device] = str(failure)
         warnings.warn(
             f"syncbn uses plain operations instead of CUDA kernel {source.key}, which is slower. "
-            f"On {description(device)}: {failure}. Please report this text to syncbn's developers",
+            f"On {description(device)}: {failure}{REPORT if failure.unexpected else ''}",
             stacklevel=2,
         )
         raise
@@ -118,9 +120,10 @@ def _first_use(memory: DeviceMemory, source: Source, device: int, stream: int) -
 
 
 def _check_once(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) -> None:
-    note = _note_of(kernel, device)
-    if note is not None and os.path.exists(note):  # Path.exists may raise PermissionError
-        return
+    note, passed = _note_of(kernel, device)
+    with suppress(OSError):  # such as a folder that may not be read
+        if note is not None and note.read_bytes() == passed:
+            return
     if stream not in LEGACY_STREAMS and memory.is_captured(stream):
         raise BackendError(
             f"expected kernel {kernel.source.key} to be checked before a CUDA graph is captured; "
@@ -129,16 +132,19 @@ def _check_once(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) 
     with memory.waiting_allowed():
         check(memory, kernel, device, stream)
     if note is not None:
-        text = f"{kernel.source.key}: passed on {description(device)}\n"
         with suppress(OSError):
-            write_atomically(note, text.encode())
+            write_atomically(note, passed)
 
 
-def _note_of(kernel: Kernel, device: int) -> Path | None:
-    """The file that says that the kernel passed on this type of device; None for no folder."""
+def _note_of(kernel: Kernel, device: int) -> tuple[Path | None, bytes]:
+    """The file that says that the kernel passed on this type of device, and what it then holds.
+
+    None for no folder.
+    """
+    passed = f"{kernel.source.key}: passed on {description(device)}\n".encode()
     folder = cache_folder()
     if folder is None:
-        return None
+        return None, passed
     digest = hashlib.sha256(kernel.image)
-    digest.update(f"{CASES} {kernel.source.key} {description(device)}".encode())
-    return folder / f"{digest.hexdigest()}.checked"
+    digest.update(f"{CASES} ".encode() + passed)
+    return folder / f"{digest.hexdigest()}.checked", passed
