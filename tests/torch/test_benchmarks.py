@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 
+pytestmark = pytest.mark.timeout(240)  # a dry run of all stages takes a minute on a quiet machine
 for_bash = pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
 
 
@@ -50,7 +51,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     wanted = {"DRY_RUN": "1", "PYTHON": sys.executable, "OUT": str(folder)}
     command = ["bash", str(FOLDER / "gpu_session.sh")]
     environment = os.environ | wanted
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment)
     return Session(done.returncode, done.stdout + done.stderr, folder)
 
 
