@@ -150,7 +150,7 @@ class TensorDeviceMemory:
 
     @contextmanager
     def waiting_allowed(self) -> Iterator[None]:
-        # the mode is that of all threads; to set it warns, so it stays where it allows to wait
+        # The mode is global, and setting it warns. So it is set only if it forbids waiting.
         with self._counting:
             if self._waiting == 0:
                 self._mode = torch.cuda.get_sync_debug_mode()

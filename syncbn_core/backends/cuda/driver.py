@@ -54,8 +54,8 @@ LEGACY_STREAMS = (0, 1)  # handles of the default stream, which can't be capture
 OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 
 _INVALID_CONTEXT = 201  # CUresult
-# Errors of a load or launch that speak of the kernel: its image, its PTX, its resources. Any other
-# (no memory, an earlier kernel's illegal address) may be gone the next time, or have another cause.
+# Errors of a load or launch that the kernel causes, by its image, its PTX or its resources. Others
+# have other causes, such as full memory, or an illegal address in an earlier kernel.
 _OF_THE_KERNEL = (1, 98, 200, 209, 218, 220, 221, 222, 223, 300, 302, 303, 500, 701)
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 

@@ -1,7 +1,7 @@
 """Compares a CUDA kernel with float64 NumPy on small cases, on the device.
 
-Each case has several thread blocks, channels of different means, and for planes of odd lengths a
-begin between two vectors. Around each result lies memory that the kernel must not write.
+Each case has several thread blocks and several channels. Planes of odd length start between two
+vectors, where the kernel allows that. Around each result is memory that a kernel must not write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from syncbn_core.backends.cuda.driver import (
 )
 from syncbn_core.backends.reference import OPERATIONS as REFERENCE
 from syncbn_core.errors import BackendError
-from syncbn_core.kernels.cuda.constants import MIN_INNER, UNROLL, VECTOR, lanes_of
+from syncbn_core.kernels.cuda.constants import MIN_INNER, UNROLL, VECTOR
 from syncbn_core.moments import Moments, NormRule, Statistics, merge_moments
 
 if TYPE_CHECKING:
@@ -62,11 +62,10 @@ class _View:
 
 
 class _Result(NamedTuple):
-    """What a kernel shall write: `pieces`, one after the other, from number `start` of `array`."""
+    """What a kernel must write: `pieces`, one after the other, between two guards in `array`."""
 
     name: str
     array: Array
-    start: int
     tolerance: float
     pieces: tuple[HostArray, ...]
 
@@ -119,20 +118,20 @@ class _CheckRunner:
     ) -> Any:
         """A pointer to room for a result; `compare` compares each of its pieces.
 
-        `before`: the numbers that are there before.
+        `before`: the numbers that it holds before the launch.
         """
         size, guard = sum(piece.size for piece in pieces), np.full(GUARD, GUARDED)
         room = np.full(size, GUARDED) if before is None else before.ravel()
         whole = self.memory.upload(np.concatenate([guard, room, guard]), dtype, self.device)
         inside = whole[GUARD : GUARD + size]
         self.kept.append(inside)
-        self.results.append(_Result(name, whole, GUARD, tolerance, pieces))
+        self.results.append(_Result(name, whole, tolerance, pieces))
         return self.memory.pointer(inside)
 
     def compare(self) -> None:
         """Wait for the kernel; raise `KernelFailure` if a result is wrong."""
-        for name, array, start, tolerance, pieces in self.results:
-            found = self._downloaded(array)
+        for name, array, tolerance, pieces in self.results:
+            found, start = self._downloaded(array), GUARD
             for piece in pieces:
                 values = found[start : start + piece.size]
                 start += piece.size
@@ -173,8 +172,8 @@ def check(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) -> Non
         return
     rows, step = name.startswith("rows"), name.split("_", 1)[1]
     reduces = step in ("moments", "backward_reduce")
-    shape = _shape(run.threads, dtype, lanes, ragged, rows, reduces)
-    # a begin between two vectors; elementwise kernels read such activations number by number
+    shape = _shape(run.threads, lanes, ragged, rows, reduces)
+    # elementwise kernels read an activation that starts between two vectors number by number
     case = _Case(run, dtype, shape, skew=1 if ragged and reduces else 0)
     steps: dict[str, Callable[[_Case], None]] = {
         "moments": _check_moments,
@@ -186,7 +185,7 @@ def check(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) -> Non
 
 
 def _shape(
-    threads: int, dtype: str, lanes: int, ragged: bool, rows: bool, reduces: bool
+    threads: int, lanes: int, ragged: bool, rows: bool, reduces: bool
 ) -> tuple[int, int, int]:
     """`(outer, channels, inner)` for which `grid` chooses the kernel.
 
@@ -201,8 +200,7 @@ def _shape(
         return blocks * (threads // vectors) * UNROLL + 5, channels, 1
     blocks = 21 if reduces else 3
     if lanes == 1:
-        inner = 3 if lanes_of(dtype) > 1 else MIN_INNER
-        return (blocks * step) // inner + 2, 2, inner
+        return (blocks * step) // 3 + 2, 2, 3
     inner = 4 * MIN_INNER + ragged
     slots = inner // lanes
     return (blocks * step) // slots + 2, 2, inner
