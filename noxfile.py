@@ -78,6 +78,19 @@ for dtype in (np.float64, np.float32):
 """
 
 
+def install(session: nox.Session, *wanted: str, options: tuple[str, ...] = PIP_OPTIONS) -> None:
+    """Install `wanted`; on a CI machine first delete the environments of other sessions.
+
+    Each takes 1 to 2 GB of disk, which such a machine may not have for all of them.
+    """
+    if os.environ.get("CI"):
+        own = Path(session.virtualenv.location).resolve()
+        for environment in own.parent.iterdir():
+            if environment.is_dir() and environment != own:
+                shutil.rmtree(environment, ignore_errors=True)
+    session.install(*options, *wanted)
+
+
 def groups(*names: str) -> list[str]:
     return nox.project.dependency_groups(PROJECT, *names)
 
@@ -97,7 +110,7 @@ def fresh_numba_cache(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def tests(session: nox.Session) -> None:
     """All tests, with torch, and with ranks of MPI; of the benchmarks what docs are made of."""
-    session.install(*PIP_OPTIONS, "-e", ".[torch,mpi]", *groups("test", "bench", "mpi"))
+    install(session, "-e", ".[torch,mpi]", *groups("test", "bench", "mpi"))
     fresh_numba_cache(session)
     if session.posargs:
         session.run("pytest", *session.posargs)
@@ -111,7 +124,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def tests_benchmarks(session: nox.Session) -> None:
     """Every script of `benchmarks` runs to its end; three minutes, so not in the usual check."""
-    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("test", "bench"))
+    install(session, "-e", ".[torch]", *groups("test", "bench"))
     fresh_numba_cache(session)
     session.run("pytest", *(session.posargs or [BENCHMARKS]))
 
@@ -119,7 +132,7 @@ def tests_benchmarks(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def soak(session: nox.Session) -> None:
     """10,000 random faults: interrupts, replicas, processes; docs/internals/reliability.md."""
-    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("test", "notebook"))
+    install(session, "-e", ".[torch]", *groups("test", "notebook"))
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
@@ -136,7 +149,7 @@ def soak(session: nox.Session) -> None:
 def tests_core(session: nox.Session) -> None:
     """The tests of the core, without torch, on the newer Pythons."""
     jax = ["jax"] if session.python == NEWER_PYTHONS[-1] else []
-    session.install(*PIP_OPTIONS, "-e", ".", *groups("test", *jax))
+    install(session, "-e", ".", *groups("test", *jax))
     fresh_numba_cache(session)
     # what the kernels compute does not depend on Python: of them, the tests of the layer
     names = ("comm", "comm_failures", "dlpack", "dlpack_jax", "functional_errors", "imports")
@@ -148,7 +161,7 @@ def tests_core(session: nox.Session) -> None:
 @nox.session(python=OLDEST_PYTHON)
 def tests_mpi(session: nox.Session) -> None:
     """Ranks of MPI without torch; Open MPI comes as a wheel, so that nobody has to be root."""
-    session.install(*PIP_OPTIONS, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
+    install(session, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
     fresh_numba_cache(session)
     session.run("python", "-c", COMPILE_KERNELS)
     usual = ["-k", "mpi", "tests/core/test_mpi.py", "tests/core/test_moment_exchange.py"]
@@ -160,7 +173,7 @@ def tests_mpi(session: nox.Session) -> None:
 def install_cuda(session: nox.Session, cuda: str, *extras: str) -> None:
     tools = ["ptx"] if cuda == "13" else []
     wanted = ",".join([f"cuda{cuda}", *extras])
-    session.install(*PIP_OPTIONS, "-e", f".[{wanted}]", *groups("test", *tools))
+    install(session, "-e", f".[{wanted}]", *groups("test", *tools))
     fresh_numba_cache(session)
     # kept for the next run: a kernel is found by the text of its sources and its compiler
     session.env["SYNCBN_CACHE_DIR"] = str(Path(session.virtualenv.location).resolve() / "kernels")
@@ -226,7 +239,8 @@ def tests_oldest(session: nox.Session) -> None:
     ]
     others = fresh_directory(session, "constraints") / "others.txt"
     others.write_text("\n".join(pins), encoding="utf-8")
-    session.install("--no-compile", "-c", str(others), *oldest, "-e", ".[torch]", *groups("test"))
+    options = ("--no-compile", "-c", str(others))
+    install(session, *oldest, "-e", ".[torch]", *groups("test"), options=options)
     fresh_numba_cache(session)
     # what depends on them: the kernels, and how arrays and tensors are read
     names = ("dlpack", "functional", "half_precision", "kernels", "layers", "layout", "moments")
@@ -243,7 +257,7 @@ def tests_oldest(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Ruff, and who may import whom."""
-    session.install(*PIP_OPTIONS, *groups("lint"))
+    install(session, *groups("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join([".", "adapters"])})
@@ -252,14 +266,14 @@ def lint(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def types(session: nox.Session) -> None:
     """Mypy, strict, over both packages."""
-    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("types"))
+    install(session, "-e", ".[torch]", *groups("types"))
     session.run("mypy", *session.posargs)
 
 
 @nox.session(python=TORCH_PYTHON)
 def coverage(session: nox.Session) -> None:
     """All tests under coverage; the kernels are left out, because Numba compiles them."""
-    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("test", "coverage"))
+    install(session, "-e", ".[torch]", *groups("test", "coverage"))
     fresh_numba_cache(session)
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *session.posargs)
@@ -270,7 +284,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def wheel(session: nox.Session) -> None:
     """Build sdist and wheel, install the wheel into a fresh environment, import both packages."""
-    session.install(*PIP_OPTIONS, *groups("build"))
+    install(session, *groups("build"))
     dist = fresh_directory(session, "dist")
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist))
     (built,) = dist.glob("*.whl")
@@ -278,8 +292,8 @@ def wheel(session: nox.Session) -> None:
     fresh = fresh_directory(session, "fresh")
     session.run("python", "-m", "venv", str(fresh))
     python = str(fresh / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-    install = [python, "-m", "pip", "install", "--quiet", *PIP_OPTIONS, f"{built}[torch]"]
-    session.run(*install, external=True)
+    pip = [python, "-m", "pip", "install", "--quiet"]
+    session.run(*pip, *PIP_OPTIONS, f"{built}[torch]", external=True)
     with session.chdir(dist):
         session.run(python, "-c", CHECK_WHEEL, external=True, log=False)
     shutil.rmtree(fresh)
@@ -288,7 +302,7 @@ def wheel(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def benchmark(session: nox.Session) -> None:
     """Measure the CPU: tables, JSON, and the picture of the README; twenty minutes."""
-    session.install(*PIP_OPTIONS, "-e", ".[torch]", *groups("bench"))
+    install(session, "-e", ".[torch]", *groups("bench"))
     fresh_numba_cache(session)
     session.run("python", "benchmarks/cpu.py", *(session.posargs or ["--plot", "docs/speed.png"]))
 
@@ -298,7 +312,7 @@ def compare(session: nox.Session) -> None:
     """Speed of the working tree over another revision: `dev.py compare -- REVISION [options]`."""
     given = list(session.posargs)
     revision = given.pop(0) if given and not given[0].startswith("-") else "HEAD"
-    session.install(*PIP_OPTIONS, "torch", "numba", "numpy", *groups("bench"))
+    install(session, "torch", "numba", "numpy", *groups("bench"))
     fresh_numba_cache(session)
     other = fresh_directory(session, "other")
     git = {"external": True, "silent": True}
@@ -312,14 +326,14 @@ def compare(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def demo(session: nox.Session) -> None:
     """Run examples/digits.py and say where its picture is."""
-    session.install(*PIP_OPTIONS, "-e", ".[torch,examples]")
+    install(session, "-e", ".[torch,examples]")
     session.run("python", "examples/digits.py", *session.posargs)
 
 
 @nox.session(python=TORCH_PYTHON)
 def examples(session: nox.Session) -> None:
     """Run every example, digits.py for one epoch; each ends with an error if it is wrong."""
-    session.install(*PIP_OPTIONS, "-e", ".[torch,examples,mpi]", *groups("mpi"))
+    install(session, "-e", ".[torch,examples,mpi]", *groups("mpi"))
     picture = Path(session.create_tmp()) / "digits.png"
     session.run("python", "examples/digits.py", "--epochs", "1", "--output", str(picture))
     session.run("python", "examples/numpy_training.py")
