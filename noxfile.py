@@ -117,7 +117,7 @@ def tests(session: nox.Session) -> None:
     else:  # most of the core's time is compilation
         session.run("pytest", *SIDE_BY_SIDE, "tests/core")
         session.run("pytest", "-k", "session or docs or model", BENCHMARKS)
-        others = ["--ignore", "tests/core", "--ignore", BENCHMARKS]
+        others = ["--ignore", "tests/core", "--ignore", BENCHMARKS, "--ignore", "tests/works_with"]
         session.run("pytest", *SIDE_BY_SIDE, "tests", *others)
 
 
@@ -127,6 +127,20 @@ def tests_benchmarks(session: nox.Session) -> None:
     install(session, "-e", ".[torch]", *groups("test", "bench"))
     fresh_numba_cache(session)
     session.run("pytest", *(session.posargs or [BENCHMARKS]))
+
+
+@nox.session(python=TORCH_PYTHON)
+def works_with(session: nox.Session) -> None:
+    """Models and programs of other libraries, with the newest torch; writes docs/works-with.md."""
+    # torch without a pin: torchvision decides
+    install(session, "-e", ".[torch]", *groups("test", "works_with"), options=("--no-compile",))
+    fresh_numba_cache(session)
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    rows = fresh_directory(session, "works-with") / "rows.jsonl"
+    session.run("pytest", "tests/works_with", env={"SYNCBN_WORKS_WITH": str(rows)})
+    session.run("python", "tests/works_with/page.py", str(rows), "docs/works-with.md")
 
 
 @nox.session(python=TORCH_PYTHON)

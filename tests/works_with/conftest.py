@@ -1,0 +1,16 @@
+"""These tests need other libraries: `python3 dev.py works_with` installs them, runs the tests and
+writes docs/works-with.md. The usual sessions leave this folder out."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for folder in (Path(__file__).parent, Path(__file__).parents[1] / "torch"):
+    sys.path.insert(0, str(folder))  # for `harness` and `world`
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
