@@ -1,0 +1,63 @@
+"""A plugin for Lightning, whose `sync_batchnorm=True` would take torch's SyncBatchNorm."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from syncbn_core.errors import StateError
+from syncbn_torch.convert import _to_torch, convert_model
+from syncbn_torch.replacement import replace_modules
+
+__all__ = ["SyncBatchNormPlugin"]
+
+
+class SyncBatchNormPlugin:
+    """Makes Lightning's Trainer synchronize batch norm layers by this package, on CPU too.
+
+    Use: `Trainer(sync_batchnorm=True, plugins=[SyncBatchNormPlugin()], strategy="ddp", ...)`. When
+    `fit` begins in several processes, the plugin calls `convert_model` on the LightningModule; when
+    `fit` has ended, the layers that it converted become those of torch again.
+
+    Works with `lightning` and with `pytorch_lightning`. Raises `StateError` if neither has been
+    imported.
+    """
+
+    def __init__(self) -> None:
+        if not _register():
+            raise StateError(
+                "expected lightning.pytorch or pytorch_lightning to be imported, found neither; "
+                "import the one whose Trainer you use before you make the plugin"
+            )
+        self._converted: list[nn.Module] = []
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """`convert_model(model)`; Lightning calls it before it wraps the model."""
+        before = set(model.modules())
+        model = convert_model(model)
+        self._converted = [module for module in model.modules() if module not in before]
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Undo `apply`: layers that were synchronized before it stay so."""
+        made = set(self._converted)
+        self._converted = []
+        choose = lambda module: _to_torch(module) if module in made else None  # noqa: E731
+        return replace_modules(model, choose, "SyncBatchNormPlugin")
+
+
+def _register() -> bool:
+    """Let the imported packages of Lightning accept the plugin; whether there is one.
+
+    They ask for subclasses of their own TorchSyncBatchNorm, an abstract base class. The plugin is
+    registered as a virtual one, so that this module need not import Lightning, which takes seconds.
+    """
+    packages = ("lightning.pytorch", "pytorch_lightning")
+    found = [sys.modules.get(f"{package}.plugins.layer_sync") for package in packages]
+    for module in filter(None, found):
+        module.TorchSyncBatchNorm.register(SyncBatchNormPlugin)
+    return any(found)
+
+
+_register()  # LightningCLI looks at the class before it makes a plugin
