@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from recipes import equals_one_process
 
 accelerate = pytest.importorskip("accelerate")

@@ -14,7 +14,9 @@ HEADING = "mmengine"
 
 @pytest.mark.timeout(240)
 def test_a_model_trained_on_two_processes_is_that_of_one(tmp_path: Path) -> None:
-    cfg = '    cfg={"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}},'
+    cfg = (
+        '    cfg={"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}},'
+    )
     alone = ('"batch_size": 4', '"batch_size": 8'), ('launcher="pytorch"', 'launcher="none"')
     world = ('dist.init_process_group("gloo")', ""), ("dist.destroy_process_group()", "")
     equals_one_process("mmengine", "mmengine", tmp_path, *alone, *world, (cfg, ""))

@@ -1,0 +1,192 @@
+"""The recipes for DistributedDataParallel in docs/frameworks.md train as one process does.
+
+Each rank runs the functions of the page. They are compared with a model of plain torch that gets
+the undivided batches.
+"""
+
+import copy
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from world import Net, close, on_ranks, raises, same_on_all_ranks
+
+from syncbn_core.errors import StateError
+from syncbn_torch import DataParallelWithCallback, convert_model, revert_model
+from syncbn_torch.lightning import SyncBatchNormPlugin
+
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+Batch = tuple[Tensor, Tensor]
+
+
+def functions(heading: str) -> dict[str, Any]:
+    """The functions that the page shows below `## heading`."""
+    text = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, PAGE.name, "exec"), names)
+    return names
+
+
+def batches(sizes: list[int], seed: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(n, 3, 6, 6, dtype=torch.float64, generator=generator),
+            torch.randint(5, (n,), generator=generator),
+        )
+        for n in sizes
+    ]
+
+
+def undivided(parts: list[list[Batch]]) -> list[Batch]:
+    """The batches of all ranks, joined: `parts[rank]` may be shorter than others."""
+    steps = max(map(len, parts))
+    return [
+        (torch.cat([b[k][0] for b in parts if k < len(b)]),
+         torch.cat([b[k][1] for b in parts if k < len(b)]))
+        for k in range(steps)
+    ]  # fmt: skip
+
+
+def models(**options: Any) -> tuple[DistributedDataParallel, nn.Module]:
+    """A converted model in its wrapper, and the same model in plain torch."""
+    torch.manual_seed(0)
+    alone = Net().double()
+    if "find_unused_parameters" in options:  # torch prints a warning where all are used
+        alone.unused = nn.Linear(2, 2).double()
+    return DistributedDataParallel(convert_model(copy.deepcopy(alone)), **options), alone
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def same_state(model: nn.Module, alone: nn.Module) -> None:
+    for name, value in model.state_dict().items():
+        close(value, alone.state_dict()[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
+
+
+@on_ranks(3)
+def test_ranks_with_different_numbers_of_batches_train_as_one_process(rank: int, size: int) -> None:
+    parts = [batches([2, 3, 1, 2], 0), batches([4], 1), batches([1, 2], 2)]
+    for options in OPTIONS:
+        model, alone = models(**options)
+        functions("Different numbers of batches")["train"](model, parts[rank], optimizer_of(model))
+        optimizer = optimizer_of(alone)
+        for images, labels in undivided(parts):
+            optimizer.zero_grad()
+            cross_entropy(alone(images), labels).backward()
+            optimizer.step()
+        same_state(model.module, alone)
+
+
+@on_ranks(2)
+def test_join_that_throws_ends_all_ranks_after_the_same_step(rank: int, size: int) -> None:
+    parts = [batches([2, 2], 0), batches([2, 2, 2, 2], 1)]
+    model, alone = models()
+    recipe = functions("Different numbers of batches")["train_until_one_ends"]
+    recipe(model, parts[rank], optimizer_of(model))
+    optimizer = optimizer_of(alone)
+    for images, labels in undivided([part[:2] for part in parts]):
+        optimizer.zero_grad()
+        cross_entropy(alone(images), labels).backward()
+        optimizer.step()
+    same_state(model.module, alone)
+
+
+@on_ranks(2)
+def test_gradient_accumulation_has_the_statistics_of_undivided_micro_batches(
+    rank: int, size: int
+) -> None:
+    parts = [batches([2, 3, 2, 2], 0), batches([2, 3, 2, 2], 1)]
+    for options in (OPTIONS[0], OPTIONS[2]):  # torch refuses static_graph with no_sync
+        model, alone = models(**options)
+        recipe = functions("Gradient accumulation")["train_accumulating"]
+        recipe(model, parts[rank], optimizer_of(model), 2)
+        optimizer = optimizer_of(alone)
+        for number, (images, labels) in enumerate(undivided(parts)):
+            (cross_entropy(alone(images), labels) / 2).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        same_state(model.module, alone)
+
+
+def average_alone(alone: nn.Module, whole: list[Batch], **options: Any) -> AveragedModel:
+    average = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(0.9), **options)
+    optimizer = optimizer_of(alone)
+    for images, labels in whole:
+        optimizer.zero_grad()
+        cross_entropy(alone(images), labels).backward()
+        optimizer.step()
+        average.update_parameters(alone)
+    return average
+
+
+@on_ranks(2)
+def test_averaged_weights_and_their_statistics_are_those_of_one_process(
+    rank: int, size: int
+) -> None:
+    parts = [batches([2, 3, 2], 0), batches([2, 3, 2], 1)]
+    model, alone = models()
+    recipe = functions("Averaged weights (EMA, SWA)")["train_with_average"]
+    average = recipe(model, parts[rank], optimizer_of(model))
+    expected = average_alone(alone, undivided(parts))
+    update_bn(undivided(parts), expected)
+    same_state(average, expected)
+
+    # ranks with different numbers of batches
+    more = [batches([1, 4, 2], 3), batches([3], 4)]
+    in_step = functions("Different numbers of batches")["in_step"]
+    update_bn((images for (images, _), _ in in_step(more[rank])), average)
+    update_bn(undivided(more), expected)
+    same_state(average, expected)
+
+    if rank == 0:  # the other rank is not needed
+        update_bn(undivided(parts), revert_model(average))
+        update_bn(undivided(parts), expected)
+        same_state(average, expected)
+
+
+@on_ranks(2)
+def test_averaged_running_statistics_are_those_of_one_process(rank: int, size: int) -> None:
+    parts = [batches([2, 3, 2], 0), batches([2, 3, 2], 1)]
+    model, alone = models()
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    optimizer = optimizer_of(model)
+    for images, labels in parts[rank]:
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        average.update_parameters(model.module)
+    same_state(average, average_alone(alone, undivided(parts), use_buffers=True))
+    for buffer in average.buffers():
+        same_on_all_ranks(buffer)
+
+
+def test_update_bn_with_replicas_gives_the_statistics_of_the_undivided_batches() -> None:
+    alone = Net().double()
+    average = AveragedModel(convert_model(copy.deepcopy(alone)))
+    whole = batches([3, 4, 1], 0)
+    update_bn(whole, DataParallelWithCallback(average, replicas=2))
+    update_bn(whole, alone)
+    same_state(average.module, alone)
+
+
+def test_the_plugin_for_lightning_says_that_it_needs_lightning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, f"{package}.plugins.layer_sync", raising=False)
+    raises(StateError, "lightning.pytorch", "import", call=SyncBatchNormPlugin)
