@@ -144,6 +144,17 @@ def works_with(session: nox.Session) -> None:
 
 
 @nox.session(python=TORCH_PYTHON)
+def commands(session: nox.Session) -> None:
+    """Commands of README and docs, word for word, with pinned torch and the newest; ten minutes."""
+    script = ["python", "tests/commands.py"]
+    if session.posargs:
+        session.run(*script, *session.posargs)
+        return
+    session.run(*script, env={"PIP_CONSTRAINT": str(ROOT / "constraints.txt")})
+    session.run(*script, "README.md")
+
+
+@nox.session(python=TORCH_PYTHON)
 def soak(session: nox.Session) -> None:
     """10,000 random faults: interrupts, replicas, processes; docs/internals/reliability.md."""
     install(session, "-e", ".[torch]", *groups("test", "notebook"))
