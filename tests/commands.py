@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-PROGRAMS = "accelerate bash git mpirun nox pip pytest python python3 ruff source torchrun".split()
+PROGRAMS = {"accelerate", "bash", "git", "mpirun", "nox", "pip", "pytest", "ruff", "source"}
+PROGRAMS |= {"python", "python3", "torchrun"}
 
 SESSION = "a session of noxfile.py, which is only looked up: it takes minutes"
 PLACEHOLDER = "has a placeholder in it"

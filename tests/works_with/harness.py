@@ -67,7 +67,7 @@ def record(library: str, subject: str, **figures: Any) -> None:
 
     `library`: name of the package (its version is looked up), `subject`: the model or program.
     Known figures: `layers` (batch norm layers), `converted`, `over` ("2 replicas", "2 ranks"),
-    `difference` (the largest), `note`.
+    `difference` (the largest), `note`, and `kind`, which is "program" for rows that are no models.
     """
     path = os.environ.get("SYNCBN_WORKS_WITH")
     if path and (not dist.is_initialized() or dist.get_rank() == 0):

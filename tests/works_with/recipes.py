@@ -85,7 +85,8 @@ def equals_one_process(
     )
     assert difference < limit, difference
     layers = expected["layers"]
-    record(library, heading, over="2 ranks", layers=layers, difference=difference)
+    figures = {"layers": layers, "difference": difference}
+    record(library, heading, kind="program", over="2 ranks", **figures)
 
 
 def _off(actual: Tensor, expected: Tensor) -> float:

@@ -1,5 +1,6 @@
 """`syncbn_torch.lightning`, and the program for Lightning in docs/frameworks.md."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,7 @@ def test_revert_undoes_what_apply_did_and_no_more() -> None:
     assert reverted[0] is mine
     assert type(reverted[1][0]) is nn.BatchNorm2d
     assert reverted[1][0].weight is plain.weight
+
+
+def test_the_plugin_can_be_pickled_for_spawned_processes() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(SyncBatchNormPlugin())), SyncBatchNormPlugin)
