@@ -43,12 +43,12 @@ def warm_up(dtype: str) -> None:
 def _run_steps(operations: Operations, x: Any) -> None:
     """Every step that launches a kernel."""
     affine, rule = Affine(), NormRule(1e-5, "plus")
-    # of 16-bit layers only those with float32 parameters, as under autocast, have a kernel for this
-    wide = np.float64 if x.dtype == np.float64 else np.float32
-    mean, var = np.zeros((2, x.shape[1]), wide)
-    running = RunningStatistics(mean, var, np.zeros((), np.int64))
     statistics = operations.statistics(operations.moments(x), rule)
-    operations.forward(x, statistics, affine, rule, running)
+    operations.forward(x, statistics, affine, rule)
+    for kept in (np.float32, np.float64):  # no kernel updates other running statistics
+        mean, var = np.zeros((2, x.shape[1]), kept)
+        running = RunningStatistics(mean, var, np.zeros((), np.int64))
+        operations.update_running(running, statistics)
     sums = operations.backward_reduce(x, x, statistics, affine, rule)
     operations.backward_input(x, x, statistics, affine, rule, sums.exchange)
     operations.forward_single(x, affine, rule)
