@@ -28,7 +28,6 @@ from torch.autograd import Function
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import ShapeError, StateError
-from syncbn_core.moment_exchange import exchange_moments
 from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
 from syncbn_torch._torch_private import saving_runs_hooks
 from syncbn_torch.autograd.exchange import (
@@ -119,7 +118,7 @@ class StatisticsExchange:
         self.call = 0
         if processes is not None:
             one = operations.one_row(total)
-            (total,), self.call = exchange_moments(processes.communicator, [one], processes.site)
+            (total,), self.call = processes.exchange_moments([one])
         require_more_than_one_value(total.known_count, records[0].shape)
         self.total: Moments | DeviceMoments = total
         # Copy to all devices here: the current streams of this thread have computed the totals.
