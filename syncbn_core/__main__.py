@@ -1,8 +1,10 @@
-"""The command line.
+"""The commands of `python -m syncbn_core`; docs/diagnostics.md describes them.
 
-    python -m syncbn_core warmup                       compile the CPU kernels for float32
-    python -m syncbn_core warmup float32 bfloat16      for these dtypes
-    python -m syncbn_core warmup all
+    python -m syncbn_core warmup                     compile the CPU kernels for float32
+    python -m syncbn_core warmup float32 bfloat16    for these dtypes
+    python -m syncbn_core warmup all                 for all dtypes
+
+The import of this module is cheap: it imports no kernels.
 """
 
 from __future__ import annotations

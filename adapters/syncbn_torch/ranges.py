@@ -4,8 +4,8 @@
     syncbn.exchange layer1.0.bn1    in it or in backward: sending to other members, and waiting
     syncbn.backward layer1.0.bn1    a node of the layer's backward; replicas have two for a layer
 
-`torch.profiler` shows them; so do Nsight Systems under `torch.autograd.profiler.emit_nvtx` and VTune
-under `emit_itt`. While none of these runs, a layer reads one flag, and no name is looked for.
+`torch.profiler` shows them; so do Nsight Systems under `torch.autograd.profiler.emit_nvtx` and
+VTune under `emit_itt`. While none of these runs, a layer reads one flag, and no name is looked for.
 """
 
 from __future__ import annotations

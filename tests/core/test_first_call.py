@@ -52,7 +52,8 @@ logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(name)s %(m
 logging.getLogger("numba").setLevel(logging.WARNING)
 import numpy as np
 from syncbn_core.kernels.cpu.planes import planes_normalize
-planes_normalize.serial(np.ones((1, 1, 4), np.uint16), *np.ones((4, 1)), np.ones((1, 1, 4), np.uint16))
+x, y = np.ones((2, 1, 1, 4), np.uint16)
+planes_normalize.serial(x, *np.ones((4, 1)), y)
 """
     first, last = fresh_python(code, NUMBA_CACHE_DIR=str(tmp_path)).splitlines()
     assert "The first is planes_normalize for bfloat16. " in first

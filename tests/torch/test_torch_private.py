@@ -225,7 +225,7 @@ def test_disable_tracing_breaks_the_graph() -> None:
 
 
 def test_profiler_says_whether_one_runs() -> None:
-    """Without it, every forward would make a range and look for its name, or none would have one."""
+    """Without it, either every forward would make a range, or none would have one."""
     seen: list[bool] = []
 
     def look() -> None:

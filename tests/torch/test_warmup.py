@@ -91,5 +91,5 @@ def test_layers_launch_nothing_that_warmup_has_not(dtype: str, launched: set[Lau
         names = {name for name, _ in warmed}
         assert len(names) == 25, names
         train_layers(dtype)
-    missing = {name: types for name, types in launched - warmed}
+    missing = dict(launched - warmed)
     assert not missing, missing

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
+from syncbn_core.comm.waits import note_arrivals
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
@@ -285,6 +286,7 @@ class ReplicaMessage(NamedTuple):
     rule: NormRule
     processes: Processes | None
     context: Any
+    arrived: float | None = None  # for `waits`
 
 
 def merge_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
@@ -297,6 +299,10 @@ def merge_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hasha
     channels = {identifier: message.record.shape[1] for identifier, message in messages}
     if len(set(channels.values())) > 1:
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
+    if first.arrived is not None:
+        note_arrivals(
+            "replica", f"forward of {first.context.name}", [m.arrived for _, m in messages]
+        )
     records = [message.record for _, message in messages]
     exchange = StatisticsExchange(records, first.rule, first.processes, first.context)
     edges = AllReduce.apply(exchange, *(message.edge for _, message in messages))

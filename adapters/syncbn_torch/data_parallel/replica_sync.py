@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics
 from syncbn_core.comm import SyncMaster
+from syncbn_core.comm.waits import now
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_core.moments import NormRule
@@ -74,7 +75,7 @@ class ReplicaSync:
             # checkpointing: reuse the statistics of the first forward.
             exchange, running = self._earlier_exchange(record.part), None
         else:
-            message = ReplicaMessage(record, edge, rule, processes, self.context)
+            message = ReplicaMessage(record, edge, rule, processes, self.context, now())
             with ranges.span("exchange", self._name):
                 if self.is_master:
                     edge, exchange = self.context.sync_master.run_master(message)

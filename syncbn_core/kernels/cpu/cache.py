@@ -66,7 +66,8 @@ class KernelCache(FunctionCache):
         try:
             super().__init__(function)
         except (RuntimeError, OSError) as error:  # no source file, as in a frozen program
-            self._cache_path = str(numba.config.CACHE_DIR or "the user's cache folder")
+            settings: Any = numba.config
+            self._cache_path = str(settings.CACHE_DIR or "the user's cache folder")
             self._missing = error
 
     @property
