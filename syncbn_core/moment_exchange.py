@@ -34,6 +34,7 @@ from syncbn_core.comm import (
     CommunicatorBase,
     SingleCommunicator,
     ThreadCommunicator,
+    waits,
 )
 from syncbn_core.comm.message_arrays import arrays_of
 from syncbn_core.device_moments import DeviceMoments
@@ -166,7 +167,22 @@ def exchange_sums(communicator: Communicator, sums: Array, site: CallSite, forwa
         forward,
         _SAME_LOSS,
     )
-    return communicator.all_reduce(sums, call)
+    return _run(communicator, communicator.all_reduce, sums, call, site)
+
+
+def _run(
+    communicator: Communicator,
+    collective: Callable[[Array, CollectiveCall], Array],
+    values: Array,
+    call: CollectiveCall,
+    site: CallSite,
+) -> Array:
+    """`collective(values, call)`; timed between processes while an `exchange_report` runs."""
+    report = waits.watching
+    if report is None or isinstance(communicator, ThreadCommunicator):  # which reports by itself
+        return collective(values, call)
+    key = collective.__name__, call.name() if site.layer is None else id(site.layer)
+    return report.timed(communicator, collective, values, call, key)
 
 
 def _one_by_one(
@@ -197,7 +213,7 @@ def _exchange_on_device(
         rows, of_all = communicator.all_gather_with(message, call, note=known)
         counts = [None if None in each else sum(each) for each in zip(*of_all, strict=True)]
     else:
-        rows = communicator.all_gather(message, call)
+        rows = _run(communicator, communicator.all_gather, message, call, site)
     if len(rows) == 1:
         return list(parts)
     totals: list[PartMoments] = []
@@ -230,7 +246,7 @@ def _exchange_on_host(
         (rows, shared), _ = communicator.all_gather_with(message, call, combine=combine)
         totals = shared and [Moments(n, mean.copy(), m2.copy()) for n, mean, m2 in shared]
     else:
-        rows, totals = combine(communicator.all_gather(message, call))
+        rows, totals = combine(_run(communicator, communicator.all_gather, message, call, site))
     if len(rows) == 1:
         return list(parts)
     if totals is None:

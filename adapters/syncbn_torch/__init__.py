@@ -1,6 +1,7 @@
 """The public names of syncbn_torch: PyTorch batch normalization over all replicas and processes."""
 
 from syncbn_core import __version__
+from syncbn_core.comm import exchange_report
 from syncbn_torch.batchnorm import (
     SyncBatchNorm,
     SynchronizedBatchNorm1d,
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "convert_model",
     "create_syncbn_process_group",
+    "exchange_report",
     "execute_replication_callbacks",
     "forward_together",
     "patch_replication_callback",

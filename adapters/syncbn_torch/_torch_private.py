@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import CompileContext
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 __all__ = [
     "backward_task",
@@ -25,6 +25,7 @@ __all__ = [
     "is_tracing",
     "is_wrapped",
     "modes_run_other_code",
+    "profiler",
     "restored_forward_ad",
     "run_after_backward",
     "saving_runs_hooks",
@@ -40,6 +41,9 @@ function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transfo
 cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 # The handle of the current stream of a CUDA device, given its index; None in builds without CUDA:
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+# `profiler._is_profiler_enabled`, whether a profiler of torch runs in any thread, is read from the
+# module `profiler`: a variable of this module would not change with it.
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 

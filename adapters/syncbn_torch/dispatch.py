@@ -47,7 +47,13 @@ from torch import Tensor
 from syncbn_core.backends.base import Affine, Operations
 from syncbn_core.moment_exchange import CallSite
 from syncbn_core.moments import NormRule, require_more_than_one_value
-from syncbn_torch._torch_private import disable_tracing, saving_runs_hooks, transforming
+from syncbn_torch import ranges
+from syncbn_torch._torch_private import (
+    disable_tracing,
+    profiler,
+    saving_runs_hooks,
+    transforming,
+)
 from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.single import BatchNormFunction, LayerCall, batch_norm_updating_last
 from syncbn_torch.autograd.transforms import needs_plain_forward
@@ -89,11 +95,13 @@ def always_ours(on: bool = True) -> Iterator[None]:
         _ours_always.reset(token)
 
 
-def forward(layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True) -> Tensor:
+def forward(
+    layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True, in_range: bool = False
+) -> Tensor:
     """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`.
 
     `traced`: False in what torch.compile calls untraced. There `is_compiling` may still be true:
-    it is one flag for all threads.
+    it is one flag for all threads. `in_range`: whether a profiler already sees this forward.
     """
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
     check_input(layer, x, affine.weight)
@@ -106,6 +114,8 @@ def forward(layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True) -> Te
             return _by_torch(layer, x, affine)
         # torch.compile can't trace kernels and messages: break the graph here
         return disable_tracing(forward)(layer, x, False)  # type: ignore[no-any-return]
+    if profiler._is_profiler_enabled and not in_range:
+        return _forward_in_range(layer, x)
     sync, processes, rule = layer._replica_sync, processes_of(layer, x), layer._rule
     if sync is None and processes is None and torch_is_faster(x, rule):
         return _by_torch(layer, x, affine)
@@ -127,6 +137,15 @@ def forward(layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True) -> Te
         return y
     node = batch_norm_updating_last if saving_runs_hooks() else BatchNormFunction.apply
     (y,) = node([LayerCall(operations, rule, running)], processes, [], x, *affine)
+    return y
+
+
+def _forward_in_range(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
+    """`forward`, seen by a profiler under the name of the layer."""
+    name = partial(name_of, layer._original)
+    with ranges.span("forward", name):
+        y = forward(layer, x, False, True)
+    ranges.name_backward(y, name)
     return y
 
 

@@ -16,6 +16,7 @@ from syncbn_core.backends.base import Affine
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import ShapeError
 from syncbn_core.moment_exchange import CallSite
+from syncbn_torch import ranges
 from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.single import LayerCall, batch_norm_updating_last
 from syncbn_torch.autograd.transforms import needs_plain_forward
@@ -73,7 +74,8 @@ def forward_together(
     dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
     site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0])
     # Update running statistics after all layers: the last one may still fail.
-    outputs = batch_norm_updating_last(calls, Processes(communicator, site), [], *operands)
+    with ranges.span("forward", site.name):
+        outputs = batch_norm_updating_last(calls, Processes(communicator, site), [], *operands)
     return list(outputs)
 
 

@@ -47,6 +47,11 @@ class TensorArrays:
 
         return values, verdict
 
+    @staticmethod
+    def finish(values: Tensor) -> None:
+        if _on_cuda(values) and not _captures(values):
+            torch.cuda.current_stream(values.device).synchronize()
+
 
 register_arrays(Tensor, TensorArrays())
 

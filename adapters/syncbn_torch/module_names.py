@@ -19,20 +19,29 @@ def name_of(layer: nn.Module) -> str:
     """`layer1.0.bn1 (SynchronizedBatchNorm2d)`, or only the class for a layer outside of models.
 
     The same in every process that built the same model. The first call for a layer searches all
-    live modules, which takes about 0.1 s.
+    live modules, which takes about 0.1 s, and names all layers of its class that are in models.
     """
     name = _known.get(layer)
     if name is None:
-        name = _known[layer] = _found_name(layer)
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+        parents = _parents(modules)
+        name = _known[layer] = _found_name(layer, parents)
+        for other in modules:
+            if type(other) is type(layer) and id(other) in parents and other not in _known:
+                _known[other] = _found_name(other, parents)
     return name
 
 
-def _found_name(layer: nn.Module) -> str:
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+def _parents(modules: list[Any]) -> dict[int, list[tuple[Any, str]]]:
+    """The modules that contain each module, by its id, and its name there."""
     parents: dict[int, list[tuple[Any, str]]] = {}
     for module in modules:
         for name, child in (module.__dict__.get("_modules") or {}).items():
             parents.setdefault(id(child), []).append((module, name))
+    return parents
+
+
+def _found_name(layer: nn.Module, parents: dict[int, list[tuple[Any, str]]]) -> str:
     paths = _paths(layer, parents, frozenset())
     kind = type(layer).__name__
     path = min((_without_wrappers(path) for path in paths), key=lambda p: (-len(p), p))

@@ -108,7 +108,7 @@ class _GroupTransport:
 def _gather(rows: Tensor, own: Tensor, group: Any) -> None:
     # newer torch has renamed this function and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, own.contiguous(), group=group)
+    gather(rows, own.contiguous().view(-1), group=group)  # gloo checks that the axes fit
 
 
 def _reduce(total: Tensor, group: Any) -> None:

@@ -43,6 +43,9 @@ class MessageArrays(Protocol):
         On a device, floating values become NaN if the label differs.
         """
 
+    def finish(self, values: Array) -> None:
+        """Wait until the device has computed `values`; not while a CUDA graph is captured."""
+
 
 class NumpyArrays:
     """`MessageArrays` of NumPy."""
@@ -65,6 +68,10 @@ class NumpyArrays:
     @staticmethod
     def without_label(total: Array, shape: tuple[int, ...], label: int) -> tuple[Array, Verdict]:
         return total[:-1].reshape(shape), bool(total.item(-1) == label)
+
+    @staticmethod
+    def finish(values: Array) -> None:
+        """Nothing to wait for."""
 
 
 class CupyArrays:
@@ -111,6 +118,15 @@ class CupyArrays:
             return bool(on_host[0] == label)
 
         return values, verdict
+
+    @staticmethod
+    def finish(values: Array) -> None:
+        import cupy
+
+        with values.device:
+            stream = cupy.cuda.get_current_stream()
+            if not is_captured(stream):
+                stream.synchronize()
 
 
 _CUPY = CupyArrays()

@@ -93,6 +93,7 @@ def may_import(part: str) -> list[str]:
             "moments",
         ],
         "__init__": ["functional", "layers", "comm", "errors", "moments"],
+        "__main__": ["backends"],
     }
     return [f"syncbn_core.{name}" for name in allowed[part]]
 

@@ -122,3 +122,10 @@ def test_a_layer_outlives_its_process_group_and_takes_the_next_one(rank: int, si
     layer.zero_grad()
     twin.zero_grad()
     equals_undivided(layer, twin, x, dy, mine)
+
+
+@on_ranks(2)
+def test_arrays_of_any_rank_are_gathered(rank: int, size: int) -> None:
+    own = torch.full((2, 3, 4), float(rank))
+    rows = DistributedCommunicator().all_gather(own)
+    assert torch.equal(rows, torch.stack([torch.zeros(2, 3, 4), torch.ones(2, 3, 4)]))

@@ -222,3 +222,21 @@ def test_disable_tracing_breaks_the_graph() -> None:
     assert f(torch.ones(1)).item() == 9
     assert len(graphs) == 2
     assert inside == [False]
+
+
+def test_profiler_says_whether_one_runs() -> None:
+    """Without it, either every forward would make a range, or none would have one."""
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(private.profiler._is_profiler_enabled)
+
+    look()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        look()
+        in_thread(look)
+    look()
+    with torch.autograd.profiler.emit_itt():
+        look()
+    look()
+    assert seen == [False, True, True, False, True, False]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from syncbn_core.backends.base import Affine
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import StateError
-from syncbn_core.moment_exchange import CallSite, exchange_sums
+from syncbn_core.moment_exchange import CallSite, PartMoments, exchange_moments, exchange_sums
+from syncbn_torch import ranges
 from syncbn_torch._torch_private import backward_task, run_after_backward
 from syncbn_torch.autograd.transforms import has_tangent_or_wrapper, refuse_over_processes
 
@@ -30,6 +32,11 @@ class Processes(NamedTuple):
     communicator: Communicator
     site: CallSite
 
+    def exchange_moments(self, parts: Sequence[PartMoments]) -> tuple[list[PartMoments], int]:
+        """The moments of the whole batch for each of `parts`, and the number of the exchange."""
+        with ranges.span("exchange", self.site.name):
+            return exchange_moments(self.communicator, parts, self.site)
+
     def all_reduce(self, sums: Any, call: int) -> Any:
         """Add up `sums` over all processes; `call` is the number of the forward's exchange."""
         if torch.is_grad_enabled():
@@ -37,7 +44,8 @@ class Processes(NamedTuple):
                 "second derivatives (create_graph=True) don't go through a process group; "
                 "compute them in one process, or use layers without process_group there"
             )
-        return exchange_sums(self.communicator, sums, self.site, call)
+        with ranges.span("exchange", self.site.name):
+            return exchange_sums(self.communicator, sums, self.site, call)
 
 
 def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
+from syncbn_core.comm.waits import note_arrivals
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import ShapeError, StateError
-from syncbn_core.moment_exchange import exchange_moments
 from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
 from syncbn_torch._torch_private import saving_runs_hooks
 from syncbn_torch.autograd.exchange import (
@@ -119,7 +119,7 @@ class StatisticsExchange:
         self.call = 0
         if processes is not None:
             one = operations.one_row(total)
-            (total,), self.call = exchange_moments(processes.communicator, [one], processes.site)
+            (total,), self.call = processes.exchange_moments([one])
         require_more_than_one_value(total.known_count, records[0].shape)
         self.total: Moments | DeviceMoments = total
         # Copy to all devices here: the current streams of this thread have computed the totals.
@@ -286,6 +286,7 @@ class ReplicaMessage(NamedTuple):
     rule: NormRule
     processes: Processes | None
     context: Any
+    arrived: float | None = None  # for `waits`
 
 
 def merge_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
@@ -298,6 +299,10 @@ def merge_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hasha
     channels = {identifier: message.record.shape[1] for identifier, message in messages}
     if len(set(channels.values())) > 1:
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
+    if first.arrived is not None:
+        note_arrivals(
+            "replica", f"forward of {first.context.name}", [m.arrived for _, m in messages]
+        )
     records = [message.record for _, message in messages]
     exchange = StatisticsExchange(records, first.rule, first.processes, first.context)
     edges = AllReduce.apply(exchange, *(message.edge for _, message in messages))

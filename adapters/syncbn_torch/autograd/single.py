@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
-from syncbn_core.moment_exchange import exchange_moments
 from syncbn_core.moments import NormRule, require_more_than_one_value
 from syncbn_torch.autograd.exchange import Processes, needs_plain_backward
 from syncbn_torch.backends import plain
@@ -60,7 +59,7 @@ class BatchNormFunction(Function):
                 outputs.append(y)
             return tuple(outputs)
         parts = [call.operations.moments(x) for call, x in zip(calls, xs, strict=True)]
-        totals, ctx.number = exchange_moments(processes.communicator, parts, processes.site)
+        totals, ctx.number = processes.exchange_moments(parts)
         for total, x in zip(totals, xs, strict=True):
             require_more_than_one_value(total.known_count, x.shape)
         for (operations, rule, running), total, x, affine in zip(

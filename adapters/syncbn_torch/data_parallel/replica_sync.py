@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics
 from syncbn_core.comm import SyncMaster
+from syncbn_core.comm.waits import now
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_core.moments import NormRule
-from syncbn_torch._torch_private import backward_task
+from syncbn_torch import ranges
+from syncbn_torch._torch_private import backward_task, profiler
 from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.replicas import (
     ReplicaMessage,
@@ -39,6 +41,9 @@ class ReplicaSync:
             self.pipe = context.sync_master.register_slave(copy_id)
         self._history: list[tuple[Any, StatisticsExchange, bool]] = []
 
+    def _name(self) -> str:
+        return str(self.context.name)
+
     def check(self) -> None:
         """Raise `CommAborted` if the caller has given up this replica's forward."""
         if self.context.disowned:
@@ -58,6 +63,8 @@ class ReplicaSync:
     ) -> Tensor:
         """y by the statistics of all replicas; only the master replica updates `running`."""
         record, edge = measure(operations, x)
+        if profiler._is_profiler_enabled:
+            ranges.name_backward(edge, self._name)
         weight, bias = affine
         learns = any(p is not None and p.requires_grad for p in (weight, bias))
         if processes is not None and learns and torch.is_grad_enabled():
@@ -68,12 +75,13 @@ class ReplicaSync:
             # checkpointing: reuse the statistics of the first forward.
             exchange, running = self._earlier_exchange(record.part), None
         else:
-            message = ReplicaMessage(record, edge, rule, processes, self.context)
-            if self.is_master:
-                edge, exchange = self.context.sync_master.run_master(message)
-            else:
-                edge, exchange = self.pipe.run_slave(message)
-                running = None
+            message = ReplicaMessage(record, edge, rule, processes, self.context, now())
+            with ranges.span("exchange", self._name):
+                if self.is_master:
+                    edge, exchange = self.context.sync_master.run_master(message)
+                else:
+                    edge, exchange = self.pipe.run_slave(message)
+                    running = None
             self._history.append((record.part, exchange, torch.is_grad_enabled()))
         return normalize(x, edge, affine, record, exchange, running)
 

@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled: serial and parallel builds, and their cache on disk.
+"""How the CPU kernels are compiled: serial and parallel builds. `cache` keeps them on disk.
 
 A kernel is a `SerialParallelKernel`. The functions that it calls carry one of three decorators,
 which say what the compiler may do with their arithmetic:
@@ -14,22 +14,17 @@ serial and the parallel build of a kernel give the same bits.
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numba
-from numba.core.caching import (
-    CompileResultCacheImpl,
-    FunctionCache,
-    UserProvidedCacheLocator,
-    UserWideCacheLocator,
-    ZipCacheLocator,
-)
+
+from syncbn_core.kernels.cpu.cache import LOGGER, KernelCache, described
 
 __all__ = ["SerialParallelKernel", "may_contract", "may_reorder", "strict"]
 
@@ -54,32 +49,15 @@ def _stamp() -> int:
 _STAMP = _stamp()
 
 
-_LOCATORS: list[type[object]] = [UserProvidedCacheLocator, UserWideCacheLocator, ZipCacheLocator]
-
-
-class _CacheFiles(CompileResultCacheImpl):
-    """Puts the cache into `NUMBA_CACHE_DIR`, else into the user's cache folder.
-
-    Numba's own choice is the folder of the source. An uninstaller would leave that folder behind,
-    and Python could still import it.
-    """
-
-    _locator_classes = _LOCATORS
-
-
-class _Cache(FunctionCache):
-    _impl_class = _CacheFiles
-
-
 def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` with an on-disk cache where there is a place to write it."""
+    """`numba.njit` with the cache on disk."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         function = _renamed(function, f"_{_STAMP:08x}")
         dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
-        with suppress(RuntimeError):  # no folder can be written, as in a read-only container
-            dispatcher._cache = _Cache(function)  # what `cache=True` does
-        dispatcher._compile_for_args = partial(_uninterrupted, dispatcher._compile_for_args)
+        dispatcher._cache = KernelCache(function)  # what `cache=True` does
+        compile_for = partial(_timed, dispatcher, dispatcher._compile_for_args)
+        dispatcher._compile_for_args = partial(_uninterrupted, compile_for)
         return dispatcher
 
     return decorate
@@ -91,6 +69,18 @@ def _renamed(function: Callable[..., Any], suffix: str) -> Callable[..., Any]:
     copy.__qualname__ = function.__qualname__ + suffix
     copy.__module__ = function.__module__
     return copy
+
+
+def _timed(dispatcher: Any, compile_for: Callable[..., Any], *arguments: Any) -> Any:
+    """`compile_for(...)`, with a line in the log if the build was compiled and not loaded."""
+    before = dispatcher.stats.cache_misses.copy()
+    begin = time.perf_counter()
+    result = compile_for(*arguments)
+    seconds = time.perf_counter() - begin
+    for sig in dispatcher.stats.cache_misses.keys() - before.keys():
+        what = described(dispatcher.py_func.__qualname__, sig)
+        LOGGER.debug("compiled %s in %.1f s", what, seconds)
+    return result
 
 
 def _uninterrupted(compile_for: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

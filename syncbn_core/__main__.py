@@ -1,0 +1,83 @@
+"""The commands of `python -m syncbn_core`; docs/diagnostics.md describes them.
+
+    python -m syncbn_core warmup                     compile the CPU kernels for float32
+    python -m syncbn_core warmup float32 bfloat16    for these dtypes
+    python -m syncbn_core warmup all                 for all dtypes
+
+The import of this module is cheap: it imports no kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+class _Printed(logging.Handler):
+    """Prints a line for each kernel that was compiled."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.DEBUG:
+            self.count += 1
+            print(f"  {record.getMessage()}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m syncbn_core")
+    commands = parser.add_subparsers(dest="command", required=True)
+    warmup = commands.add_parser(
+        "warmup",
+        help="compile the CPU kernels now, so that the first call of a layer need not",
+        description="Compile the CPU kernels and keep them in the cache. Kernels that are there "
+        "already are loaded. Status: 0 if all are in the cache, 1 if it can't be written.",
+    )
+    warmup.add_argument(
+        "dtype", nargs="*", default=["float32"], help=f"{', '.join(DTYPES)} or all; float32"
+    )
+    given = parser.parse_args(arguments)
+    unknown = set(given.dtype) - {*DTYPES, "all"}
+    if unknown:
+        warmup.error(f"expected {', '.join(DTYPES)} or all, got {', '.join(sorted(unknown))}")
+    return _warm_up([dtype for dtype in DTYPES if {dtype, "all"} & set(given.dtype)])
+
+
+def _warm_up(dtypes: Sequence[str]) -> int:
+    if os.cpu_count() == 1:  # compile the parallel builds too: the cache may be for other machines
+        os.environ.setdefault("NUMBA_NUM_THREADS", "2")
+    from syncbn_core.backends.cpu.warmup import cache_folder, warm_up
+
+    printed = _Printed()
+    logger = logging.getLogger("syncbn")
+    logger.addHandler(printed)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    print(f"CPU kernels for {', '.join(dtypes)}, kept in {cache_folder()}", flush=True)
+    begin = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # that the cache can't be used
+        try:
+            for dtype in dtypes:
+                warm_up(dtype)
+        except RuntimeWarning as warning:
+            print(warning, file=sys.stderr)
+            return 1
+    seconds = time.perf_counter() - begin
+    if printed.count:
+        print(f"{printed.count} kernels compiled in {seconds:.0f} s")
+    else:
+        print(f"all were there; loaded in {seconds:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

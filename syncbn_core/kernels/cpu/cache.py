@@ -1,0 +1,133 @@
+"""The cache of compiled CPU kernels on disk, and what is said about it.
+
+It is in `NUMBA_CACHE_DIR`, else in the user's cache folder. Numba's own choice is the folder of the
+source: an uninstaller would leave that folder behind, and Python could still import it.
+
+The logger "syncbn" gets one line (INFO) when the first kernel of a process has to be compiled. A
+cache that can't be used costs one warning: kernels are then compiled in every process, and no call
+fails. A folder that can be read but not written, as in a container, is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+    ZipCacheLocator,
+)
+
+__all__ = ["LOGGER", "KernelCache", "described"]
+
+LOGGER = logging.getLogger("syncbn")
+
+_said: set[str] = set()  # what this process has said; each is said once
+
+
+class _ReadableFolder:
+    """Numba passes over a folder that it can't write. `save_overload` finds that out anyway."""
+
+    def ensure_cache_path(self) -> None:
+        """Do nothing: the folder is made when a kernel is saved."""
+
+
+class _GivenFolder(_ReadableFolder, UserProvidedCacheLocator):
+    """`NUMBA_CACHE_DIR`."""
+
+
+class _UserFolder(_ReadableFolder, UserWideCacheLocator):
+    """The user's cache folder."""
+
+
+_LOCATORS: list[type[object]] = [_GivenFolder, _UserFolder, ZipCacheLocator]
+
+
+class _CacheFiles(CompileResultCacheImpl):
+    _locator_classes = _LOCATORS
+
+
+class KernelCache(FunctionCache):
+    """The cached builds of one function; never raises because of the disk."""
+
+    _impl_class = _CacheFiles
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._missing: Exception | None = None
+        try:
+            super().__init__(function)
+        except (RuntimeError, OSError) as error:  # no source file, as in a frozen program
+            settings: Any = numba.config
+            self._cache_path = str(settings.CACHE_DIR or "the user's cache folder")
+            self._missing = error
+
+    @property
+    def folder(self) -> Path:
+        """The folder to set or to keep; Numba makes one for each package in it."""
+        return Path(self._cache_path) if self._missing else Path(self._cache_path).parent
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The build for the argument types `sig`; None if it has to be compiled."""
+        found = None
+        if self._missing is None:
+            # of the disk, or of any class for a damaged file, which `save_overload` replaces
+            with suppress(Exception):
+                found = super().load_overload(sig, target_context)
+        if found is None:
+            self._announce(sig)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a build that was just compiled."""
+        try:
+            if self._missing is not None:
+                raise self._missing
+            os.makedirs(self._cache_path, exist_ok=True)
+            super().save_overload(sig, data)
+        except Exception as error:
+            self._warn(error)
+
+    def _announce(self, sig: Any) -> None:
+        """Say that the first kernel is compiled now."""
+        if "compiling" not in _said:
+            _said.add("compiling")
+            what = described(self._py_func.__qualname__, sig)
+            LOGGER.info(
+                "compiling CPU kernels, which takes some seconds each, once on this machine. The "
+                "first is %s. They are kept in %s; to compile all of them beforehand, run: "
+                "python -m syncbn_core warmup %s",
+                what,
+                self.folder,
+                what.rpartition(" ")[2],
+            )
+
+    def _warn(self, error: Exception) -> None:
+        if "cache" in _said:
+            return
+        _said.add("cache")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        text = (
+            "syncbn compiles its CPU kernels in every process, which takes some seconds each, "
+            f"because they can't be kept in {self.folder} ({reason}); set NUMBA_CACHE_DIR to a "
+            "folder that can be written"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def described(name: str, sig: Any) -> str:
+    """Such as "planes_forward for float32", from the name of a build and its argument types."""
+    kernel = name.rpartition("_")[0]  # without the stamp
+    dtype = str(getattr(sig[0], "dtype", sig[0])) if len(sig) else ""
+    return f"{kernel} for {_FLOATS.get(dtype, dtype)}"
+
+
+_FLOATS = {"int16": "float16", "uint16": "bfloat16"}  # whose bits these are

@@ -1,0 +1,147 @@
+"""What a user hears of compilation: one line when it starts, one warning if it can't be kept."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Function = Callable[..., Any]
+
+# `strict` functions compile in a tenth of a second each
+COMPILE = """
+import logging, sys
+{setup}
+logging.basicConfig(level=logging.{level}, format="%(name)s %(levelname)s %(message)s")
+import numpy as np
+from syncbn_core.kernels.cpu.numerics import blend, share
+
+print("share", share(10, 1, 2))
+for dtype in (np.float32, np.float64):
+    mean, var = np.zeros((2, 3), dtype)
+    blend(mean, var, np.zeros(0, np.int64), np.ones(3), np.ones(3), 2, 0.5)
+print("blend", mean)
+"""
+
+
+def outcome(fresh_python: Function, level: str = "INFO", setup: str = "", **variables: str) -> str:
+    """All that the program prints, stderr too."""
+    code = COMPILE.format(level=level, setup=f"sys.stderr = sys.stdout\n{setup}")
+    return str(fresh_python(code, **variables))
+
+
+def test_first_compilation_of_a_process_is_one_line_in_the_log(
+    fresh_python: Function, tmp_path: Path
+) -> None:
+    printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
+    (line,) = re.findall("^syncbn .*", printed, re.MULTILINE)
+    assert line.startswith("syncbn INFO compiling CPU kernels, which takes some seconds each")
+    assert f"kept in {tmp_path}; " in line
+    assert "python -m syncbn_core warmup" in line
+    again = outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
+    assert "share (5, 10)" in again
+    assert "syncbn" not in again, "nothing was compiled"
+
+
+def test_line_names_the_kernel_and_the_dtype(fresh_python: Function, tmp_path: Path) -> None:
+    code = """
+import logging, sys
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(name)s %(message)s")
+logging.getLogger("numba").setLevel(logging.WARNING)
+import numpy as np
+from syncbn_core.kernels.cpu.planes import planes_normalize
+x, y = np.ones((2, 1, 1, 4), np.uint16)
+planes_normalize.serial(x, *np.ones((4, 1)), y)
+"""
+    first, last = fresh_python(code, NUMBA_CACHE_DIR=str(tmp_path)).splitlines()
+    assert "The first is planes_normalize for bfloat16. " in first
+    assert re.fullmatch(r"syncbn compiled planes_normalize for bfloat16 in \d+\.\d s", last)
+
+
+def test_nothing_is_printed_without_logging(fresh_python: Function, tmp_path: Path) -> None:
+    printed = outcome(fresh_python, "WARNING", NUMBA_CACHE_DIR=str(tmp_path))
+    assert printed.splitlines() == ["share (5, 10)", "blend [0.5 0.5 0.5]"]
+
+
+def one_warning(printed: str, folder: Path) -> None:
+    (line,) = re.findall(".*RuntimeWarning: (.*)", printed)
+    assert "compiles its CPU kernels in every process" in line
+    assert f"can't be kept in {folder} (" in line
+    assert line.endswith("set NUMBA_CACHE_DIR to a folder that can be written")
+    assert "share (5, 10)\n" in printed
+    assert "blend [0.5 0.5 0.5]\n" in printed
+
+
+def test_given_folder_that_cannot_be_written_is_said_once(
+    fresh_python: Function, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(file / "cache"))
+    one_warning(printed, file / "cache")
+
+
+def test_home_that_cannot_be_written_is_said_once(fresh_python: Function, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA"), str(file))
+    printed = outcome(fresh_python, NUMBA_CACHE_DIR="", **places)
+    one_warning(printed, file / "numba")
+
+
+FULL = """
+import errno, tempfile
+from numba.core.caching import IndexDataCacheFile
+def full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+IndexDataCacheFile._save_data = full
+"""
+
+
+def test_full_disk_is_said_once_and_computing_goes_on(
+    fresh_python: Function, tmp_path: Path
+) -> None:
+    printed = outcome(fresh_python, setup=FULL, NUMBA_CACHE_DIR=str(tmp_path))
+    one_warning(printed, tmp_path)
+    assert "No space left on device" in printed
+
+
+READ_ONLY = """
+import os, tempfile
+def forbidden(*arguments, **named):
+    raise PermissionError(13, "Permission denied")
+tempfile.TemporaryFile = os.replace = os.makedirs = forbidden
+"""
+
+
+def test_folder_that_can_only_be_read_is_used(fresh_python: Function, tmp_path: Path) -> None:
+    """A container whose kernels were compiled as it was built, and whose user is another one."""
+    outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
+    printed = outcome(fresh_python, setup=READ_ONLY, NUMBA_CACHE_DIR=str(tmp_path))
+    assert printed.splitlines() == ["share (5, 10)", "blend [0.5 0.5 0.5]"]
+
+
+@pytest.mark.parametrize("kind", ["*.nbc", "*.nbi"])
+def test_damaged_file_in_the_cache_fails_no_call(
+    kind: str, fresh_python: Function, tmp_path: Path
+) -> None:
+    outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
+    damaged = list(tmp_path.rglob(kind))
+    assert damaged
+    for file in damaged:
+        file.write_bytes(b"\x80")
+    printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
+    assert "syncbn INFO compiling" in printed
+    assert "blend [0.5 0.5 0.5]\n" in printed
+
+
+def test_frozen_program_without_sources_compiles(fresh_python: Function, tmp_path: Path) -> None:
+    """Numba finds no place for the cache of a function whose file does not exist."""
+    shutil.rmtree(tmp_path)
+    setup = """
+import inspect
+inspect.getfile = lambda function: "/no/such/file.py"
+"""
+    one_warning(outcome(fresh_python, setup=setup, NUMBA_CACHE_DIR=str(tmp_path)), tmp_path)
