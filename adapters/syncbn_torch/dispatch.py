@@ -95,6 +95,8 @@ def forward(layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True) -> Te
     `traced`: False in what torch.compile calls untraced. There `is_compiling` may still be true:
     it is one flag for all threads.
     """
+    if not isinstance(x, Tensor):
+        return layer._forward_of_no_tensor(x)
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
     check_input(layer, x, affine.weight)
     if not layer.training:
