@@ -1,6 +1,7 @@
 """Each private name of torch does what syncbn needs; each test says what breaks without it."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +223,19 @@ def test_disable_tracing_breaks_the_graph() -> None:
     assert f(torch.ones(1)).item() == 9
     assert len(graphs) == 2
     assert inside == [False]
+
+
+def test_registered_node_takes_apart_what_is_registered() -> None:
+    """Without it, replicas can't take and return the containers of other libraries."""
+    pair = deque([1, [2]], maxlen=2)
+    values, make, settings = private.registered_node(pair) or pytest.fail("not registered")
+    assert values == [1, [2]]
+    made = make([3, 4])
+    assert made == deque([3, 4])
+    assert made.maxlen == 2
+    same, other = (private.registered_node(deque([5, 6], maxlen=n)) for n in (2, 3))
+    assert same is not None
+    assert other is not None
+    assert settings == same[2] != other[2]
+    for leaf in (1, "text", torch.ones(2), object()):
+        assert private.registered_node(leaf) is None
