@@ -276,6 +276,30 @@ def test_replicas_share_parameters_and_the_first_has_the_buffers() -> None:
     assert model[2].num_batches_tracked == 1
 
 
+def test_hooks_that_a_replica_registers_are_its_own() -> None:
+    """As models of transformers do in their first forward, to collect hidden states."""
+
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: list[Tensor] = []
+            self.inner.register_forward_hook(lambda module, args, y: found.append(y))
+            self.inner(x)
+            return torch.cat(found, 1)
+
+    model, x = Collects(), torch.randn(6, 3)
+    calls: list[int] = []
+    model.inner.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
+    wrapper = DataParallelWithCallback(model, replicas=3)
+    for _ in range(2):
+        torch.testing.assert_close(wrapper(x), model.inner(x))
+    assert sorted(calls) == [2] * 6 + [6] * 2  # hooks of the model run in every replica
+    assert not model.inner._forward_hooks
+
+
 def test_parameters_get_the_gradient_of_all_replicas() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), SynchronizedBatchNorm1d(4), nn.Linear(4, 2)).double()

@@ -33,6 +33,8 @@ __all__ = [
     "patch_replication_callback",
 ]
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class CallbackContext:
     """What the copies of one submodule share during one forward; you may add attributes.
@@ -171,6 +173,20 @@ def _replicate_on_one_device(module: nn.Module, copies: int) -> list[nn.Module]:
     return [made[0] for made in replicas]
 
 
+def _separate_hooks(copies: Sequence[Sequence[nn.Module]]) -> None:
+    """Let each replica register hooks on itself only.
+
+    Torch makes replicas share these dictionaries. Models of transformers register hooks in their
+    first forward; with shared dictionaries each replica would run the hooks of all replicas.
+    """
+    for submodules in copies:
+        for module in submodules:
+            if not isinstance(module, torch.jit.ScriptModule):
+                attributes = module.__dict__
+                for hooks in _HOOKS:
+                    attributes[hooks] = attributes[hooks].copy()
+
+
 def _check_not_compiled(model: nn.Module) -> None:
     """Raise `StateError` for compiled modules: their compiled code calls the original layers."""
     dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
@@ -283,6 +299,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         else:
             replicas = super().replicate(module, device_ids)
         copies = [list(replica.modules()) for replica in replicas]
+        _separate_hooks(copies)
         contexts = _execute(replicas[0], copies)
         found = originals.replicas_of(list(module.modules()), copies)
         return _Replicas(replicas, contexts, found)
