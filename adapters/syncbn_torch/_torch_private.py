@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._guards import CompileContext
 from torch.autograd import forward_ad, profiler
+from torch.utils import _pytree
 
 __all__ = [
     "backward_task",
@@ -26,6 +27,7 @@ __all__ = [
     "is_wrapped",
     "modes_run_other_code",
     "profiler",
+    "registered_node",
     "restored_forward_ad",
     "run_after_backward",
     "saving_runs_hooks",
@@ -106,3 +108,15 @@ def disable_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, but torch.compile does not trace into it: the graph breaks there."""
     disabled: Callable[..., Any] = torch._dynamo.disable(function)
     return disabled
+
+
+def registered_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
+    """The values in a container of a class that is registered with torch's pytree, or None.
+
+    Also a function that makes such a container from other values, and what must be equal in
+    two containers with values for the same places.
+    """
+    values, spec = _pytree.tree_flatten(tree, is_leaf=lambda thing: thing is not tree)
+    if len(values) == 1 and values[0] is tree:
+        return None
+    return values, lambda others: _pytree.tree_unflatten(others, spec), spec

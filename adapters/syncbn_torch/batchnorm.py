@@ -14,11 +14,12 @@ import weakref
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.checks import check_eps, check_eps_mode, check_momentum
-from syncbn_core.errors import ShapeError
+from syncbn_core.errors import DTypeError, ShapeError, StateError
 from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch import dispatch
 from syncbn_torch._torch_private import disable_tracing
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 _default_eps_mode: EpsMode = "plus"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def set_sbn_eps_mode(mode: str) -> None:
@@ -127,6 +129,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by `torch.jit.script`."""
+        raise StateError(
+            "expected a model without synchronized layers, because torch.jit.script can't compile "
+            f"{type(self).__name__}; pass revert_model(copy.deepcopy(model))"
+        )
+
     def extra_repr(self) -> str:
         mode = "" if self.eps_mode is None else f", eps_mode={self.eps_mode!r}"
         return f"{super().extra_repr()}{mode}"
@@ -170,6 +179,32 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 return disable_tracing(self._beside_replicas)(input)  # type: ignore[no-any-return]
             return self._beside_replicas(input)
         return dispatch.forward(self, input)
+
+    def _forward_of_no_tensor(self, input: Any) -> Any:
+        """A node of the graph that torch.fx traces, as of layers of torch; else `DTypeError`."""
+        path_of_module = getattr(getattr(input, "tracer", None), "path_of_module", None)
+        if path_of_module is None or not isinstance(input, fx.Proxy):
+            raise DTypeError(
+                f"expected a torch.Tensor, got {type(input).__module__}.{type(input).__name__}; "
+                "use syncbn_core.BatchNorm for arrays"
+            )
+        path = path_of_module(self)
+        if self._runs_other_code():
+            raise StateError(
+                f"expected a layer without hooks and without a forward of its own, got {path} "
+                f"({type(self).__name__}): torch.fx would trace that code, and run it again in "
+                "the layer; trace with a Tracer whose is_leaf_module is true for this layer"
+            )
+        return input.tracer.create_proxy("call_module", path, (input,), {})
+
+    def _runs_other_code(self) -> bool:
+        """Whether calling the layer runs hooks or the forward of a subclass."""
+        return (
+            type(self).forward is not _SynchronizedBatchNorm.forward
+            or "forward" in self.__dict__
+            or any(getattr(self, hooks) for hooks in _HOOKS)
+            or any(getattr(modules, f"_global{hooks}") for hooks in _HOOKS)
+        )
 
     def _beside_replicas(self, input: Tensor) -> Tensor:
         """Forward of a layer of the original model while replicas run, maybe in this thread."""

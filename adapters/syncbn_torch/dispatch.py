@@ -103,6 +103,8 @@ def forward(
     `traced`: False in what torch.compile calls untraced. There `is_compiling` may still be true:
     it is one flag for all threads. `in_range`: whether a profiler already sees this forward.
     """
+    if not isinstance(x, Tensor):
+        return layer._forward_of_no_tensor(x)
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
     check_input(layer, x, affine.weight)
     if not layer.training:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
-from torch.nn.modules import module as modules
 
 from syncbn_core.backends.base import Affine
 from syncbn_core.comm import Communicator
@@ -33,8 +32,6 @@ from syncbn_torch.validation import (
 )
 
 __all__ = ["forward_together"]
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def forward_together(
@@ -83,7 +80,7 @@ def _common_communicator(
     layers: Sequence[_SynchronizedBatchNorm], inputs: Sequence[Tensor]
 ) -> Communicator | None:
     """The communicator that all layers use, or None if they can't share a message."""
-    if any(layer._replica_sync or _runs_other_code(layer) for layer in layers):
+    if any(layer._replica_sync or layer._runs_other_code() for layer in layers):
         return None
     if not all(isinstance(x, Tensor) for x in inputs):  # the layer raises
         return None
@@ -93,13 +90,3 @@ def _common_communicator(
     communicators = [None if one is None else one.communicator for one in found]
     same = len(layers) > 1 and all(one is communicators[0] for one in communicators)
     return communicators[0] if same else None
-
-
-def _runs_other_code(layer: _SynchronizedBatchNorm) -> bool:
-    """Whether calling the layer runs hooks or the forward of a subclass."""
-    return (
-        type(layer).forward is not _SynchronizedBatchNorm.forward
-        or "forward" in layer.__dict__
-        or any(getattr(layer, hooks) for hooks in _HOOKS)
-        or any(getattr(modules, f"_global{hooks}") for hooks in _HOOKS)
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,16 +32,11 @@ _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMES = ("weight", "bias", "running_mean", "running_var")
 
 
-def check_input(layer: _SynchronizedBatchNorm, x: Any, weight: Tensor | None) -> None:
+def check_input(layer: _SynchronizedBatchNorm, x: Tensor, weight: Tensor | None) -> None:
     """Raise `DTypeError`, `ShapeError` or `DeviceError` for input that doesn't fit the layer.
 
     `weight`: that of the layer, which is read only once because `nn.Module` takes long to find it.
     """
-    if not isinstance(x, Tensor):
-        raise DTypeError(
-            f"expected a torch.Tensor, got {type(x).__module__}.{type(x).__name__}; "
-            "use syncbn_core.BatchNorm for arrays"
-        )
     layer._check_input_dim(x)
     if x.shape[1] != layer.num_features:
         raise ShapeError(

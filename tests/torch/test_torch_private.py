@@ -1,6 +1,7 @@
 """Each private name of torch does what syncbn needs; each test says what breaks without it."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -240,3 +241,19 @@ def test_profiler_says_whether_one_runs() -> None:
         look()
     look()
     assert seen == [False, True, True, False, True, False]
+
+
+def test_registered_node_takes_apart_what_is_registered() -> None:
+    """Without it, replicas can't take and return the containers of other libraries."""
+    pair = deque([1, [2]], maxlen=2)
+    values, make, settings = private.registered_node(pair) or pytest.fail("not registered")
+    assert values == [1, [2]]
+    made = make([3, 4])
+    assert made == deque([3, 4])
+    assert made.maxlen == 2
+    same, other = (private.registered_node(deque([5, 6], maxlen=n)) for n in (2, 3))
+    assert same is not None
+    assert other is not None
+    assert settings == same[2] != other[2]
+    for leaf in (1, "text", torch.ones(2), object()):
+        assert private.registered_node(leaf) is None

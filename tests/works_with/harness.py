@@ -28,19 +28,31 @@ Convert = Callable[[nn.Module], nn.Module]
 
 
 def over_replicas(
-    model: nn.Module, batch: Any, *, replicas: int = 2, convert: Convert = convert_model
+    model: nn.Module,
+    batch: Any,
+    *,
+    replicas: int = 2,
+    convert: Convert = convert_model,
+    names: tuple[str, ...] = (),
 ) -> float:
     """The largest difference between a step of replicas and one of the undivided batch.
 
-    `batch`: the argument of the model, or a tuple of arguments. Compared are outputs, gradients
+    `batch`: the argument of the model, or a tuple of arguments; `names` makes them keyword
+    arguments. Compared are outputs, gradients
     of all parameters, buffers, and outputs in eval afterwards. `model`: unconverted; not changed.
     """
     parallel = DataParallelWithCallback(convert(copy.deepcopy(model)), replicas=replicas)
-    expected = _step(copy.deepcopy(model), batch, lambda y: y)
-    return _difference(_step(parallel, batch, lambda y: y), expected)
+    expected = _step(copy.deepcopy(model), batch, lambda y: y, names=names)
+    return _difference(_step(parallel, batch, lambda y: y, names=names), expected)
 
 
-def over_ranks(model: nn.Module, batch: Any, *, convert: Convert = convert_model) -> float:
+def over_ranks(
+    model: nn.Module,
+    batch: Any,
+    *,
+    convert: Convert = convert_model,
+    names: tuple[str, ...] = (),
+) -> float:
     """The same over the ranks of the default group, each with an equal share of the batch.
 
     Call it in every rank with the same `model` and `batch`; see `on_ranks` in tests/torch/world.py.
@@ -51,10 +63,11 @@ def over_ranks(model: nn.Module, batch: Any, *, convert: Convert = convert_model
         return tree_map_only(Tensor, lambda t: t.chunk(size)[rank] if t.dim() else t, tree)
 
     alone = copy.deepcopy(model)
-    expected = _step(alone, batch, own)
+    expected = _step(alone, batch, own, names=names)
     parallel = DistributedDataParallel(convert(copy.deepcopy(model)))
     # DistributedDataParallel averages the gradients of the ranks
-    return _difference(_step(parallel, own(batch), lambda y: y, own, float(size)), expected)
+    actual = _step(parallel, own(batch), lambda y: y, own, float(size), names)
+    return _difference(actual, expected)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
@@ -82,11 +95,14 @@ def _step(
     shown: Callable[[Any], Any],
     of_cotangents: Callable[[Any], Any] = lambda tree: tree,
     factor: float = 1.0,
+    names: tuple[str, ...] = (),
 ) -> dict[str, list[Tensor]]:
     """Forward, backward with random cotangents, eval; `shown`: the part of outputs to compare."""
     arguments = batch if isinstance(batch, tuple) else (batch,)
+    named = dict(zip(names, arguments, strict=True)) if names else {}
+    arguments = () if names else arguments
     model.train()
-    outputs = _tensors(model(*arguments))
+    outputs = _tensors(model(*arguments, **named))
     generator = torch.Generator().manual_seed(1)
     size = dist.get_world_size() if factor != 1.0 else 1
     cotangents = [
@@ -102,7 +118,7 @@ def _step(
     buffers = [b.detach().clone() for b in inner.buffers()]
     inner.eval()
     with torch.no_grad():
-        evaluated = _tensors(inner(*arguments))
+        evaluated = _tensors(inner(*arguments, **named))
     return {
         "output": [shown(y).detach() for y in outputs],
         "gradient": gradients,

@@ -22,7 +22,8 @@ from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch._torch_private import disable_tracing
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.scatter_gather import join, split
+from syncbn_torch.data_parallel.batch_sizes import BatchSizes, check_batch_sizes
+from syncbn_torch.data_parallel.scatter_gather import Parts, join, moved, split
 from syncbn_torch.data_parallel.thread_modes import call_within, modes_of_caller, place_of
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "execute_replication_callbacks",
     "patch_replication_callback",
 ]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class CallbackContext:
@@ -170,6 +173,20 @@ def _replicate_on_one_device(module: nn.Module, copies: int) -> list[nn.Module]:
     return [made[0] for made in replicas]
 
 
+def _separate_hooks(copies: Sequence[Sequence[nn.Module]]) -> None:
+    """Let each replica register hooks on itself only.
+
+    Torch makes replicas share these dictionaries. Models of transformers register hooks in their
+    first forward; with shared dictionaries each replica would run the hooks of all replicas.
+    """
+    for submodules in copies:
+        for module in submodules:
+            if not isinstance(module, torch.jit.ScriptModule):
+                attributes = module.__dict__
+                for hooks in _HOOKS:
+                    attributes[hooks] = attributes[hooks].copy()
+
+
 def _check_not_compiled(model: nn.Module) -> None:
     """Raise `StateError` for compiled modules: their compiled code calls the original layers."""
     dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
@@ -194,19 +211,27 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         output_device: where outputs are joined; default is the first of `device_ids`.
         dim: the axis along which tensors are split and joined.
         replicas: short for `device_ids=[device of the module] * replicas`.
+        batch_sizes: the numbers of samples that the replicas get: "even", a list such as [8, 4],
+            or a function from the number of samples to such a list. It makes every list in
+            arguments and results a list of samples. None: as `torch.chunk`. You may set this
+            attribute between forwards.
 
-    Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica and for
-    CPU mixed with GPUs, `StateError` for a compiled model; compile the wrapper instead (several
-    replicas run eagerly).
+    Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica, for bad
+    `batch_sizes` and for CPU mixed with GPUs, `StateError` for a compiled model; compile the
+    wrapper instead (several replicas run eagerly).
 
-    Arguments of forward may nest tuples, lists and dictionaries. Their tensors are split like
-    `torch.chunk`; other objects are shared. A batch smaller than the number of replicas uses
-    fewer replicas. Raises `ShapeError` if arguments or outputs don't fit together. If a replica
-    raises, the others stop, and a note on the error names the replica; the next forward works.
+    Arguments of forward may nest containers: tuples, lists, mappings, dataclasses, and what is
+    registered with torch's pytree. Their tensors are split; other objects, and what is wrapped in
+    `Shared(...)`, go to every replica. A batch smaller than the number of replicas uses fewer
+    replicas. Raises `ShapeError`, with the path to the value, for objects with tensors that can't
+    be split or joined, and if arguments or outputs don't fit together. If a replica raises, the
+    others stop, and a note on the error names the replica; the next forward works.
 
     Inside a replica of another wrapper the module runs without new replicas: the batch is already
     split, and the layers synchronize over all of it.
     """
+
+    batch_sizes: BatchSizes = None  # also of wrappers that `__init__` did not make
 
     def __init__(
         self,
@@ -216,7 +241,10 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         dim: int = 0,
         *,
         replicas: int | None = None,
+        batch_sizes: BatchSizes = None,
     ) -> None:
+        check_batch_sizes(batch_sizes)
+        self.batch_sizes = batch_sizes
         if replicas is not None:
             if device_ids is not None:
                 raise ArgumentError("expected device_ids or replicas, got both; leave one out")
@@ -248,6 +276,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model in replicas and join their outputs on `output_device`."""
+        if not self.device_ids:
+            inputs, kwargs = moved(inputs, None), moved(kwargs, None)
         if len(self.device_ids) < 2:
             return super().forward(*inputs, **kwargs)
         run = super().forward
@@ -269,6 +299,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         else:
             replicas = super().replicate(module, device_ids)
         copies = [list(replica.modules()) for replica in replicas]
+        _separate_hooks(copies)
         contexts = _execute(replicas[0], copies)
         found = originals.replicas_of(list(module.modules()), copies)
         return _Replicas(replicas, contexts, found)
@@ -279,11 +310,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Split the arguments: `(positional arguments, keyword arguments)` by replica."""
         if self._within_replica():
             device_ids = device_ids[:1]
-        if not _one_device(device_ids):
-            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[no-any-return]
-        device = _device(device_ids[0])
-        parts = split((inputs, kwargs or {}), len(device_ids), self.dim, device)
-        return [part[0] for part in parts], [part[1] for part in parts]
+        devices = [_device(d) for d in device_ids]
+        return split(inputs, kwargs or {}, self.dim, devices, self.batch_sizes)
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
@@ -319,12 +347,13 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                 context.abort(error)
 
         try:
-            return run_in_threads(
+            outputs = run_in_threads(
                 [member(index) for index in range(len(replicas))],
                 abort=abort,
                 leave=leave,
                 describe="replica",
             )
+            return Parts(outputs, getattr(inputs, "sizes", None))
         except BaseException as error:
             for context in contexts:
                 context.disown(error)
@@ -336,9 +365,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """Join the outputs of all replicas on `output_device`."""
-        if not _one_device(self.device_ids):
-            return super().gather(outputs, output_device)
-        return join(outputs, self.dim, _device(output_device))
+        sizes = getattr(outputs, "sizes", None)
+        return join(outputs, self.dim, _device(output_device), sizes)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

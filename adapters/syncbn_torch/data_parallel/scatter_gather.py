@@ -2,125 +2,364 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_core.errors import ShapeError
 from syncbn_torch._torch_private import forward_ad_active
 from syncbn_torch.autograd.transforms import refuse_in_replicas
+from syncbn_torch.data_parallel.batch_sizes import BatchSizes, sizes_of_parts
+from syncbn_torch.data_parallel.containers import PLAIN, Node, node
+from syncbn_torch.data_parallel.hidden_tensors import find_tensor, is_iterator
 
-__all__ = ["join", "split"]
+__all__ = ["Parts", "Shared", "join", "moved", "split"]
 
 
-def split(tree: Any, parts: int, dim: int, device: torch.device) -> list[Any]:
-    """Split each tensor of `tree` along axis `dim`: at most `parts` trees, on `device`.
+@dataclass(frozen=True)
+class Shared:
+    """An argument that every replica gets whole: `model(x, Shared(weights))`.
 
-    `tree` is `(args, kwargs)`, nested. Tensors are split like `torch.chunk`; each part gets all
-    scalars (0 axes) and other objects. Raises `ShapeError` if a tensor has no such axis or two
-    tensors give different numbers of parts, `StateError` inside a function transform.
+    The model gets `value`. Its tensors are moved to the device of each replica.
     """
-    leaves: list[Tensor] = []
-    _collect(tree, leaves)
-    sizes = {}
-    for leaf in leaves:
-        if not -leaf.dim() <= dim < leaf.dim():
-            raise ShapeError(f"expected tensors with an axis {dim}, got shape {tuple(leaf.shape)}")
-        sizes[leaf.shape[dim]] = len(leaf.chunk(parts, dim))
-    if len(set(sizes.values())) > 1:
-        raise ShapeError(
-            f"expected tensors that split alike over {parts} replicas, got sizes "
-            f"{sorted(sizes)} on axis {dim}; pass a tensor for all replicas in an object"
-        )
-    count = next(iter(sizes.values()), parts if _has_anything(tree) else 1)
+
+    value: Any
+
+
+class Parts(list[Any]):
+    """Something for each replica, with the numbers of samples if the caller asked for some."""
+
+    def __init__(self, parts: Sequence[Any], sizes: list[int] | None = None) -> None:
+        super().__init__(parts)
+        self.sizes = sizes
+
+
+def split(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dim: int,
+    devices: Sequence[torch.device],
+    batch_sizes: BatchSizes = None,
+) -> tuple[Parts, list[dict[str, Any]]]:
+    """Split each tensor along axis `dim`: positional and keyword arguments by part.
+
+    There is one part for each of `devices`, or fewer for a small batch. Without `batch_sizes`
+    tensors are split like `torch.chunk`. With them, all tensors and lists must hold the same
+    number of samples. Each part gets all scalars (0 axes) and other objects.
+
+    Raises `ShapeError` for what can't be split, or not into the same number of parts, and
+    `StateError` inside a function transform.
+    """
+    if len(devices) == 1:
+        return Parts([moved(args, devices[0])]), [moved(kwargs, devices[0])]
+    plan = _Plan(devices, samples=batch_sizes is not None)
+    part_of_args, part_of_kwargs = plan.of(args, "args"), plan.of(kwargs, "kwargs")
+    sizes = None
+    if not plan.cuts:
+        count = len(devices) if args or kwargs else 1
+    elif batch_sizes is None:
+        count = _number_of_chunks(plan.cuts, len(devices), dim)
+    else:
+        sizes = sizes_of_parts(batch_sizes, _number_of_samples(plan.cuts, dim), len(devices))
+        count = len(sizes)
     if count > 1:
         refuse_in_replicas("DataParallelWithCallback")
-    return _parts(tree, count, dim, device)
+    for cut in plan.cuts:
+        cut.pieces = _pieces(cut, count, sizes, dim, devices)
+    parts = range(count)
+    return Parts([part_of_args(i) for i in parts], sizes), [part_of_kwargs(i) for i in parts]
 
 
-def _has_anything(tree: Any) -> bool:
-    args, kwargs = tree
-    return bool(args) or bool(kwargs)
+@dataclass
+class _Cut:
+    """A tensor or a list of samples, of which each replica gets a piece."""
+
+    value: Any
+    path: str
+    pieces: Sequence[Any] = ()
+
+    def size(self, dim: int) -> int:
+        if not isinstance(self.value, Tensor):
+            return len(self.value)
+        if not -self.value.dim() <= dim < self.value.dim():
+            raise ShapeError(
+                f"expected tensors with an axis {dim}, got a tensor with {self.value.dim()} axes "
+                f"at {self.path}; pass what every replica needs as syncbn_torch.Shared(tensor)"
+            )
+        return self.value.size(dim)  # nested tensors have no shape
 
 
-def _collect(tree: Any, leaves: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        if tree.dim() > 0:
-            leaves.append(tree)
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            _collect(value, leaves)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            _collect(value, leaves)
+class _Plan:
+    """How to make the parts of arguments; `cuts` are to be cut before the parts are made."""
+
+    def __init__(self, devices: Sequence[torch.device], samples: bool) -> None:
+        self.devices = devices
+        self.samples = samples  # whether lists hold samples
+        self.cuts: list[_Cut] = []
+
+    def of(self, tree: Any, path: str) -> Callable[[int], Any]:
+        """A function from the number of a part to this part of `tree`."""
+        if isinstance(tree, Shared) or (isinstance(tree, Tensor) and tree.dim() == 0):
+            return lambda i: moved(tree, self.devices[i])
+        if isinstance(tree, Tensor) or (self.samples and isinstance(tree, list)):
+            cut = _Cut(tree, path)
+            self.cuts.append(cut)
+            return lambda i: cut.pieces[i]
+        if type(tree) in PLAIN:
+            return lambda i: tree
+        container = node(tree)
+        _check_divisible(tree, container, path)
+        if container is None:
+            return lambda i: tree
+        inside = [
+            self.of(value, path + key)
+            for value, key in zip(container.values, container.keys, strict=True)
+        ]
+        return lambda i: _made(container, [part(i) for part in inside], tree, path)
 
 
-def _parts(tree: Any, count: int, dim: int, device: torch.device) -> list[Any]:
-    """`count` trees. Each tensor is split once, so that backward joins its gradient once."""
-    if isinstance(tree, Tensor):
-        if tree.dim() == 0 or count == 1:
-            return [tree.to(device)] * count
-        # Chunks share one version counter: if a replica changed its input in place, autograd
-        # would see all inputs as changed. `data` has its own counter, but no graph or tangent.
-        pieces = tree.chunk(count, dim)
-        copied = tree.requires_grad or forward_ad_active()
-        return [(p.clone() if copied else p.data).to(device) for p in pieces]
-    if isinstance(tree, Mapping):
-        cut = {key: _parts(value, count, dim, device) for key, value in tree.items()}
-        return [_like(tree, {key: cut[key][i] for key in tree}) for i in range(count)]
-    if isinstance(tree, (list, tuple)):
-        several = [_parts(value, count, dim, device) for value in tree]
-        return [_like(tree, [values[i] for values in several]) for i in range(count)]
-    return [tree] * count
+def _check_divisible(tree: Any, container: Node | None, path: str) -> None:
+    """Raise `ShapeError` for an object that holds tensors which would go to every replica."""
+    if isinstance(tree, PackedSequence):
+        raise ShapeError(
+            f"expected arguments that can be split, got a PackedSequence at {path}; pass the "
+            "padded tensor and the lengths, and pack them in the model"
+        )
+    if is_iterator(tree):
+        raise ShapeError(
+            f"expected arguments that can be split, got an iterator ({type(tree).__name__}) at "
+            f"{path}, which only one replica could read; pass a list"
+        )
+    if container is None:
+        hidden = find_tensor(tree)
+    elif container.settings is None and getattr(tree, "__dict__", None):
+        hidden = find_tensor(tree, known=container.values)
+    else:
+        return
+    if hidden is not None:
+        raise ShapeError(
+            f"expected arguments that can be split, got a {type(tree).__name__} at {path} with a "
+            f"tensor at {path}{hidden}; pass its tensors in a dictionary or dataclass, or pass "
+            "it whole to every replica as syncbn_torch.Shared(...)"
+        )
 
 
-def _like(tree: Any, values: Any) -> Any:
-    """`values` in a container of the same type as `tree`."""
-    if isinstance(tree, MutableMapping):
-        filled = copy.copy(tree)  # keeps settings such as the factory of a defaultdict
-        filled.update(values)
-        return filled
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*values)
-    if type(values) is type(tree):
-        return values
-    return type(tree)(values)
+def _made(container: Node, values: list[Any], tree: Any, path: str) -> Any:
+    try:
+        return container.make(values)
+    except Exception as error:
+        raise ShapeError(
+            f"expected a container that can be made from its values, got a {type(tree).__name__} "
+            f"at {path}, which raised {type(error).__name__}: {error}; use a dictionary or "
+            "dataclass instead"
+        ) from error
 
 
-def join(outputs: Sequence[Any], dim: int, device: torch.device) -> Any:
+def _number_of_chunks(cuts: Sequence[_Cut], parts: int, dim: int) -> int:
+    counts: dict[int, str] = {}
+    sizes: dict[int, str] = {}
+    for cut in cuts:
+        size = cut.size(dim)
+        if size not in sizes:
+            sizes[size] = cut.path
+            counts[len(_chunks(cut, parts, dim))] = cut.path
+    if len(counts) > 1:
+        named = [f"{size} at {path}" for size, path in sorted(sizes.items())]
+        raise ShapeError(
+            f"expected tensors that split alike over {parts} replicas, got on axis {dim} the "
+            f"sizes {_listed(named)}; pass a tensor that every replica needs as "
+            'syncbn_torch.Shared(tensor), and set batch_sizes="even" if lists hold samples'
+        )
+    return next(iter(counts))
+
+
+def _number_of_samples(cuts: Sequence[_Cut], dim: int) -> int:
+    sizes: dict[int, str] = {}
+    for cut in cuts:
+        sizes.setdefault(cut.size(dim), cut.path)
+    if len(sizes) > 1:
+        named = [f"{size} at {path}" for size, path in sizes.items()]
+        raise ShapeError(
+            "expected tensors and lists with one number of samples, because batch_sizes is set, "
+            f"got {_listed(named)}; use a tuple for a list that does not hold samples, and "
+            "syncbn_torch.Shared(...) for what every replica needs"
+        )
+    return next(iter(sizes))
+
+
+def _listed(named: list[str]) -> str:
+    return ", ".join(named[:4]) + (", ..." if len(named) > 4 else "")
+
+
+def _chunks(cut: _Cut, parts: int | list[int], dim: int) -> Sequence[Tensor]:
+    """The tensor in so many chunks, or in chunks of these sizes."""
+    try:
+        if isinstance(parts, list):
+            return cut.value.split(parts, dim)  # type: ignore[no-any-return]
+        return cut.value.chunk(parts, dim)  # type: ignore[no-any-return]
+    except RuntimeError as error:  # nothing is allocated, so memory is not the reason
+        raise ShapeError(
+            f"expected tensors that torch can split, got a tensor at {cut.path} of layout "
+            f"{cut.value.layout} and class {type(cut.value).__name__}; pass a dense tensor, or a "
+            'list of tensors with batch_sizes="even"'
+        ) from error
+
+
+def _pieces(
+    cut: _Cut, count: int, sizes: list[int] | None, dim: int, devices: Sequence[torch.device]
+) -> Sequence[Any]:
+    """`count` pieces on their devices. A tensor is split once: backward joins its gradient once."""
+    value = cut.value
+    if sizes is not None and not isinstance(value, Tensor):
+        ends = list(accumulate(sizes))
+        container = node(value)
+        assert container is not None
+        several = [
+            [moved(sample, device) for sample in value[end - size : end]]
+            for size, end, device in zip(sizes, ends, devices, strict=False)
+        ]
+        return [_made(container, samples, value, cut.path) for samples in several]
+    if count == 1:
+        return [value.to(devices[0])]
+    if sizes is None and len(set(devices)) > 1:
+        return nn.parallel.scatter(value, devices[:count], dim)  # type: ignore[no-any-return]
+    pieces = _chunks(cut, sizes or count, dim)
+    # Chunks share one version counter: if a replica changed its input in place, autograd
+    # would see all inputs as changed. `data` has its own counter, but no graph or tangent.
+    copied = value.requires_grad or forward_ad_active()
+    return [
+        (piece.clone() if copied else piece.data).to(device)
+        for piece, device in zip(pieces, devices, strict=False)
+    ]
+
+
+def moved(tree: Any, device: torch.device | None) -> Any:
+    """`tree` with its tensors on `device` (None: where they are), and with nothing `Shared`."""
+    if isinstance(tree, Shared):
+        return moved(tree.value, device)
+    if isinstance(tree, (Tensor, PackedSequence)):
+        return tree if device is None else cast(Any, tree).to(device)
+    container = node(tree)
+    if container is None:
+        return tree
+    values = [moved(value, device) for value in container.values]
+    if all(new is old for new, old in zip(values, container.values, strict=True)):
+        return tree
+    return _made(container, values, tree, "an argument")
+
+
+def join(
+    outputs: Sequence[Any],
+    dim: int,
+    device: torch.device,
+    sizes: list[int] | None = None,
+    path: str = "output",
+) -> Any:
     """Join the outputs of all parts into one tree, with tensors concatenated along axis `dim`.
 
-    Scalars (0 axes) become a vector with one entry per part. Other objects, such as None, must be
-    equal in all parts. Raises `ShapeError` for outputs that differ in structure.
+    Scalars (0 axes) become a vector with one entry per part. Lists are joined to one list if
+    there are `sizes`, the numbers of samples in the parts. Other objects, such as None, must be
+    equal in all parts. Raises `ShapeError` for outputs that can't be joined.
     """
     first = outputs[0]
     if any(type(output) is not type(first) for output in outputs):
-        kinds = [type(output).__name__ for output in outputs]
-        raise ShapeError(f"expected outputs of one type from all replicas, got {kinds}")
+        raise ShapeError(
+            f"expected outputs of one type from all replicas, got at {path} "
+            + _by_replica([type(output).__name__ for output in outputs])
+        )
     if isinstance(first, Tensor):
-        moved = [output.to(device) for output in outputs]
-        if first.dim() == 0:
-            return torch.stack(moved)
-        return moved[0] if len(moved) == 1 else torch.cat(moved, dim)
-    if isinstance(first, Mapping):
-        if any(output.keys() != first.keys() for output in outputs):
-            keys = [sorted(map(str, output)) for output in outputs]
-            raise ShapeError(f"expected dictionaries with the same keys, got {keys}")
-        return _like(first, {k: join([o[k] for o in outputs], dim, device) for k in first})
-    if isinstance(first, (list, tuple)):
-        lengths = [len(output) for output in outputs]
-        if len(set(lengths)) > 1:
-            raise ShapeError(f"expected sequences of one length from all replicas, got {lengths}")
-        return _like(first, [join(list(o), dim, device) for o in zip(*outputs, strict=True)])
+        return _joined_tensors(outputs, dim, device, path)
+    if sizes is not None and isinstance(first, list):
+        if [len(output) for output in outputs] != sizes:
+            raise ShapeError(
+                f"expected lists with an entry for each sample, because batch_sizes is set, got "
+                f"at {path} "
+                + _by_replica([f"{len(o)} for {n}" for o, n in zip(outputs, sizes, strict=True)])
+                + "; return a tuple if its entries are not samples"
+            )
+        return [moved(sample, device) for output in outputs for sample in output]
+    containers = [node(output) for output in outputs]
+    if None in containers and any(containers):  # a dataclass with tensors in some of them
+        containers = [node(output, settings_too=True) for output in outputs]
+    found = [container for container in containers if container is not None]
+    if len(found) < len(outputs):
+        _check_same(outputs, path)
+        return first
+    like = found[0]
+    if any(c.keys != like.keys and sorted(c.keys) != sorted(like.keys) for c in found):
+        raise ShapeError(
+            "expected dictionaries with the same keys and sequences of one length from all "
+            f"replicas, got at {path} "
+            + _by_replica([f"{len(c.keys)} values ({' '.join(c.keys):.100})" for c in found])
+        )
+    if not all(_same(c.settings, like.settings) for c in found):
+        raise ShapeError(
+            f"expected a {type(first).__name__} with the same settings from all replicas, got at "
+            f"{path} " + _by_replica([f"{c.settings!r:.100}" for c in found])
+        )
+    rows = [c.values if c.keys == like.keys else _in_order(c, like.keys) for c in found]
+    columns = zip(like.keys, *rows, strict=True)
+    values = [join(column, dim, device, sizes, path + key) for key, *column in columns]
+    return _made(like, values, first, path)
+
+
+def _in_order(container: Node, keys: Sequence[str]) -> list[Any]:
+    named = dict(zip(container.keys, container.values, strict=True))
+    return [named[key] for key in keys]
+
+
+def _joined_tensors(tensors: Sequence[Tensor], dim: int, device: torch.device, path: str) -> Tensor:
+    if all(tensor.dim() == 0 for tensor in tensors):
+        tensors, dim = [tensor.view(1) for tensor in tensors], 0
+    _check_shapes(tensors, dim, path)
+    if len({tensor.device for tensor in tensors}) > 1 and all(not t.is_cpu for t in tensors):
+        target: Any = "cpu" if device.type == "cpu" else device
+        return nn.parallel.gather(tensors, target, dim)  # type: ignore[no-any-return]
+    here = [tensor.to(device) for tensor in tensors]
+    return here[0] if len(here) == 1 else torch.cat(here, dim)
+
+
+def _check_shapes(tensors: Sequence[Tensor], dim: int, path: str) -> None:
+    """Raise `ShapeError` unless the shapes differ on axis `dim` only."""
+    shapes = [list(t.shape) for t in tensors if not t.is_nested and t.shape != (0,)]
+    if all(-len(shape) <= dim < len(shape) for shape in shapes):
+        others = [(len(shape), shape[:dim] + shape[dim:][1:]) for shape in shapes]
+        if all(other == others[0] for other in others):
+            return
+    raise ShapeError(
+        f"expected tensors from all replicas that differ in size on axis {dim} only, got at {path} "
+        + _by_replica([f"shape {tuple(t.shape)}" for t in tensors])
+        + "; pad them to one size in the model"
+    )
+
+
+def _check_same(outputs: Sequence[Any], path: str) -> None:
+    """Raise `ShapeError` unless there is only one output, or no tensor in it and all are equal."""
+    first = outputs[0]
+    if len(outputs) == 1:
+        return
+    hidden = find_tensor(first)
+    if hidden is not None or isinstance(first, PackedSequence):
+        raise ShapeError(
+            f"expected outputs that can be joined, got a {type(first).__name__} with tensors "
+            f"at {path} from each replica; return its tensors in a dictionary or dataclass"
+        )
     if not all(_same(output, first) for output in outputs):
         raise ShapeError(
-            f"expected tensors, or the same {type(first).__name__} from all replicas, got "
-            f"{outputs!r:.200}; return a tensor"
+            f"expected tensors, or the same {type(first).__name__} from all replicas, got at "
+            f"{path} "
+            + _by_replica([f"{output!r:.60}" for output in outputs])
+            + "; return a tensor"
         )
-    return first
+
+
+def _by_replica(named: Sequence[str]) -> str:
+    return ", ".join(f"{what} from replica {i}" for i, what in enumerate(named))
 
 
 def _same(a: Any, b: Any) -> bool:

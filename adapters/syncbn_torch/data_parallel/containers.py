@@ -1,0 +1,129 @@
+"""Take a container apart by one level, and make the same kind of container from other values.
+
+Containers are tuples, lists and mappings of any class, dataclasses, and what is registered with
+torch's pytree, such as the outputs of transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from syncbn_torch._torch_private import registered_node
+from syncbn_torch.data_parallel.hidden_tensors import find_tensor, named
+
+__all__ = ["PLAIN", "Node", "node"]
+
+
+class Node(NamedTuple):
+    """A container, taken apart."""
+
+    values: Sequence[Any]
+    # how to reach each value, such as `[0]`, `["boxes"]` or `.logits`
+    keys: Sequence[str]
+    # makes the same kind of container from other values
+    make: Callable[[list[Any]], Any]
+    # what else containers that are joined must have in common
+    settings: Any = None
+
+
+# What is often met, and no container.
+PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
+def node(tree: Any, settings_too: bool = False) -> Node | None:
+    """`tree` taken apart; None if it is no container.
+
+    A dataclass without tensors holds settings, and is a container only with `settings_too`.
+    """
+    kind = type(tree)
+    if kind in PLAIN:
+        return None
+    if kind is tuple or kind is list:
+        return Node(tree, _numbers(tree), kind)
+    if kind is dict:
+        return Node(list(tree.values()), _names(tree), lambda v: dict(zip(tree, v, strict=True)))
+    if isinstance(tree, (Tensor, PackedSequence)):
+        return None
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return Node(tree, _attributes(tree._fields), lambda v: _like_named_tuple(tree, v))
+    if kind is not OrderedDict and kind is not defaultdict:
+        registered = registered_node(tree)
+        if registered is not None:
+            values, make, settings = registered
+            return Node(values, _keys_of_registered(tree, len(values)), make, settings)
+    if isinstance(tree, Mapping):
+        return Node(list(tree.values()), _names(tree), lambda v: _like_mapping(tree, v))
+    if isinstance(tree, (list, tuple)):
+        return Node(tree, _numbers(tree), lambda v: _like_sequence(tree, v))
+    if dataclasses.is_dataclass(kind) and (settings_too or find_tensor(tree) is not None):
+        names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        values = [getattr(tree, name) for name in names]
+        return Node(values, _attributes(names), lambda v: _like_dataclass(tree, names, v))
+    return None
+
+
+def _numbers(values: Sequence[Any]) -> list[str]:
+    return [f"[{index}]" for index in range(len(values))]
+
+
+def _names(tree: Mapping[Any, Any]) -> list[str]:
+    return [named(key) for key in tree]
+
+
+def _attributes(names: Sequence[str]) -> list[str]:
+    return [f".{name}" for name in names]
+
+
+def _keys_of_registered(tree: Any, length: int) -> list[str]:
+    if isinstance(tree, Mapping) and len(tree) == length:
+        return _attributes(list(tree)) if dataclasses.is_dataclass(tree) else _names(tree)
+    return [f"[{index}]" for index in range(length)]
+
+
+def _like_named_tuple(tree: Any, values: list[Any]) -> Any:
+    return _with_attributes(tree, type(tree)._make(values))
+
+
+def _like_sequence(tree: Any, values: list[Any]) -> Any:
+    if isinstance(tree, tuple):
+        return _with_attributes(tree, type(tree)(values))
+    made: Any = copy.copy(tree)
+    made[:] = values
+    return made
+
+
+def _with_attributes(tree: Any, made: Any) -> Any:
+    """`made` with the attributes that a subclass may have added to `tree`."""
+    if getattr(tree, "__dict__", None):
+        made.__dict__.update(tree.__dict__)
+    return made
+
+
+def _like_mapping(tree: Any, values: list[Any]) -> Any:
+    new = dict(zip(tree, values, strict=True))
+    if not isinstance(tree, MutableMapping):
+        return type(tree)(new)
+    made: Any = copy.copy(tree)  # keeps settings such as the factory of a defaultdict
+    made.update(new)
+    attributes = getattr(tree, "__dict__", None) or {}
+    if attributes is tree:  # dictionaries whose keys are also their attributes
+        made.__dict__ = made
+    else:
+        mirrored = {k: new[k] for k in tree if attributes.get(k, new) is tree[k]}
+        if mirrored:
+            made.__dict__.update(mirrored)
+    return made
+
+
+def _like_dataclass(tree: Any, names: list[str], values: list[Any]) -> Any:
+    made = copy.copy(tree)  # not its constructor, which may check or compute something
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # frozen ones too
+    return made

@@ -1,0 +1,503 @@
+"""Containers of every kind split and join; what can't be is named with its path."""
+
+import argparse
+import copy
+import dataclasses
+import io
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree
+
+from syncbn_core.errors import ArgumentError, ShapeError
+from syncbn_torch import DataParallelWithCallback, Shared, SynchronizedBatchNorm1d
+
+
+class Calls(nn.Module):
+    """Returns what `function` makes of the arguments, and keeps them in the order of replicas."""
+
+    def __init__(self, function: Callable[..., Any] = lambda x: x) -> None:
+        super().__init__()
+        self.function = function
+        self.got: dict[int, Any] = {}
+        self.copy_id = 0
+
+    def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+        self.copy_id = copy_id
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.got[self.copy_id] = args[0] if args else kwargs
+        return self.function(*args, **kwargs)
+
+
+def halves(tree: Any, **settings: Any) -> tuple[list[Any], Any]:
+    """What each of two replicas gets for `tree`, and what joins from it."""
+    model = Calls()
+    joined = DataParallelWithCallback(model, replicas=2, **settings)(tree)
+    return [model.got[i] for i in sorted(model.got)], joined
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+class PairWithName(Pair):
+    name = "none"
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    y: Any = None
+    name: str = "set"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenBatch:
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Computed:
+    """Its constructor computes a field, and takes something that is no field."""
+
+    x: Any
+    factor: dataclasses.InitVar[int]
+    y: Any = dataclasses.field(init=False)
+
+    def __post_init__(self, factor: int) -> None:
+        self.y = self.x * factor
+
+
+class Registered:
+    def __init__(self, x: Any, y: Any, unit: str) -> None:
+        self.x, self.y, self.unit = x, y, unit
+
+
+_pytree.register_pytree_node(
+    Registered, lambda r: ([r.x, r.y], r.unit), lambda values, unit: Registered(*values, unit)
+)
+
+
+class Attributes(dict[str, Any]):
+    """A dictionary whose keys are its attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        self.__dict__ = self
+
+
+class Mirrored(dict[str, Any]):
+    """A dictionary with a copy of each value in an attribute."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        self.__dict__.update(values)
+
+
+class ListWithName(list[Any]):
+    name = "none"
+
+
+def named(thing: Any) -> Any:
+    thing.name = "kept"
+    return thing
+
+
+x, y = torch.randn(5, 2), torch.randn(5, 3)
+
+TREES: list[tuple[Any, Callable[[Any], Any]]] = [
+    ((x, y), lambda t: t),
+    ([x, [y]], lambda t: (t[0], t[1][0])),
+    ({"x": x, 3: y}, lambda t: (t["x"], t[3])),
+    (Pair(x, y), lambda t: t),
+    (named(PairWithName(x, y)), lambda t: t if t.name == "kept" else None),
+    (Batch(x, y, "own"), lambda t: (t.x, t.y) if t.name == "own" else None),
+    (FrozenBatch(x, y), lambda t: (t.x, t.y)),
+    (Computed(x, 2), lambda t: (t.x, t.y)),
+    (Registered(x, y, "m"), lambda t: (t.x, t.y) if t.unit == "m" else None),
+    (UserDict(x=x, y=y), lambda t: (t["x"], t["y"])),
+    (OrderedDict(x=x, y=y), lambda t: (t["x"], t["y"])),
+    (defaultdict(list, x=x, y=y), lambda t: (t["x"], t["y"]) if t["z"] == [] else None),
+    (MappingProxyType({"x": x, "y": y}), lambda t: (t["x"], t["y"])),
+    (deque([x, y], maxlen=2), lambda t: tuple(t) if t.maxlen == 2 else None),
+    (Attributes(x=x, y=y), lambda t: (t.x, t["y"])),
+    (Mirrored(x=x, y=y), lambda t: (t.x, t["y"])),
+    (named(ListWithName([x, y])), lambda t: tuple(t) if t.name == "kept" else None),
+    (torch.max(torch.randn(5, 2, 3), 2), lambda t: (t.values, t.indices)),
+    (Batch(Pair(x, UserDict(y=[y]))), lambda t: (t.x.x, t.x.y["y"][0])),
+]
+
+
+@pytest.mark.parametrize(("tree", "tensors"), TREES, ids=[type(tree).__name__ for tree, _ in TREES])
+def test_every_kind_of_container_splits_and_joins(tree: Any, tensors: Any) -> None:
+    first, second = tensors(tree)
+    before = copy.deepcopy((first, second))
+    (a, b), joined = halves(tree)
+    for made, part in ((a, slice(3)), (b, slice(3, 5)), (joined, slice(5))):
+        assert type(made) is type(tree)
+        for value, whole in zip(tensors(made), (first, second), strict=True):
+            assert torch.equal(value, whole[part])
+    assert all(map(torch.equal, tensors(tree), before))  # the caller's own is as it was
+
+
+def test_dictionaries_in_another_order_join_by_key() -> None:
+    model = Calls(lambda x: {"a": x, "b": -x} if x[0, 0] else {"b": -x, "a": x})
+    x = torch.tensor([[0.0], [1.0]])
+    out = DataParallelWithCallback(model, replicas=2)(x)
+    assert torch.equal(out["a"], x)
+    assert torch.equal(out["b"], -x)
+
+
+def test_the_class_of_a_tensor_stays_as_chunk_keeps_it() -> None:
+    class Own(Tensor):
+        pass
+
+    (a, _), _ = halves(x.as_subclass(Own))
+    assert type(a) is Own
+
+
+def test_keyword_arguments_split() -> None:
+    model = Calls(lambda batch, scale: batch.x * scale)
+    out = DataParallelWithCallback(model, replicas=2)(batch=Batch(x), scale=2)
+    assert torch.equal(out, x * 2)
+    assert len(model.got[1]["batch"].x) == 2
+
+
+def test_results_and_gradients_through_dataclasses_are_those_of_the_whole_batch() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(2)
+
+        def forward(self, batch: Batch) -> Batch:
+            z = self.bn(batch.x)
+            return Batch(z, z.square().sum(), batch.name)
+
+    model, leaf, twin = Model(), x.clone().requires_grad_(), x.clone().requires_grad_()
+    out = DataParallelWithCallback(model, replicas=3)(Batch(leaf, name="own"))
+    expected = nn.BatchNorm1d(2)(twin)
+    torch.testing.assert_close(out.x, expected)
+    assert out.name == "own"
+    assert out.y.shape == (3,)  # a scalar of each replica, as nn.DataParallel
+    (out.x.pow(3).sum() + out.y.sum()).backward()
+    (expected.pow(3).sum() + expected.square().sum()).backward()
+    torch.testing.assert_close(leaf.grad, twin.grad)
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def with_attribute(container: Any, value: Any) -> Any:
+    container.extra = value
+    return container
+
+
+UNSPLITTABLE: list[tuple[Any, str]] = [
+    (Holder(x), r"a Holder at args\[1\] with a tensor at args\[1\]\.value; .*Shared"),
+    ({"boxes": [Holder(x)]}, r'args\[1\]\["boxes"\]\[0\]\.value'),
+    (Holder({"a": (1, Slotted(x))}), r'args\[1\]\.value\["a"\]\[1\]\.value'),
+    (argparse.Namespace(x=x), r"args\[1\]\.x"),
+    ({x}, r"a set at args\[1\]"),
+    (with_attribute(ListWithName(), x), r"args\[1\]\.extra"),
+    (with_attribute(Batch(1), [x]), r"args\[1\]\.extra\[0\]"),
+    (Holder(iter([])), r"args\[1\]\.value"),
+    ((value for value in [x]), r"an iterator \(generator\) at args\[1\].*pass a list"),
+    (zip([x], [x], strict=True), r"an iterator \(zip\) at args\[1\]"),
+    (pack_sequence([x, y[:, :2]]), r"a PackedSequence at args\[1\]; .*padded tensor"),
+    (x.to_sparse(), r"args\[1\] of layout torch.sparse_coo"),
+]
+
+
+@pytest.mark.parametrize(("thing", "text"), UNSPLITTABLE)
+def test_an_argument_that_cannot_be_split_is_named_with_its_path(thing: Any, text: str) -> None:
+    model = Calls(lambda x, thing: x)
+    with pytest.raises(ShapeError, match=text):
+        DataParallelWithCallback(model, replicas=2)(x, thing)
+    assert not model.got
+    DataParallelWithCallback(Calls(lambda x, thing: x), replicas=1)(x, thing)  # nothing to split
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_nested_tensors_are_named() -> None:
+    nested = torch.nested.nested_tensor([x, y], layout=torch.strided)
+    with pytest.raises(ShapeError, match=r'class Tensor; .* batch_sizes="even"'):
+        DataParallelWithCallback(Calls(), replicas=2)(nested)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        "text", 3, None, np.ones(2), torch.float32, torch.device("cpu"), Holder([1]), Batch(1),
+        nn.Linear(1, 1), nn.Linear(1, 1).forward, lambda: x, io.StringIO("text"), {1, 2}, Holder,
+        torch.Size([2, 3]), argparse.Namespace(lr=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_objects_without_tensors_go_to_every_replica(thing: Any) -> None:
+    model = Calls(lambda x, thing: thing)
+    out = DataParallelWithCallback(model, replicas=2)(x, thing)
+    assert out is thing or out == thing
+
+
+def test_shared_arguments_go_to_every_replica_whole() -> None:
+    weights = torch.randn(7, requires_grad=True)
+    model = Calls(lambda x, w, batch: x[:, :1] * w.sum() + batch["w"][0].value.sum())
+    expected = x[:, :1] * weights.sum() + weights.sum()
+    for arguments in ({"replicas": 2}, {"replicas": 1}, {"device_ids": ["cpu"] * 5}):
+        batch = {"w": Shared([Holder(weights)])}
+        wrapper = DataParallelWithCallback(model, **arguments)
+        torch.testing.assert_close(wrapper(x, Shared(weights), batch=batch), expected)
+        torch.testing.assert_close(wrapper(x, w=Shared(weights), batch=batch), expected)
+    torch.autograd.grad(wrapper(x, Shared(weights), batch=batch).sum(), weights)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_shared_arguments_reach_a_model_that_is_not_replicated() -> None:
+    wrapper = DataParallelWithCallback(Calls(lambda x, w: x * w))
+    assert torch.equal(wrapper(x, w=Shared(2)), x * 2)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        (lambda i, x: Batch(x, i), r"the same int .* output\.y 0 from replica 0, 1 from replica 1"),
+        (lambda i, x: Batch(None if i else x), r"at output\.x Tensor from replica 0, NoneType"),
+        (lambda i, x: {"a": [x, x[:, i:]]}, r'output\["a"\]\[1\] shape \(3, 2\) from replica 0'),
+        (lambda i, x: (x, Holder(x)), r"a Holder with tensors at output\[1\] from each"),
+        (lambda i, x: (x, shared), r"a Holder with tensors at output\[1\] from each"),
+        (lambda i, x: (x, Holder(i)), r"the same Holder from all replicas, got at output\[1\]"),
+        (lambda i, x: Registered(x, 1, "mk"[i]), r"Registered with the same settings .* at output"),
+        (lambda i, x: Pair(x, [0] * i), r"one length .* output\.y 0 values"),
+        (lambda i, x: UserDict({str(i): x}), r"same keys .* at output 1 values"),
+        (lambda i, x: (x, x[0, 0] if i else x), r"output\[1\] shape \(3, 2\) from replica 0"),
+    ],
+)
+def test_a_result_that_cannot_be_joined_is_named_with_its_path(outputs: Any, text: str) -> None:
+    class Model(Calls):
+        def forward(self, x: Tensor) -> Any:
+            return outputs(self.copy_id, x)
+
+    with pytest.raises(ShapeError, match=text):
+        DataParallelWithCallback(Model(), replicas=2)(x)
+
+
+shared = Holder(x)
+
+
+def test_a_container_that_cannot_be_made_again_is_named() -> None:
+    class Fixed(Mapping[str, Any]):
+        def __init__(self) -> None:
+            self.values_ = {"x": x}
+
+        def __getitem__(self, key: str) -> Any:
+            return self.values_[key]
+
+        def __iter__(self) -> Any:
+            return iter(self.values_)
+
+        def __len__(self) -> int:
+            return len(self.values_)
+
+    with pytest.raises(ShapeError, match=r"got a Fixed at args\[0\], which raised TypeError"):
+        halves(Fixed())
+
+
+# Lists of samples
+
+
+class Detector(nn.Module):
+    """Samples of their own sizes in, losses (training) or one result for each (eval) out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(3)
+
+    def forward(self, images: list[Tensor], targets: list[Any] | None = None) -> Any:
+        features = self.bn(torch.stack([image.flatten(1).mean(1) for image in images]))
+        if targets is not None:
+            wanted = torch.stack([target["boxes"].sum() for target in targets])
+            return {"loss": (features.sum(1) * wanted).sum()}
+        return [
+            {"boxes": torch.ones(i.shape[1], 4), "f": f}
+            for i, f in zip(images, features, strict=True)
+        ]
+
+
+def samples(count: int = 5) -> tuple[list[Tensor], list[Any]]:
+    return (
+        [torch.randn(3, 4 + i, 5).double() for i in range(count)],
+        [{"boxes": torch.randn(i, 4).double(), "meta": Holder(x)} for i in range(count)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [("even", [3, 2]), ([1, 4], [1, 4]), (lambda n: [n - 2, 2], [3, 2]), ([5], [5])],
+)
+def test_lists_of_samples_split_by_sample(sizes: Any, expected: list[int]) -> None:
+    model = Detector().double()
+    twin = copy.deepcopy(model)
+    wrapper = DataParallelWithCallback(model, replicas=2, batch_sizes=sizes)
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))
+    images, targets = samples()
+    losses = wrapper(images, targets=targets)
+    assert sorted(seen) == sorted(expected)
+    assert losses["loss"].shape == (len(expected),)
+    torch.testing.assert_close(losses["loss"].sum(), twin(images, targets)["loss"])
+    torch.testing.assert_close(model.bn.running_var, twin.bn.running_var)
+    results = wrapper.eval()(images)
+    torch.testing.assert_close(results, twin.eval()(images))
+
+
+def test_tensors_beside_lists_split_alike() -> None:
+    model = Calls(lambda x, names, pair: (x, names))
+    wrapper = DataParallelWithCallback(model, replicas=3, batch_sizes=[1, 2, 2])
+    names = list("abcde")
+    out = wrapper(x, names, pair=("not", "samples"))
+    assert torch.equal(out[0], x)
+    assert out[1] == names
+    assert [len(model.got[i]) for i in range(3)] == [1, 2, 2]
+    wrapper.batch_sizes = "even"  # between forwards
+    wrapper(x, names, pair=())
+    assert [len(model.got[i]) for i in range(3)] == [2, 2, 1]
+
+
+def test_a_small_list_uses_fewer_replicas() -> None:
+    wrapper = DataParallelWithCallback(Calls(), replicas=4, batch_sizes="even")
+    for count in (1, 2, 3, 4, 9):
+        images, _ = samples(count)
+        out = wrapper(images)
+        assert all(map(torch.equal, out, images))
+    assert wrapper([]) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arguments", "text"),
+    [
+        ("even", ([x, x], y), r"one number of samples.* got 2 at args\[0\], 5 at args\[1\]"),
+        ([2, 2], (x, y), r"batch of 5 and at most 2 replicas, got \[2, 2\], 4 in all"),
+        ([2, 2, 1], (x, y), "at most 2 replicas"),
+        (lambda n: [n, 0], (x, y), r"positive sizes from batch_sizes\(5\), got \[5, 0\]"),
+        (lambda n: n, (x, y), "positive sizes"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(sizes: Any, arguments: Any, text: str) -> None:
+    wrapper = DataParallelWithCallback(Calls(), replicas=2, batch_sizes=sizes)
+    with pytest.raises(ValueError, match=text):
+        wrapper(*arguments)
+
+
+@pytest.mark.parametrize("sizes", ["odd", [], [0], [1.5], 4, {3: 2}])
+def test_settings_that_are_no_sizes_are_named(sizes: Any) -> None:
+    with pytest.raises(ArgumentError, match='expected batch_sizes="even", a list'):
+        DataParallelWithCallback(Calls(), replicas=2, batch_sizes=sizes)
+
+
+def test_a_list_of_results_needs_an_entry_for_each_sample() -> None:
+    wrapper = DataParallelWithCallback(Calls(lambda x: [x]), replicas=2, batch_sizes="even")
+    with pytest.raises(ShapeError, match=r"at output 1 for 3 from replica 0, 1 for 2 .* tuple"):
+        wrapper(x)
+
+
+def test_without_batch_sizes_lists_are_containers_and_the_error_tells_of_them() -> None:
+    images = [torch.randn(3, 2), torch.randn(1, 2)]
+    with pytest.raises(ShapeError, match=r'1 at args\[0\]\[1\], 3 at args\[0\]\[0\].*="even"'):
+        DataParallelWithCallback(Calls(), replicas=2)(images)
+
+
+# Several GPUs, with stand-ins for what copies to and from them
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> DataParallelWithCallback:
+    def scatter(tensor: Tensor, devices: list[torch.device], dim: int) -> Any:
+        assert [device.index for device in devices] == list(range(len(devices)))
+        return tensor.chunk(len(devices), dim)
+
+    monkeypatch.setattr(nn.parallel, "scatter", scatter)
+    wrapper = DataParallelWithCallback(nn.Identity(), device_ids=["cpu"])
+    wrapper.device_ids = [0, 1]
+    return wrapper
+
+
+@pytest.mark.parametrize(("tree", "tensors"), TREES, ids=[type(tree).__name__ for tree, _ in TREES])
+def test_every_kind_of_container_splits_over_gpus(
+    on_gpus: DataParallelWithCallback, tree: Any, tensors: Any
+) -> None:
+    args, kwargs = on_gpus.scatter(("same",), {"batch": tree}, [0, 1])
+    assert args == [("same",)] * 2
+    for made, part in zip(kwargs, (slice(3), slice(3, 5)), strict=True):
+        assert type(made["batch"]) is type(tree)
+        for value, whole in zip(tensors(made["batch"]), tensors(tree), strict=True):
+            assert torch.equal(value, whole[part])
+
+
+def test_what_cannot_be_split_over_gpus_is_named(on_gpus: DataParallelWithCallback) -> None:
+    with pytest.raises(ShapeError, match=r"kwargs\[\"batch\"\]\.value"):
+        on_gpus.scatter((), {"batch": Holder(x)}, [0, 1])
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    index = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+    def view(self, *size: int) -> Any:
+        made = super().view(*size)
+        made.index = self.index
+        return made
+
+
+def test_results_of_several_gpus_join_by_path(
+    on_gpus: DataParallelWithCallback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scalar of each GPU becomes a vector, without the warning of torch."""
+
+    def gather(tensors: Any, device: Any, dim: int) -> Tensor:
+        assert device == torch.device("cuda", 0)
+        assert all(tensor.dim() > 0 for tensor in tensors)
+        return torch.cat([tensor.as_subclass(Tensor) for tensor in tensors], dim)
+
+    monkeypatch.setattr(nn.parallel, "gather", gather)
+
+    def there(tensor: Tensor, index: int) -> Tensor:
+        made = tensor.as_subclass(OnGpu)
+        made.index = index
+        return made
+
+    outputs = [
+        Batch(there(part, i), there(part.sum(), i), "own") for i, part in enumerate(x.chunk(2))
+    ]
+    joined = on_gpus.gather(outputs, 0)
+    assert torch.equal(joined.x, x)
+    assert joined.y.shape == (2,)
+    with pytest.raises(ShapeError, match=r"output\.name 'a' from replica 0"):
+        on_gpus.gather([Batch(o.x, o.y, name) for o, name in zip(outputs, "ab", strict=True)], 0)
