@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from syncbn_torch.verify.prepare import (
     check_model,
     converted,
     copy_of,
+    duplicate,
     make_alone,
     random_state_kept,
     seed_everything,
@@ -137,9 +137,9 @@ def _report(
     if not can_run:
         split = _not_run(count)
     elif ranks is None:
-        split = split_over_replicas(copy.deepcopy(base), parts, whole, loss)
+        split = split_over_replicas(duplicate(base), parts, whole, loss)
     else:
-        split = split_over_ranks(copy.deepcopy(base), parts, whole, loss, ranks)
+        split = split_over_ranks(duplicate(base), parts, whole, loss, ranks)
     registered = dict(base.named_modules())
     judged = [
         judge_layer(name, layer, whole, split, name in registered, wrong.get(name, ""))
@@ -184,7 +184,7 @@ def _whole(
     """The undivided step; an error on one rank is one on all."""
     error: Exception | None = None
     try:
-        whole = whole_step(copy.deepcopy(base), _again(arguments), loss)
+        whole = whole_step(duplicate(base), _again(arguments), loss)
     except Exception as raised:
         error = raised
     if ranks is not None:
@@ -204,7 +204,7 @@ def _random(
     base: nn.Module, arguments: Arguments, loss: Callable[[Any], Any], whole: Whole
 ) -> tuple[str, ...]:
     """Where the model draws random numbers that change its output; empty if it does not."""
-    model = make_alone(copy.deepcopy(base))
+    model = make_alone(duplicate(base))
     args, kwargs = _again(arguments)
     seed_everything(1)
     with torch.no_grad():

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Tolerance", "difference", "join_axis", "joined", "moments", "tensors_of", "tolerance"]
+__all__ = [
+    "Tolerance",
+    "buffer_difference",
+    "difference",
+    "join_axis",
+    "joined",
+    "moments",
+    "tensors_of",
+    "tolerance",
+]
 
 
 class Tolerance:
     """What counts as rounding, as a share of the largest value: of a layer, of the whole model.
 
-    Rounding errors grow from layer to layer, so the whole model may differ by more.
+    Rounding errors grow from layer to layer, so the whole model may differ by more. In 16 bits
+    they grow so much that nothing can be said about the whole model.
     """
 
     def __init__(self, layer: float, model: float) -> None:
@@ -27,8 +38,8 @@ _TOLERANCES = {torch.float64: Tolerance(1e-8, 1e-6), torch.float32: Tolerance(2e
 
 
 def tolerance(dtype: torch.dtype) -> Tolerance:
-    """The tolerance for tensors of `dtype`; 16-bit types have the widest."""
-    return _TOLERANCES.get(dtype, Tolerance(2e-2, 0.3))
+    """The tolerance for tensors of `dtype`; types of 16 bits have the widest."""
+    return _TOLERANCES.get(dtype, Tolerance(2e-2, math.inf))
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -60,6 +71,23 @@ def difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0
     apart = (actual - expected)[differing].abs().max().item() / (max(largest, floor) or 1.0)
     return apart if apart == apart else float("inf")
+
+
+def buffer_difference(after: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float | None:
+    """The largest difference of buffers with the same names; None if there are none.
+
+    A running mean may be rounding alone, after a layer whose output has mean 0. So it is compared
+    with the running standard deviation, if that is larger.
+    """
+    found = []
+    for name, buffer in expected.items():
+        if name in after:
+            place, is_mean, _ = name.rpartition("running_mean")
+            var = expected.get(f"{place}running_var") if is_mean else None
+            floor = 0.0 if var is None or not var.numel() else var.abs().max().item() ** 0.5
+            floor = floor if math.isfinite(floor) else 0.0
+            found.append(difference(after[name].to(buffer.device), buffer, floor))
+    return max(found, default=None)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

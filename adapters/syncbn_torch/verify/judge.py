@@ -6,9 +6,8 @@ all of its input at once. So only the layers that went wrong are blamed, not tho
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
-from syncbn_torch.verify.figures import difference, joined, moments, tolerance
-from syncbn_torch.verify.prepare import make_alone
+from syncbn_torch.verify.figures import buffer_difference, difference, joined, moments, tolerance
+from syncbn_torch.verify.prepare import duplicate, make_alone
 from syncbn_torch.verify.recording import Call
 from syncbn_torch.verify.report import LayerReport, Verdict
 from syncbn_torch.verify.steps import Split, Whole
@@ -112,12 +111,12 @@ def _verdict(
         )
     if wrong_group:
         return "wrong group", f"{wrong_group}."
+    if type(layer) in _PLAIN or (figures is not None and not figures.right):
+        return "not synchronized", _why_not(layer, registered)
     if figures is None:
         if split.error:
             return "not reached", ""
-        return "unclear", (unable or "its output is not a tensor") + "; check it by hand."
-    if not figures.right or type(layer) in _PLAIN:
-        return "not synchronized", _why_not(layer, registered)
+        return "unclear", f"{unable or 'its output is not a tensor'}. Check it by hand."
     known = isinstance(layer, (_SynchronizedBatchNorm, nn.SyncBatchNorm))
     if not known and isinstance(layer, _BatchNorm) and figures.separate <= 10 * figures.limit:
         return "unclear", (
@@ -184,25 +183,28 @@ def _drift(whole: Sequence[Call], calls: Sequence[Sequence[Call]]) -> float | No
 def _replayed(layer: nn.Module, calls: Sequence[Sequence[Call]], buffers: Buffers) -> _Replay:
     """Call the layer with the joined input of all parts, once for each call of the parts."""
     home = next((t.device for t in [*layer.parameters(), *layer.buffers()]), None)
-    once = make_alone(copy.deepcopy(layer))
+    once = make_alone(duplicate(layer))
+    # normalized values are about 1, times the weight; an input of equal values gives rounding alone
+    weight = getattr(layer, "weight", None)
+    unit = weight.detach().abs().max().item() if isinstance(weight, Tensor) else 1.0
     output, gradient, separate, limit = 0.0, [], 0.0, 0.0
     for own in zip(*calls, strict=True):
         given = joined([call.x for call in own])
         x = given.to(home or given.device).requires_grad_()
-        before = copy.deepcopy(once)
+        before = duplicate(once)
         y = once(x)
         actual = joined([call.y for call in own if call.y is not None]).to(y.device)
-        output = max(output, difference(actual, y))
-        separate = max(separate, _separate(before, own, y))
+        output = max(output, difference(actual, y, unit))
+        separate = max(separate, _separate(before, own, y, unit))
         limit = max(limit, tolerance(x.dtype).layer, tolerance(y.dtype).layer)
         gradient += _gradient(x, y, own)
-    running = [
-        difference(after[name].to(buffer.device), buffer)
-        for after in buffers
-        for name, buffer in once.named_buffers()
-        if name in after
-    ]
-    return _Replay(output, max(gradient, default=None), max(running, default=None), separate, limit)
+    running = _largest(buffer_difference(after, dict(once.named_buffers())) for after in buffers)
+    return _Replay(output, _largest(gradient), running, separate, limit)
+
+
+def _largest(figures: Iterable[float | None]) -> float | None:
+    """The largest figure that is known; None if none is."""
+    return max((figure for figure in figures if figure is not None), default=None)
 
 
 def _gradient(x: Tensor, y: Tensor, calls: Sequence[Call]) -> list[float]:
@@ -224,12 +226,12 @@ def _spread(x: Tensor) -> float:
     return moments(x)[1].max().item() if x.numel() else 0.0
 
 
-def _separate(layer: nn.Module, calls: Sequence[Call], y: Tensor) -> float:
+def _separate(layer: nn.Module, calls: Sequence[Call], y: Tensor, unit: float) -> float:
     """How far off the output would be if each part were normalized by itself."""
     try:
         with torch.no_grad():
-            alone = [copy.deepcopy(layer)(call.x.to(y.device)) for call in calls]
-            return difference(joined(alone), y)
+            alone = [duplicate(layer)(call.x.to(y.device)) for call in calls]
+            return difference(joined(alone), y, unit)
     except ValueError:  # one value per channel
         return math.inf
 
@@ -270,11 +272,6 @@ def model_differences(
         difference(split.gradients.get(name, torch.zeros_like(g)), g, floor)
         for name, g in whole.gradients.items()
     ]
-    buffers = [
-        difference(own[name].to(buffer.device), buffer)
-        for own in split.buffers
-        for name, buffer in whole.buffers.items()
-        if name in own
-    ]
+    buffers = _largest(buffer_difference(own, whole.buffers) for own in split.buffers)
     output = math.inf if split.mismatch else max(outputs, default=None)
-    return output, max(gradients, default=None), max(buffers, default=None)
+    return output, max(gradients, default=None), buffers

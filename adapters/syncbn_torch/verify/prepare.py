@@ -28,6 +28,7 @@ __all__ = [
     "check_model",
     "converted",
     "copy_of",
+    "duplicate",
     "make_alone",
     "random_state_kept",
     "seed_everything",
@@ -95,13 +96,19 @@ def arguments_of(batch: Any) -> Arguments:
     return (batch,), {}
 
 
+def duplicate(model: nn.Module) -> nn.Module:
+    """A deep copy; process groups can't be copied, so layers keep theirs."""
+    groups = [getattr(module, "process_group", None) for module in model.modules()]
+    return copy.deepcopy(model, {id(group): group for group in groups if group is not None})
+
+
 def copy_of(model: nn.Module) -> nn.Module:
     """A deep copy without gradients and without dropout and its relatives.
 
     Raises `ArgumentError` for a model that can't be copied.
     """
     try:
-        copied = copy.deepcopy(model)
+        copied = duplicate(model)
     except Exception as error:
         raise ArgumentError(
             f"expected a model that copy.deepcopy can copy, because all work is done on copies; "

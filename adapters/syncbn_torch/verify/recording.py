@@ -88,6 +88,23 @@ class Recorder:
         self.calls[name][part].append(call)
         return y
 
+    def again(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward that a checkpoint repeats.
+
+        Torch's layers update their running statistics once more. In the undivided step, where
+        they stand for ours, they must not.
+        """
+        counter = getattr(layer, "num_batches_tracked", None)
+        if self._remember is None or counter is None:
+            return run(*args, **kwargs)
+        momentum, count = layer.__dict__["momentum"], counter.clone()
+        layer.__dict__["momentum"] = 0.0
+        try:
+            return run(*args, **kwargs)
+        finally:
+            layer.__dict__["momentum"] = momentum
+            counter.copy_(count)
+
 
 def _recording(base: type[nn.Module], name: str, recorder: Recorder) -> type[nn.Module]:
     """A subclass of `base` with the same name that records its calls."""
@@ -95,7 +112,7 @@ def _recording(base: type[nn.Module], name: str, recorder: Recorder) -> type[nn.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(base.forward, self)
         if backward_task() != -1:  # a checkpoint computes the call again
-            return run(*args, **kwargs)
+            return recorder.again(self, run, args, kwargs)
         return recorder.call(name, self, run, args, kwargs)
 
     same = {"__module__": base.__module__, "__qualname__": base.__qualname__}
