@@ -1,5 +1,8 @@
 """The public names of syncbn_torch: PyTorch batch normalization over all replicas and processes."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from syncbn_core import __version__
 from syncbn_core.comm import exchange_report
 from syncbn_torch.batchnorm import (
@@ -21,6 +24,9 @@ from syncbn_torch.forward_together import forward_together
 from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.reference import BatchNorm2dReimpl
 
+if TYPE_CHECKING:
+    from syncbn_torch.verify import SyncReport, verify_sync
+
 __all__ = [
     "BatchNorm2dReimpl",
     "CallbackContext",
@@ -28,6 +34,7 @@ __all__ = [
     "DistributedCommunicator",
     "Shared",
     "SyncBatchNorm",
+    "SyncReport",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
@@ -41,4 +48,12 @@ __all__ = [
     "patch_sync_batchnorm",
     "revert_model",
     "set_sbn_eps_mode",
+    "verify_sync",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what checks models when it is first used: few programs need it."""
+    if name in ("SyncReport", "verify_sync"):
+        return getattr(import_module("syncbn_torch.verify"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,243 @@
+"""`verify_sync`: compare a training step over parts of a batch with the undivided step."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from syncbn_core.errors import ArgumentError
+from syncbn_torch.data_parallel.scatter_gather import split as split_batch
+from syncbn_torch.verify.figures import difference, tensors_of, tolerance
+from syncbn_torch.verify.judge import judge_layer, model_differences
+from syncbn_torch.verify.prepare import (
+    Arguments,
+    arguments_of,
+    check_model,
+    converted,
+    copy_of,
+    duplicate,
+    make_alone,
+    random_state_kept,
+    seed_everything,
+    tensors_in,
+    unwrapped,
+)
+from syncbn_torch.verify.ranks import Ranks
+from syncbn_torch.verify.recording import norm_layers
+from syncbn_torch.verify.report import LayerReport, SyncReport, Verdict
+from syncbn_torch.verify.steps import (
+    Split,
+    Whole,
+    sizes_of,
+    split_over_ranks,
+    split_over_replicas,
+    whole_step,
+)
+
+__all__ = ["LayerReport", "SyncReport", "Verdict", "verify_sync"]
+
+
+def verify_sync(
+    model: nn.Module,
+    batch: Any,
+    replicas: int | None = None,
+    *,
+    process_group: Any = None,
+    loss: Callable[[Any], Any] | None = None,
+    dtype: torch.dtype | None = torch.float64,
+) -> SyncReport:
+    """Check that a training step over parts of `batch` is that of the undivided batch.
+
+    Works on copies: the model, its gradients and the random number generators stay as they are.
+    Print the report that it returns; `report.ok` is the verdict. See docs/verify.md.
+
+    Args:
+        model: in training mode. Of a wrapper (`DataParallel`, `DistributedDataParallel`, of
+            torch.compile) the model within is checked.
+        batch: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Tensors are
+            split along axis 0.
+        replicas: how many replicas in threads take a part of the batch each; default is 2.
+        process_group: the ranks that take a part each, instead of replicas. All of them have to
+            call this with the same model and the whole batch; the parameters and the batch of the
+            first rank are used. Without `replicas` and `process_group` this is the default group,
+            if torch.distributed is initialized.
+        loss: what to compare and differentiate, computed from the output of each part; default
+            are all floating tensors in the output. A value that each part has in the same shape,
+            such as a scalar, is taken as a mean over samples.
+        dtype: of the copies and the batch; None leaves theirs. A model that can't compute in
+            `dtype` is checked in its own, and a note says so.
+
+    Raises `ArgumentError` for arguments that can't be checked, and what the model raises for the
+    undivided batch. What it raises for the split batch is in the report.
+    """
+    ranks = _ranks(replicas, process_group)
+    inner, note = unwrapped(model)
+    check_model(inner)
+    notes = [note] if note else []
+    with random_state_kept(), torch.inference_mode(False), torch.enable_grad():
+        report = _report(inner, batch, replicas or 2, ranks, loss or _identity, dtype, notes)
+    return report if ranks is None else ranks.from_first(report)
+
+
+def _ranks(replicas: int | None, process_group: Any) -> Ranks | None:
+    if replicas is not None:
+        if process_group is not None:
+            raise ArgumentError("expected replicas or process_group, got both; leave one out")
+        if not isinstance(replicas, int) or replicas < 2:
+            raise ArgumentError(f"expected 2 or more replicas, got {replicas!r}")
+        return None
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if process_group is None and not several:
+        return None
+    ranks = Ranks(process_group)
+    if ranks.size < 2:
+        raise ArgumentError("expected a process_group of 2 or more ranks, got one of 1 rank")
+    return ranks
+
+
+def _identity(output: Any) -> Any:
+    return output
+
+
+def _report(
+    model: nn.Module,
+    batch: Any,
+    replicas: int,
+    ranks: Ranks | None,
+    loss: Callable[[Any], Any],
+    dtype: torch.dtype | None,
+    notes: list[str],
+) -> SyncReport:
+    count = replicas if ranks is None else ranks.size
+    base, arguments = _prepared(model, batch, ranks, dtype)
+    parts = split_batch(arguments, count, 0, _device(base))
+    if len(parts) < (2 if ranks is None else count):
+        raise ArgumentError(
+            f"expected a batch of at least {count} samples, got {sum(sizes_of(parts))}; "
+            "pass the whole batch"
+        )
+    try:
+        whole = _whole(base, arguments, loss, ranks)
+    except Exception as error:
+        if dtype is None:
+            raise
+        notes.append(
+            f"the model can't compute in {_short(dtype)} ({_first_line(error)}), so it was checked "
+            "in its own dtype, in which small differences are not seen."
+        )
+        return _report(model, batch, replicas, ranks, loss, None, notes)
+    random = _random(base, arguments, loss, whole)
+    layers = norm_layers(base)
+    wrong, can_run = ({}, True) if ranks is None else ranks.wrong_groups(layers)
+    if not can_run:
+        split = _not_run(count)
+    elif ranks is None:
+        split = split_over_replicas(duplicate(base), parts, whole, loss)
+    else:
+        split = split_over_ranks(duplicate(base), parts, whole, loss, ranks)
+    registered = dict(base.named_modules())
+    judged = [
+        judge_layer(name, layer, whole, split, name in registered, wrong.get(name, ""))
+        for name, layer in layers.items()
+    ]
+    output, gradient, buffer = model_differences(whole, split)
+    own = dtype or next((t.dtype for t in base.parameters()), torch.get_default_dtype())
+    if split.mismatch:
+        notes.append(f"outputs of the parts do not join to those of the batch: {split.mismatch}.")
+    return SyncReport(
+        parts=f"{len(parts)} {'replicas' if ranks is None else 'ranks'}",
+        sizes=tuple(sizes_of(parts)),
+        dtype=_short(own),
+        layers=tuple(judged),
+        output=output,
+        gradient=gradient,
+        buffer=buffer,
+        tolerance=tolerance(own).model,
+        random=random,
+        error=split.error,
+        notes=tuple(notes),
+    )
+
+
+def _prepared(
+    model: nn.Module, batch: Any, ranks: Ranks | None, dtype: torch.dtype | None
+) -> tuple[nn.Module, Arguments]:
+    """A copy of the model and of its arguments in `dtype`, the same on all ranks."""
+    base = copy_of(model)
+    if dtype is not None:
+        base = base.double() if dtype is torch.float64 else base.to(dtype)
+    arguments = converted(arguments_of(batch), dtype, _device(base))
+    if ranks is not None:
+        ranks.share({**dict(base.named_parameters()), **dict(base.named_buffers())}, "model")
+        ranks.share({str(i): t for i, t in enumerate(tensors_in(arguments))}, "batch")
+    return base, arguments
+
+
+def _whole(
+    base: nn.Module, arguments: Arguments, loss: Callable[[Any], Any], ranks: Ranks | None
+) -> Whole:
+    """The undivided step; an error on one rank is one on all."""
+    error: Exception | None = None
+    try:
+        whole = whole_step(duplicate(base), _again(arguments), loss)
+    except Exception as raised:
+        error = raised
+    if ranks is not None:
+        texts = ranks.gather("" if error is None else _first_line(error))
+        bad = next((rank for rank, text in enumerate(texts) if text), None)
+        if error is None and bad is not None:
+            raise ArgumentError(
+                f"expected a model that takes the undivided batch, but on rank {bad} it raised "
+                f"{texts[bad]}"
+            )
+    if error is not None:
+        raise error
+    return whole
+
+
+def _random(
+    base: nn.Module, arguments: Arguments, loss: Callable[[Any], Any], whole: Whole
+) -> tuple[str, ...]:
+    """Where the model draws random numbers that change its output; empty if it does not."""
+    model = make_alone(duplicate(base))
+    args, kwargs = _again(arguments)
+    seed_everything(1)
+    with torch.no_grad():
+        outputs = tensors_of(loss(model(*args, **kwargs)))
+    same = [y.shape for y in outputs] == [y.shape for y in whole.outputs] and all(
+        difference(y, expected) <= tolerance(y.dtype).model
+        for y, expected in zip(outputs, whole.outputs, strict=True)
+    )
+    return () if same else tuple(whole.random) or ("where is not known",)
+
+
+def _not_run(count: int) -> Split:
+    return Split(
+        calls=lambda name: [[] for _ in range(count)],
+        begun=lambda name: [0] * count,
+        around=set(),
+        error="it was not run, because layers would wait for ranks that take no part in the check.",
+    )
+
+
+def _again(arguments: Arguments) -> Arguments:
+    """A copy for one more step, which may write into it."""
+    return converted(arguments)  # type: ignore[no-any-return]
+
+
+def _device(model: nn.Module) -> torch.device:
+    tensors = [*model.parameters(), *model.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _first_line(error: Exception) -> str:
+    return traceback.format_exception_only(error)[0].strip().partition("\n")[0]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

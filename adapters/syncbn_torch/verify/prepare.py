@@ -1,0 +1,200 @@
+"""Copies of the user's model to compare: without wrappers, without dropout, in one dtype."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from syncbn_core.comm import SingleCommunicator
+from syncbn_core.errors import ArgumentError
+from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
+from syncbn_torch.convert import _TO_TORCH
+from syncbn_torch.verify.recording import norm_layers
+
+__all__ = [
+    "Arguments",
+    "arguments_of",
+    "check_model",
+    "converted",
+    "copy_of",
+    "duplicate",
+    "make_alone",
+    "random_state_kept",
+    "seed_everything",
+    "tensors_in",
+    "unwrapped",
+]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Attributes with a probability; `p` is one only in classes of the kinds below.
+_PROBABILITIES = ("drop_prob", "drop_rate", "dropout", "dropout_p", "dropout_prob", "drop_path")
+_RANDOM_KINDS = ("Dropout", "DropPath", "StochasticDepth", "DropBlock")
+
+
+class Undivided(_BatchNorm):
+    """`nn.BatchNorm*d` for inputs of any rank: what `SyncBatchNorm` computes for a whole batch."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
+    """The model within `DataParallel`, `DistributedDataParallel` or torch.compile, and a note."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"expected an nn.Module, got {type(model).__name__}")
+    within = []
+    while True:
+        if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+            inner: Any = model.module
+        elif hasattr(model, "_orig_mod"):
+            inner = model._orig_mod
+        else:
+            break
+        within.append(type(model).__name__)
+        model = inner
+    return model, f"Checked is the model within {' within '.join(within)}." if within else ""
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `ArgumentError` for a model that can't be checked."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ArgumentError(
+                f"expected a model with all its parameters, got the lazy parameter {name}; "
+                "call the model once before"
+            )
+        if hasattr(tensor, "placements"):
+            raise ArgumentError(
+                f"expected a model with plain tensors, got the DTensor {name}; check the model "
+                "before fully_shard"
+            )
+    if not model.training:
+        raise ArgumentError(
+            "expected a model in training mode, got one in eval mode, in which batch norm does not "
+            "use the batch; call model.train()"
+        )
+
+
+def arguments_of(batch: Any) -> Arguments:
+    """`args, kwargs` of the model: a tuple is arguments, a dict keywords, all else one argument."""
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return batch, {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch,), {}
+
+
+def duplicate(model: nn.Module) -> nn.Module:
+    """A deep copy; process groups can't be copied, so layers keep theirs."""
+    groups = [getattr(module, "process_group", None) for module in model.modules()]
+    return copy.deepcopy(model, {id(group): group for group in groups if group is not None})
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy without gradients and without dropout and its relatives.
+
+    Raises `ArgumentError` for a model that can't be copied.
+    """
+    try:
+        copied = duplicate(model)
+    except Exception as error:
+        raise ArgumentError(
+            f"expected a model that copy.deepcopy can copy, because all work is done on copies; "
+            f"it raised {type(error).__name__}: {error}"
+        ) from error
+    for parameter in copied.parameters():
+        parameter.grad = None
+    for module in copied.modules():
+        _silence(module)
+    return copied
+
+
+def _silence(module: nn.Module) -> None:
+    """Switch off dropout and its relatives."""
+    kind = type(module).__name__
+    is_random = isinstance(module, _DropoutNd) or any(word in kind for word in _RANDOM_KINDS)
+    for name in (*_PROBABILITIES, *(("p",) if is_random else ())):
+        if isinstance(getattr(module, name, None), float):
+            setattr(module, name, 0.0)
+    if is_random or isinstance(module, nn.RReLU):
+        module.eval()
+
+
+def converted(
+    tree: Any, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Any:
+    """Copies of the tensors in nested containers, on `device`; floating ones in `dtype`."""
+    if isinstance(tree, Tensor):
+        tree = tree.detach().to(device=device or tree.device, copy=True)
+        return tree.to(dtype) if dtype is not None and tree.is_floating_point() else tree
+    if isinstance(tree, dict):
+        made = copy.copy(tree)
+        made.update({key: converted(value, dtype, device) for key, value in tree.items()})
+        return made
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*[converted(value, dtype, device) for value in tree])
+    if type(tree) in (list, tuple):
+        return type(tree)(converted(value, dtype, device) for value in tree)
+    return tree
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers, those that are split included."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    children = tree.values() if isinstance(tree, Mapping) else tree
+    if not isinstance(tree, (Mapping, list, tuple)):
+        return []
+    return [tensor for child in children for tensor in tensors_in(child)]
+
+
+def make_alone(model: nn.Module) -> nn.Module:
+    """Make the layers of a copy compute with torch's kernel over what they get, and nothing else.
+
+    Layers that torch does not have (eps_mode="clamp", subclasses) compute in a group of one.
+    """
+    for layer in norm_layers(model).values():
+        if isinstance(layer, _SynchronizedBatchNorm):
+            target = _TO_TORCH.get(type(layer))
+            if target is None or layer._rule.unusual is not None:
+                layer.process_group = SingleCommunicator()
+            else:
+                layer.__class__ = Undivided if type(layer) is SyncBatchNorm else target  # type: ignore[assignment]
+        elif type(layer) is nn.SyncBatchNorm:
+            layer.__class__ = Undivided  # type: ignore[assignment]
+    return model
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, NumPy and Python."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (models may use it)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the state of all global random number generators at the end."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    on_cpu, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else []
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(on_cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(on_cuda)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002

@@ -1,0 +1,147 @@
+"""A check over processes: the ranks tell each other what they do, so that none waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from syncbn_core.comm import CollectiveCall, Communicator
+from syncbn_core.errors import ArgumentError, CommError, ProtocolError
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.process_group import communicator_for, group_of
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The ranks of a process group, of which this process is one.
+
+    Before every exchange of a layer, the ranks compare what they are about to do. A rank that has
+    finished, or failed, takes part in these comparisons until all have. So every rank finds out
+    in the same moment that their calls differ, and nobody waits for a message that never comes.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.group = group_of(process_group)
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ArgumentError(
+                "expected a process_group that this process belongs to; call verify_sync in the "
+                "ranks of the group only"
+            )
+        self.size = dist.get_world_size(self.group)
+        self.members = dist.get_process_group_ranks(self.group)
+        self.stopped = ""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, which can be pickled, in rank order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """The value of rank 0 on every rank."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def share(self, tensors: Mapping[str, Tensor], what: str) -> None:
+        """Give the tensors of rank 0 to all ranks, in place."""
+        own = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
+        for rank, theirs in enumerate(self.gather(own)):
+            first = next((pair for pair in zip(own, theirs, strict=False) if len(set(pair)) > 1), 0)
+            if first or len(own) != len(theirs):
+                raise ArgumentError(
+                    f"expected the same {what} on all ranks, got {first or 'fewer tensors'} on "
+                    f"ranks {self.rank} and {rank}; pass the same model and the whole batch"
+                )
+        for tensor in tensors.values():
+            dist.broadcast(tensor.data, self.members[0], group=self.group)
+
+    def compare(self, text: str) -> None:
+        """Raise `ProtocolError` on every rank unless all ranks do the same."""
+        if self.stopped:
+            raise ProtocolError(self.stopped)
+        said = self.gather(text)
+        if len(set(said)) > 1:
+            each = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
+            self.stopped = f"expected the same call from every rank, got {each}"
+            raise ProtocolError(self.stopped)
+
+    def finish(self, what: str, error: str) -> str:
+        """Wait until all ranks have finished; returns the first error of any rank, or ""."""
+        if not self.stopped:
+            with contextlib.suppress(ProtocolError):
+                self.compare(f"{what} failed, {error}" if error else f"{what} is over")
+        follows = bool(self.stopped) and (not error or self.stopped in error)
+        text = self.stopped if follows else f"rank {self.rank}: {error}" if error else ""
+        errors = [pair for pair in self.gather((follows, text)) if pair[1]]
+        return str(min(errors)[1]) if errors else ""  # first those that follow from no other
+
+    def wrong_groups(self, layers: Mapping[str, nn.Module]) -> tuple[dict[str, str], bool]:
+        """Why layers do not synchronize over this group, and whether the model can run anyway."""
+        own = {name: self._wrong_group(layer) for name, layer in layers.items()}
+        wrong: dict[str, str] = {}
+        can_run = True
+        for found in self.gather(own):
+            for name, (reason, runs) in found.items():
+                can_run = can_run and runs
+                if reason:
+                    wrong.setdefault(name, reason)
+        return wrong, can_run
+
+    def _wrong_group(self, layer: nn.Module) -> tuple[str, bool]:
+        if not isinstance(layer, _SynchronizedBatchNorm):
+            return "", True
+        remedy = "; give it the process_group over which the batch is split, or None for all ranks"
+        try:
+            communicator = communicator_for(layer.process_group)
+        except CommError:
+            return f"its process_group does not contain rank {self.rank}{remedy}", False
+        if isinstance(layer.process_group, Communicator):
+            size = 1 if communicator is None else communicator.size
+            same = size == self.size
+            return "" if same else f"its communicator has {size} of {self.size} ranks{remedy}", True
+        members = dist.get_process_group_ranks(group_of(layer.process_group))
+        if set(members) == set(self.members):
+            return "", True
+        inside = set(members) <= set(self.members)
+        return f"its process_group has the ranks {_listed(members)} only{remedy}", inside
+
+    def watch(self, layers: Mapping[str, nn.Module]) -> None:
+        """Let layers compare their calls on all ranks before they exchange anything."""
+        for name, layer in layers.items():
+            if isinstance(layer, _SynchronizedBatchNorm):
+                inner = communicator_for(layer.process_group)
+                if inner is not None:
+                    layer.process_group = _Watched(inner, self, name)
+
+
+class _Watched:
+    """The communicator of one layer, which first compares the calls of all ranks."""
+
+    def __init__(self, inner: Communicator, ranks: Ranks, name: str) -> None:
+        self.rank, self.size = inner.rank, inner.size
+        self._inner, self._ranks, self._name = inner, ranks, name
+
+    def all_gather(self, values: Any, call: CollectiveCall | None = None) -> Any:
+        self._ranks.compare(f"forward of {self._name}{_type_of(values)}")
+        return self._inner.all_gather(values, call)
+
+    def all_reduce(self, values: Any, call: CollectiveCall | None = None) -> Any:
+        self._ranks.compare(f"backward of {self._name}{_type_of(values)}")
+        return self._inner.all_reduce(values, call)
+
+
+def _type_of(values: Any) -> str:
+    return f" ({'x'.join(map(str, values.shape))} {str(values.dtype).removeprefix('torch.')})"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,184 @@
+"""Record every call of the batch norm layers of a model: input, output, gradients of both.
+
+A recorded layer has a subclass of its own class, whose forward records. Hooks would miss calls of
+`layer.forward`, and see what other hooks have changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from syncbn_torch._torch_private import backward_task
+from syncbn_torch.data_parallel import originals
+
+__all__ = ["Call", "Recorder", "norm_layers", "places_of_random_numbers"]
+
+
+@dataclass
+class Call:
+    """One call of a layer by one part of the batch; gradients are None until backward."""
+
+    x: Tensor
+    y: Tensor | None = None
+    dx: Tensor | None = None
+    dy: Tensor | None = None
+
+    def on_cpu(self) -> Call:
+        """The same on the CPU, to be sent to other processes."""
+        tensors = (self.x, self.y, self.dx, self.dy)
+        return Call(*[None if t is None else t.cpu() for t in tensors])  # type: ignore[arg-type]
+
+
+class Recorder:
+    """The calls of layers, by name of the layer and number of the part.
+
+    Args:
+        layers: the layers to record, by name; their class changes.
+        remember: what to keep of an input; None keeps input, output and gradients.
+    """
+
+    def __init__(
+        self, layers: dict[str, nn.Module], remember: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.calls: dict[str, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+        self.begun: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self.order: list[str] = []  # of the first calls
+        self.around: set[str] = set()  # called by a replica through the original layer
+        self._remember = remember
+        self._lock = threading.Lock()
+        for name, layer in layers.items():
+            layer.__class__ = _recording(type(layer), name, self)
+
+    def call(
+        self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run the forward of a layer and record it."""
+        replica = originals.current()
+        part = 0 if replica is None else replica.index
+        with self._lock:
+            self.begun[name][part] += 1
+            if name not in self.order:
+                self.order.append(name)
+            if replica is not None and not getattr(layer, "_is_replica", False):
+                self.around.add(name)
+        if not args or not isinstance(args[0], Tensor):
+            return run(*args, **kwargs)
+        given = args[0].detach()
+        keep = self._remember is None
+        call = Call(given.clone() if self._remember is None else self._remember(given))
+        # a view of its own, so that the gradient is that of this call alone
+        x = args[0].view_as(args[0])
+        y = run(x, *args[1:], **kwargs)
+        if keep and isinstance(y, Tensor):
+            call.y = y.detach().clone()
+            if x.requires_grad:
+                x.register_hook(partial(setattr, call, "dx"))
+            if y.requires_grad:
+                y.register_hook(partial(setattr, call, "dy"))
+        self.calls[name][part].append(call)
+        return y
+
+    def again(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward that a checkpoint repeats.
+
+        Torch's layers update their running statistics once more. In the undivided step, where
+        they stand for ours, they must not.
+        """
+        counter = getattr(layer, "num_batches_tracked", None)
+        if self._remember is None or counter is None:
+            return run(*args, **kwargs)
+        momentum, count = layer.__dict__["momentum"], counter.clone()
+        layer.__dict__["momentum"] = 0.0
+        try:
+            return run(*args, **kwargs)
+        finally:
+            layer.__dict__["momentum"] = momentum
+            counter.copy_(count)
+
+
+def _recording(base: type[nn.Module], name: str, recorder: Recorder) -> type[nn.Module]:
+    """A subclass of `base` with the same name that records its calls."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = partial(base.forward, self)
+        if backward_task() != -1:  # a checkpoint computes the call again
+            return recorder.again(self, run, args, kwargs)
+        return recorder.call(name, self, run, args, kwargs)
+
+    same = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), {**same, "forward": forward})
+
+
+def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The batch norm layers by name, also those that the model holds without registering them."""
+    registered = list(model.modules())
+    found = {name: module for name, module in model.named_modules() if _is_norm(module)}
+    for name, holder in model.named_modules():
+        for key, hidden in _hidden(holder, set(registered)):
+            found[f"{name}.{key}".lstrip(".")] = hidden
+    return found
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    tracks = hasattr(module, "running_mean") and hasattr(module, "running_var")
+    return isinstance(module, _BatchNorm) or (tracks and not isinstance(module, _InstanceNorm))
+
+
+def _hidden(holder: nn.Module, registered: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Batch norm layers in plain lists, tuples and dictionaries of a module."""
+    for key, value in vars(holder).items():
+        if key.startswith("_") and key in nn.Module().__dict__:
+            continue
+        pairs: Any = value.items() if isinstance(value, dict) else ()
+        if isinstance(value, (list, tuple)):
+            pairs = enumerate(value)
+        for place, item in pairs:
+            if isinstance(item, nn.Module):
+                for name, module in item.named_modules():
+                    if _is_norm(module) and module not in registered:
+                        yield f"{key}[{place!r}]{name and '.'}{name}", module
+
+
+def places_of_random_numbers(model: nn.Module) -> tuple[list[str], list[Any]]:
+    """`names, handles`: `names` gets the modules that draw random numbers, once the model runs.
+
+    Remove the handles afterwards. A module is named only if none of its submodules is.
+    """
+    names: list[str] = []
+    states: list[Tensor] = []
+    handles: list[Any] = []
+
+    def before(*_: Any) -> None:
+        states.append(_state())
+
+    def after(name: str, *_: Any) -> None:
+        drew = bool(states) and not torch.equal(states.pop(), _state())
+        if drew and not any(_is_within(inner, name) for inner in names):
+            names.append(name)
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(partial(after, name or "the model itself")))
+    return names, handles
+
+
+def _is_within(inner: str, outer: str) -> bool:
+    return inner == outer or outer == "the model itself" or inner.startswith(f"{outer}.")
+
+
+def _state() -> Tensor:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state().cpu()])
+    return torch.get_rng_state()

@@ -1,0 +1,601 @@
+"""`verify_sync` on models with real faults: each is found, and the right layer is blamed."""
+
+from __future__ import annotations
+
+import copy
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from syncbn_core.errors import ArgumentError, StateError
+from syncbn_torch import (
+    DataParallelWithCallback,
+    SyncBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SyncReport,
+    convert_model,
+    verify_sync,
+)
+
+
+class Net(nn.Module):
+    """Three layers; `bn_right` is called twice, and ReLUs work in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+        self.left, self.right = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1)
+        self.bn_left, self.bn_right = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.bn(self.conv(x)).relu_()
+        x = self.bn_left(self.left(x)) + self.bn_right(self.right(x))
+        x = self.bn_right(x).relu_()
+        return self.head(x.mean((2, 3)))
+
+
+def batch(samples: int = 5) -> Tensor:
+    return torch.randn(samples, 3, 6, 6)
+
+
+def sync_net(kind: type[Net] = Net) -> Any:
+    return convert_model(kind())
+
+
+def verdicts(report: SyncReport) -> dict[str, str]:
+    return {layer.name: layer.verdict for layer in report.layers}
+
+
+def small(report: SyncReport) -> bool:
+    """Whether all differences that are known are rounding in float64."""
+    figures = [report.output, report.gradient, report.buffer]
+    for layer in report.layers:
+        figures += [layer.statistics, layer.output, layer.gradient, layer.running]
+    return all(figure is None or figure < 1e-8 for figure in figures)
+
+
+# ------------------------------------------------------------------------------- right models
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_a_converted_model_is_right_to_rounding(replicas: int) -> None:
+    report = verify_sync(sync_net(), batch(), replicas)
+    assert report.ok, report
+    assert small(report)
+    assert set(verdicts(report).values()) == {"ok"}
+    assert [layer.calls[0] for layer in report.layers] == [1, 1, 2]
+    assert len(report.sizes) == replicas
+    assert sum(report.sizes) == 5
+    for layer in report.layers:
+        figures = (layer.statistics, layer.output, layer.gradient, layer.running)
+        assert all(figure is not None for figure in figures)
+
+
+def test_channels_last_other_ranks_and_the_clamped_mode_are_right() -> None:
+    model = nn.Sequential(
+        SynchronizedBatchNorm2d(3, eps_mode="clamp", eps=0.5),
+        nn.Flatten(2),
+        SynchronizedBatchNorm1d(3),
+        nn.Flatten(1),
+        SyncBatchNorm(108),
+    )
+    x = batch().to(memory_format=torch.channels_last)
+    report = verify_sync(model, x)
+    assert report.ok, report
+    assert small(report)
+
+
+def test_a_model_in_its_own_dtype_is_judged_with_wider_limits() -> None:
+    right, wrong = sync_net(), sync_net()
+    wrong.bn_left = nn.BatchNorm2d(8)
+    assert verify_sync(right, batch(), dtype=None).ok
+    report = verify_sync(wrong, batch(), dtype=None)
+    assert report.dtype == "float32"
+    assert [layer.name for layer in report.faulty] == ["bn_left"]
+    assert verify_sync(right.bfloat16(), batch().bfloat16(), dtype=None).ok
+
+
+# ----------------------------------------------------------------------- the model stays as it is
+
+
+class Noisy(Net):
+    """Draws from every generator, and has a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        self.steps += 1
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        torch.rand(1)
+        return self.drop(super().forward(x))
+
+
+def test_the_model_the_batch_and_random_generators_stay_as_they_are() -> None:
+    model = sync_net(Noisy)
+    model.bn_left.eval()
+    model.head.weight.requires_grad_(False)
+    x = batch()
+    model(x).sum().backward()
+    calls: list[Tensor] = []
+    model.bn.register_forward_hook(lambda *_: None)
+
+    def state() -> dict[str, Any]:
+        tensors = {**model.state_dict(), "x": x, "torch": torch.get_rng_state()}
+        grads = {f"grad {name}": p.grad for name, p in model.named_parameters()}
+        tensors |= {name: grad for name, grad in grads.items() if grad is not None}
+        return {
+            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+            "modes": [(type(m), m.training, len(m._forward_hooks)) for m in model.modules()],
+            "needs": [(id(p), p.requires_grad) for p in model.parameters()],
+            "p": model.drop.p,
+            "python": random.getstate(),
+            "numpy": str(np.random.get_state()),  # noqa: NPY002
+        }
+
+    before = state()
+    assert verify_sync(model, x).ok
+    after = state()
+    assert not calls
+    assert before["tensors"].keys() == after["tensors"].keys()
+    for name, tensor in before.pop("tensors").items():
+        assert torch.equal(tensor, after["tensors"][name]), name
+    after.pop("tensors")
+    assert before == after
+
+
+def test_it_stays_as_it_is_too_if_the_model_raises() -> None:
+    class Raises(Net):
+        def forward(self, x: Tensor) -> Any:
+            torch.rand(1)
+            super().forward(x)
+            raise ZeroDivisionError("mine")
+
+    model = sync_net(Raises)
+    before = copy.deepcopy(model.state_dict())
+    x, seed = batch(), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        verify_sync(model, x)
+    assert torch.equal(seed, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_it_works_where_gradients_are_off() -> None:
+    with torch.no_grad():
+        assert small(verify_sync(sync_net(), batch()))
+    model, x = sync_net(), batch()
+    with torch.inference_mode():
+        report = verify_sync(model, x)
+    assert report.gradient is not None
+    assert report.ok
+
+
+# ------------------------------------------------------------------------------- layers at fault
+
+
+def test_a_plain_layer_is_blamed_and_not_those_after_it() -> None:
+    model = sync_net()
+    model.bn = nn.BatchNorm2d(8)
+    report = verify_sync(model, batch())
+    assert not report.ok
+    assert verdicts(report) == {"bn": "not synchronized", "bn_left": "ok", "bn_right": "ok"}
+    bn, left, _ = report.layers
+    assert bn.statistics == 0
+    assert left.statistics is not None
+    assert left.statistics > 1e-4
+    for figure in (bn.output, bn.gradient, bn.running):
+        assert figure is not None
+        assert figure > 1e-3
+    assert "convert_model" in bn.reason
+    assert "- bn: a plain nn.BatchNorm2d" in str(report)
+    with pytest.raises(StateError, match="a plain nn"):
+        report.raise_if_wrong()
+
+
+def test_a_plain_layer_is_blamed_also_where_the_batch_cannot_show_it() -> None:
+    report = verify_sync(Net(), torch.zeros(4, 3, 6, 6))
+    assert set(verdicts(report).values()) == {"not synchronized"}
+
+
+def test_an_unknown_subclass_is_blamed_and_one_that_cannot_be_told_is_called_unclear() -> None:
+    class Activated(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).sin()
+
+    model = sync_net()
+    model.bn = Activated(8)
+    report = verify_sync(model, batch())
+    assert verdicts(report)["bn"] == "not synchronized"
+    assert "Activated is a class that convert_model does not know" in str(report)
+    report = verify_sync(nn.Sequential(Activated(3)), torch.zeros(4, 3, 6, 6))
+    assert verdicts(report) == {"0": "unclear"}
+    assert "random values" in str(report)
+    assert not report.ok
+
+
+def test_torchs_own_sync_batch_norm_does_not_synchronize_replicas() -> None:
+    report = verify_sync(nn.Sequential(nn.SyncBatchNorm(3)), batch())
+    assert verdicts(report) == {"0": "not synchronized"}
+    assert "several processes only" in str(report)
+
+
+def test_a_synchronized_layer_that_a_subclass_breaks_is_blamed() -> None:
+    class Broken(SynchronizedBatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.BatchNorm2d.__mro__[1].forward(self, input)  # type: ignore[attr-defined,no-any-return]
+
+    report = verify_sync(nn.Sequential(Broken(3)), batch())
+    assert verdicts(report) == {"0": "not synchronized"}
+    assert "although a Broken synchronizes" in str(report)
+
+
+def test_plain_layers_in_a_plain_list_are_found_and_named() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Conv2d(3, 3, 1), nn.Sequential(nn.BatchNorm2d(3))]
+            self.by_name = {"last": nn.BatchNorm2d(3)}
+
+        def forward(self, x: Tensor) -> Any:
+            for layer in self.layers:
+                x = layer.double()(x)
+            return self.by_name["last"].double()(x)
+
+    report = verify_sync(convert_model(Listed()), batch())
+    expected = {"layers[1].0": "not synchronized", "by_name['last']": "not synchronized"}
+    assert verdicts(report) == expected
+    assert "Register" in str(report)
+
+
+def test_a_synchronized_layer_in_a_plain_list_fails_and_is_named() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [SynchronizedBatchNorm2d(3, dtype=torch.float64)]
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layers[0](x)
+
+    report = verify_sync(Listed(), batch())
+    assert not report.ok
+    assert "layers[0]" in verdicts(report)
+    assert "StateError" in report.error
+    assert "nn.ModuleList" in str(report)
+
+
+def test_normalization_without_the_forward_of_the_layer_is_noticed() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Any:
+            bn = self.bn
+            return F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, True)
+
+    report = verify_sync(Functional(), batch())
+    assert verdicts(report) == {"bn": "not synchronized"}
+    assert "its forward was not called" in str(report)
+
+
+# --------------------------------------------------------------------------- remarks on layers
+
+
+def test_eval_mode_and_layers_that_are_never_called_are_no_faults() -> None:
+    model = sync_net()
+    model.bn.eval()
+    model.unused = nn.BatchNorm2d(3)
+    report = verify_sync(model, batch())
+    assert report.ok, report
+    assert verdicts(report)["bn"] == "eval mode"
+    assert verdicts(report)["unused"] == "not called"
+    assert "Note: bn: in eval mode" in str(report)
+
+
+def test_frozen_layers_without_statistics_of_the_batch_are_right() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("running_mean", torch.ones(3))
+            self.register_buffer("running_var", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, self.running_mean, self.running_var)  # type: ignore[arg-type]
+
+    report = verify_sync(nn.Sequential(Frozen(), nn.InstanceNorm2d(3)), batch())
+    assert verdicts(report) == {"0": "ok"}
+    assert report.ok
+
+
+def test_a_model_of_frozen_layers_only_says_that_nothing_was_checked() -> None:
+    model = sync_net()
+    for layer in (model.bn, model.bn_left, model.bn_right):
+        layer.eval()
+    assert "no batch norm layer used statistics of the batch" in str(verify_sync(model, batch()))
+
+
+def test_momentum_none_and_no_running_statistics_are_right() -> None:
+    model = nn.Sequential(
+        SynchronizedBatchNorm2d(3, momentum=None), SynchronizedBatchNorm2d(3, affine=False),
+        SynchronizedBatchNorm2d(3, track_running_stats=False),
+    )  # fmt: skip
+    report = verify_sync(model, batch())
+    assert report.ok, report
+    assert [layer.running is None for layer in report.layers] == [False, False, True]
+
+
+def test_a_call_around_the_replica_is_right_and_noted() -> None:
+    class Bound(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [self.bn]
+
+        def forward(self, x: Tensor) -> Any:
+            return self.held[0](self.conv(x)).mean((2, 3))
+
+    model = sync_net(Bound)
+    model.held = [model.bn]
+    report = verify_sync(model, batch())
+    assert report.ok, report
+    assert verdicts(report)["bn"] == "ok"
+    assert "bn: called around the replica" in str(report)
+
+
+def test_checkpointed_layers_are_counted_once() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    report = verify_sync(sync_net(Checkpointed), batch())
+    assert report.ok, report
+    assert [layer.calls for layer in report.layers] == [(1, 1), (1, 1), (2, 2)]
+
+
+# ---------------------------------------------------------------------------- unequal calls
+
+
+class Skips(Net):
+    """A replica with a sample above 100 does not call `bn_left`."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.bn(self.conv(x))
+        if x.shape[0] > 2:
+            x = self.bn_left(x)
+        return self.bn_right(x).mean((2, 3))
+
+
+class SkipsLast(Net):
+    def forward(self, x: Tensor) -> Any:
+        x = self.bn(self.conv(x))
+        return self.bn_left(x) if x.shape[0] > 2 else x
+
+
+@pytest.mark.parametrize("kind", [Skips, SkipsLast])
+def test_a_layer_that_one_replica_skips_is_named_and_nobody_waits(kind: type[Net]) -> None:
+    report = verify_sync(sync_net(kind), batch(5))
+    assert not report.ok
+    assert verdicts(report)["bn"] == "ok"
+    assert verdicts(report)["bn_left"] == "unequal calls"
+    assert report.layers[1].calls == (1, 0)
+    assert report.error
+    assert "bn_left: the parts called it 1 and 0 times" in str(report)
+
+
+def test_what_a_replica_raises_is_in_the_report() -> None:
+    class Raises(Net):
+        def forward(self, x: Tensor) -> Any:
+            x = self.bn(self.conv(x))
+            if x.shape[0] == 2:
+                raise ZeroDivisionError("mine")
+            return self.bn_left(x)
+
+    report = verify_sync(sync_net(Raises), batch(5))
+    assert not report.ok
+    assert "ZeroDivisionError: mine" in report.error
+    assert "replica 1 of 2" in report.error
+    assert verdicts(report) == {"bn": "ok", "bn_left": "not reached", "bn_right": "not reached"}
+
+
+# ------------------------------------------------------------- the whole model, random numbers
+
+
+def test_a_model_that_mixes_samples_is_told_from_layers_that_are_wrong() -> None:
+    class Mixes(Net):
+        def forward(self, x: Tensor) -> Any:
+            x = self.bn(self.conv(x))
+            return self.bn_left(x - x.mean(0)).square().mean((2, 3))
+
+    report = verify_sync(sync_net(Mixes), batch())
+    assert not report.faulty
+    assert report.model_differs
+    assert not report.ok
+    text = str(report)
+    assert "mixes samples outside of batch norm" in text
+    assert "The first layer whose input differs is bn_left." in text
+
+
+def test_known_random_layers_are_switched_off_in_the_copies() -> None:
+    class DropPath(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop_prob = 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.rand(x.shape[0], 1, 1, 1) >= self.drop_prob
+            return x * mask if self.training else x
+
+    class Random(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.path, self.drop, self.rrelu = DropPath(), nn.Dropout2d(0.5), nn.RReLU()
+            self.drop_rate = 0.5
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.drop(self.path(self.rrelu(self.bn(self.conv(x)))))
+            x = F.dropout(x, self.drop_rate, self.training)
+            return self.bn_left(F.dropout(x, self.drop.p, self.training))
+
+    report = verify_sync(sync_net(Random), batch())
+    assert report.ok, report
+    assert not report.random
+    assert small(report)
+
+
+class AddsNoise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_other_random_numbers_are_reported_and_layers_still_judged(right: bool) -> None:
+    model: Any = nn.Sequential(nn.Conv2d(3, 3, 1), AddsNoise(), nn.BatchNorm2d(3))
+    if right:
+        model = convert_model(model)
+    report = verify_sync(model, batch())
+    assert report.random == ("1",)
+    assert report.model_differs
+    assert report.ok is right
+    assert verdicts(report) == {"2": "ok" if right else "not synchronized"}
+    assert "draws random numbers (1)" in str(report)
+
+
+def test_a_model_that_cannot_compute_in_float64_is_checked_in_its_own_dtype() -> None:
+    class Single(Net):
+        def forward(self, x: Tensor) -> Any:
+            return F.conv2d(super().forward(x)[..., None, None], torch.ones(2, 5, 1, 1))
+
+    report = verify_sync(sync_net(Single), batch())
+    assert report.ok, report
+    assert report.dtype == "float32"
+    assert "can't compute in float64" in str(report)
+
+
+# ------------------------------------------------------------------- what goes in and comes out
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    loss: Tensor
+    nothing: None = None
+
+
+class TakesMuch(Net):
+    """Arguments by name, integers, and results of every kind."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, scale: float = 1.0) -> Any:
+        logits = super().forward(x) * scale
+        if labels is None:
+            return logits.t(), [logits]
+        assert labels.dtype is torch.int64
+        return Result(logits, F.cross_entropy(logits, labels))
+
+
+def test_batches_and_results_may_have_any_form() -> None:
+    model, x, labels = sync_net(TakesMuch), batch(), torch.arange(5)
+    batches: list[Any] = [x, (x,), (x, labels), {"x": x, "labels": labels, "scale": 2.0}]
+    for given in batches:
+        report = verify_sync(model, given)
+        assert report.ok, report
+        assert small(report)
+        assert report.gradient is not None
+
+
+def test_a_loss_of_the_output_can_be_compared_instead() -> None:
+    seen: list[torch.Size] = []
+
+    def loss(output: Tensor) -> Tensor:
+        seen.append(output.shape)
+        return output.square().mean()
+
+    report = verify_sync(sync_net(), batch(), loss=loss)
+    assert report.ok, report
+    assert small(report)
+    assert {shape[0] for shape in seen} == {5, 3, 2}
+
+
+def test_outputs_that_cannot_be_joined_are_not_taken_for_equal() -> None:
+    class Pairs(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y @ y.t()
+
+    report = verify_sync(sync_net(Pairs), batch(4))
+    assert not report.ok
+    assert "do not join" in str(report)
+
+
+WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [
+    nn.DataParallel,
+    lambda model: DataParallelWithCallback(model, replicas=2),
+    lambda model: torch.compile(model, backend="eager"),
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=["DataParallel", "WithCallback", "compile"])
+def test_the_model_within_a_wrapper_is_checked(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    report = verify_sync(wrap(sync_net()), batch())
+    assert report.ok, report
+    assert set(verdicts(report)) == {"bn", "bn_left", "bn_right"}
+    assert "Checked is the model within" in str(report)
+
+
+def uncopyable() -> nn.Module:
+    model = sync_net()
+    model.cache = model.conv.weight * 2
+    return model  # type: ignore[no-any-return]
+
+
+REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    (lambda: sync_net().eval(), {}, "in training mode"),
+    (lambda: nn.Sequential(nn.LazyBatchNorm2d()), {}, "lazy parameter 0.weight"),
+    (uncopyable, {}, "copy.deepcopy can copy"),
+    (lambda: "model", {}, "expected an nn.Module, got str"),
+    (sync_net, {"replicas": 1}, "2 or more replicas, got 1"),
+    (sync_net, {"replicas": 2, "process_group": object()}, "leave one out"),
+    (lambda: None, {}, "got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "words"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_what_cannot_be_checked_is_refused(
+    make: Callable[[], Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        verify_sync(make(), batch(), **options)
+
+
+def test_a_batch_of_one_sample_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="at least 2 samples, got 1"):
+        verify_sync(sync_net(), batch(1))
+
+
+def test_importing_the_package_does_not_import_the_check() -> None:
+    code = """
+import sys, syncbn_torch
+print('syncbn_torch.verify' in sys.modules, syncbn_torch.verify_sync.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False verify_sync"
+
+
+def test_a_long_list_of_layers_is_cut_in_the_conclusion() -> None:
+    layers = [nn.BatchNorm2d(3) for _ in range(7)]
+    text = str(verify_sync(nn.Sequential(*layers), batch()))
+    assert "- 0, 1, 2 and 4 more: a plain nn.BatchNorm2d" in text

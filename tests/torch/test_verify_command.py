@@ -1,0 +1,113 @@
+"""`python -m syncbn_torch verify package.module:factory`: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from world import needs_gloo
+
+MODULE = """
+import torch
+from torch import nn
+from syncbn_torch import convert_model
+
+def plain():
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), torch.randn(4, 3, 6, 6)
+
+def right():
+    model, batch = plain()
+    return convert_model(model), batch
+
+def raises():
+    return 1 / 0
+
+def one_sample():
+    model, batch = right()
+    return model, batch[:1]
+
+def too_little():
+    return nn.Conv2d(3, 4, 1)
+
+batch = torch.ones(2)
+"""
+
+
+def run(folder: Path, *arguments: str, launcher: str = "") -> subprocess.CompletedProcess[str]:
+    package = folder / "mine"
+    package.mkdir(exist_ok=True)
+    (package / "models.py").write_text(MODULE)
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    return subprocess.run(
+        [sys.executable, "-m", *launcher.split(), "syncbn_torch", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_the_status_is_0_for_a_right_model_and_the_table_is_printed(tmp_path: Path) -> None:
+    done = run(tmp_path, "verify", "mine.models:right", "--replicas", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 replicas with 1 + 1 + 1 + 1 samples, float64\n")
+    assert "OK: 1 layer gives the results of the undivided batch" in done.stdout
+    assert not done.stderr
+
+
+def test_the_status_is_1_for_a_wrong_model_and_the_layer_is_named(tmp_path: Path) -> None:
+    done = run(tmp_path, "verify", "mine.models:plain", "--dtype", "own")
+    assert done.returncode == 1, done.stderr
+    assert "2 replicas with 2 + 2 samples, float32" in done.stdout
+    assert "- 1: a plain nn.BatchNorm2d" in done.stdout
+    assert not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("mine.models", "expected package.module:factory, got 'mine.models'"),
+        ("mine.nothing:right", "expected a module mine.nothing, found none"),
+        ("mine.models:nothing", "expected a function nothing in mine.models, found nothing"),
+        ("mine.models:batch", "expected a function batch in mine.models, found a Tensor"),
+        ("mine.models:too_little", "expected mine.models:too_little to return (model, batch), got"),
+        ("mine.models:one_sample", "expected a batch of at least 2 samples, got 1"),
+    ],
+)
+def test_the_status_is_2_for_what_cannot_be_checked_with_one_line(
+    path: str, words: str, tmp_path: Path
+) -> None:
+    done = run(tmp_path, "verify", path)
+    assert done.returncode == 2
+    assert not done.stdout
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_the_factory_comes_with_its_traceback_and_status_2(tmp_path: Path) -> None:
+    done = run(tmp_path, "verify", "mine.models:raises")
+    assert done.returncode == 2
+    assert "ZeroDivisionError" in done.stderr
+    assert "return 1 / 0" in done.stderr
+
+
+def test_without_a_command_it_prints_help(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0
+    assert "usage: python -m syncbn_torch" in done.stdout
+    assert "verify" in done.stdout
+
+
+@needs_gloo
+def test_under_torchrun_the_processes_take_the_parts_and_one_prints(tmp_path: Path) -> None:
+    launcher = "torch.distributed.run --standalone --nproc-per-node 2 -m"
+    done = run(tmp_path, "verify", "mine.models:right", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 ranks with 2 + 2 samples, float64") == 1
+    done = run(tmp_path, "verify", "mine.models:plain", launcher=launcher)
+    assert done.returncode == 1
+    assert "plain nn.BatchNorm2d" in done.stdout

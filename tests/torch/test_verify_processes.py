@@ -1,0 +1,253 @@
+"""`verify_sync` over the ranks of a process group: all get the same report, and none waits."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from world import Net, on_ranks, raises
+
+from syncbn_core.errors import ArgumentError
+from syncbn_torch import (
+    SynchronizedBatchNorm2d,
+    SyncReport,
+    convert_model,
+    create_syncbn_process_group,
+    verify_sync,
+)
+
+
+def sync_net(kind: type[Net] = Net) -> Any:
+    torch.manual_seed(0)
+    return convert_model(kind())
+
+
+def batch(samples: int = 5) -> Tensor:
+    return torch.randn(samples, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def checked(model: nn.Module, x: Any, **options: Any) -> SyncReport:
+    """The report, which is the same on all ranks."""
+    report = verify_sync(model, x, **options)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, pickle.dumps(report))
+    assert len(set(every)) == 1, "ranks got different reports"
+    return report
+
+
+def verdicts(report: SyncReport) -> dict[str, str]:
+    return {layer.name: layer.verdict for layer in report.layers}
+
+
+@on_ranks(2, 3)
+def test_a_converted_model_is_right_to_rounding(rank: int, size: int) -> None:
+    model = sync_net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    group = model.bn.process_group
+    report = checked(model, batch())
+    assert report.ok, report
+    assert report.parts == f"{size} ranks"
+    assert set(verdicts(report).values()) == {"ok"}
+    for figure in (report.output, report.gradient, report.buffer):
+        assert figure is not None
+        assert figure < 1e-8, report
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.bn.process_group is group
+    assert verify_sync(DistributedDataParallel(model), batch()).ok
+
+
+@on_ranks(2)
+def test_the_model_and_the_batch_of_the_first_rank_are_used(rank: int, size: int) -> None:
+    torch.manual_seed(rank)
+    assert checked(convert_model(Net()), torch.randn(4, 3, 6, 6)).ok
+
+
+@on_ranks(2)
+def test_different_batches_or_models_are_refused_on_all_ranks(rank: int, size: int) -> None:
+    x = batch(4 + rank)
+    raises(ArgumentError, "same batch on all", call=lambda: verify_sync(sync_net(), x))
+    other = nn.Sequential(nn.Conv2d(3, 3, 1)) if rank else sync_net()
+    raises(ArgumentError, "same model on all", call=lambda: verify_sync(other, batch()))
+    raises(ArgumentError, "at least 2", call=lambda: verify_sync(sync_net(), batch(1)))
+    assert checked(sync_net(), batch()).ok
+
+
+@on_ranks(2)
+def test_replicas_within_a_rank_can_be_checked_alone(rank: int, size: int) -> None:
+    if rank == 0:
+        report = verify_sync(sync_net(), batch(), 2)
+        assert report.parts == "2 replicas"
+        assert report.ok, report
+
+
+@on_ranks(2)
+def test_a_plain_layer_is_blamed_and_not_those_after_it(rank: int, size: int) -> None:
+    model = sync_net()
+    model.bn_left = nn.BatchNorm2d(8)
+    report = checked(model, batch())
+    assert [layer.name for layer in report.faulty] == ["bn_left"]
+    assert "plain nn.BatchNorm2d" in str(report)
+
+
+@on_ranks(4)
+def test_a_layer_with_a_smaller_group_is_named_with_its_ranks(rank: int, size: int) -> None:
+    model = sync_net()
+    model.bn_left.process_group = create_syncbn_process_group(2)
+    report = checked(model, batch(8))
+    assert verdicts(report) == {"bn": "ok", "bn_left": "wrong group", "bn_right": "ok"}
+    assert report.layers[1].output is not None
+    assert report.layers[1].output > 1e-3
+    assert "bn_left: its process_group has the ranks 0, 1 only" in str(report)
+
+
+@on_ranks(4)
+def test_a_group_can_be_checked_alone(rank: int, size: int) -> None:
+    group = create_syncbn_process_group(2)
+    model = convert_model(sync_net(), process_group=group)
+    report = verify_sync(model, batch(), process_group=group)
+    assert report.ok, report
+    assert report.sizes == (3, 2)
+
+
+@on_ranks(2)
+def test_a_group_without_this_rank_is_named_and_nothing_runs(rank: int, size: int) -> None:
+    model, group = sync_net(), dist.new_group([0])
+    model.bn.process_group = group
+    report = checked(model, batch())
+    assert verdicts(report)["bn"] == "wrong group"
+    assert "its process_group has the ranks 0 only" in str(report)
+    assert "was not run" in report.error
+    assert not report.ok
+
+
+@on_ranks(2)
+def test_layers_that_wait_for_ranks_outside_of_the_checked_group_do_not_run(
+    rank: int, size: int
+) -> None:
+    groups = [dist.new_group([r], use_local_synchronization=True) for r in range(size) if r == rank]
+    own = groups[0]
+    raises(
+        ArgumentError,
+        "2 or more ranks",
+        call=lambda: verify_sync(sync_net(), batch(), process_group=own),
+    )
+
+
+class Skips(Net):
+    """Rank 0, which has more samples, calls `bn_left` and rank 1 does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        if len(x) > 2:
+            x = self.bn_left(x)
+        out: Tensor = self.bn_right(x).mean((2, 3))
+        return out
+
+
+class SkipsLast(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        out: Tensor = self.bn_left(x) if len(x) > 2 else x
+        return out
+
+
+@on_ranks(2)
+def test_a_layer_that_one_rank_skips_is_named_and_nobody_waits(rank: int, size: int) -> None:
+    for kind in (Skips, SkipsLast):
+        report = checked(sync_net(kind), batch())
+        assert verdicts(report)["bn"] == "ok"
+        assert verdicts(report)["bn_left"] == "unequal calls"
+        assert "rank 0: forward of bn_left" in report.error
+        assert "bn_left: the parts called it 1 and 0 times" in str(report)
+    assert checked(sync_net(), batch()).ok  # the group can go on
+
+
+class Unused(Net):
+    """The loss of rank 1 does not depend on `bn_left`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        y = self.bn_left(x)
+        out: Tensor = (x + y if len(x) > 2 else x + y.detach()).mean((2, 3))
+        return out
+
+
+@on_ranks(2)
+def test_a_backward_that_one_rank_skips_ends_with_the_layer_named(rank: int, size: int) -> None:
+    report = checked(sync_net(Unused), batch())
+    assert not report.ok
+    assert "rank 0: backward of bn_left" in report.error
+
+
+class Raises(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        if len(x) == 2:
+            raise ZeroDivisionError("mine")
+        out: Tensor = self.bn_left(x)
+        return out
+
+
+@on_ranks(2)
+def test_what_a_rank_raises_is_in_every_report(rank: int, size: int) -> None:
+    report = checked(sync_net(Raises), batch())
+    assert report.error == "rank 1: ZeroDivisionError: mine"
+    assert verdicts(report) == {"bn": "ok", "bn_left": "not reached", "bn_right": "not reached"}
+
+
+class RaisesOnOne(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("mine")
+        out: Tensor = super().forward(x)
+        return out
+
+
+@on_ranks(2)
+def test_an_undivided_step_that_fails_on_one_rank_ends_on_all(rank: int, size: int) -> None:
+    kind: Any = ZeroDivisionError if rank == 1 else ArgumentError
+    raises(kind, "mine", call=lambda: verify_sync(sync_net(RaisesOnOne), batch()))
+
+
+@on_ranks(2)
+def test_means_over_samples_count_by_the_size_of_parts(rank: int, size: int) -> None:
+    report = checked(sync_net(), batch(), loss=lambda y: y.square().mean())
+    assert report.ok, report
+    assert report.output is not None
+    assert report.output < 1e-8
+
+
+@on_ranks(2)
+def test_layers_in_eval_without_running_statistics_are_not_synchronized(
+    rank: int, size: int
+) -> None:
+    model = nn.Sequential(SynchronizedBatchNorm2d(3, track_running_stats=False))
+    model[0].eval()
+    report = checked(model, batch())
+    assert verdicts(report) == {"0": "not synchronized"}
+    assert "in eval mode without running statistics" in str(report)
+
+
+def factory() -> Any:
+    return sync_net(), batch()
+
+
+@on_ranks(2)
+def test_the_command_checks_over_the_processes_of_torchrun(rank: int, size: int) -> None:
+    from syncbn_torch.__main__ import main
+
+    os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank)}
+    stdout, kept = os.dup(1), open(os.path.join(os.environ["FOLDER"], f"out{rank}"), "w+")  # noqa: SIM115
+    os.dup2(kept.fileno(), 1)
+    try:
+        assert main(["verify", f"{__name__}:factory"]) == 0
+    finally:
+        os.dup2(stdout, 1)
+    kept.seek(0)
+    printed = kept.read()
+    assert ("OK: 3 layers" in printed) is (rank == 0), printed
