@@ -8,6 +8,8 @@ from syncbn_torch.batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
+from syncbn_torch.conversion_registry import register_conversion
+from syncbn_torch.conversion_report import ConversionReport
 from syncbn_torch.convert import convert_model, patch_sync_batchnorm, revert_model
 from syncbn_torch.data_parallel.replicate import (
     CallbackContext,
@@ -22,6 +24,7 @@ from syncbn_torch.reference import BatchNorm2dReimpl
 __all__ = [
     "BatchNorm2dReimpl",
     "CallbackContext",
+    "ConversionReport",
     "DataParallelWithCallback",
     "DistributedCommunicator",
     "SyncBatchNorm",
@@ -35,6 +38,7 @@ __all__ = [
     "forward_together",
     "patch_replication_callback",
     "patch_sync_batchnorm",
+    "register_conversion",
     "revert_model",
     "set_sbn_eps_mode",
 ]
