@@ -12,6 +12,8 @@ from syncbn_torch.batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
+from syncbn_torch.conversion_registry import register_conversion
+from syncbn_torch.conversion_report import ConversionReport
 from syncbn_torch.convert import convert_model, patch_sync_batchnorm, revert_model
 from syncbn_torch.data_parallel.replicate import (
     CallbackContext,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchNorm2dReimpl",
     "CallbackContext",
+    "ConversionReport",
     "DataParallelWithCallback",
     "DistributedCommunicator",
     "Shared",
@@ -46,6 +49,7 @@ __all__ = [
     "forward_together",
     "patch_replication_callback",
     "patch_sync_batchnorm",
+    "register_conversion",
     "revert_model",
     "set_sbn_eps_mode",
     "verify_sync",

@@ -10,6 +10,7 @@ processes. Otherwise a layer computes what the torch layer does.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from typing import Any, ClassVar, cast
 
@@ -23,12 +24,14 @@ from syncbn_core.errors import DTypeError, ShapeError, StateError
 from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch import dispatch
 from syncbn_torch._torch_private import disable_tracing
+from syncbn_torch.conversion_report import ConversionReport
+from syncbn_torch.conversion_rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, context_of
 from syncbn_torch.data_parallel.replicate import CallbackContext
 from syncbn_torch.dispatch import always_ours
 from syncbn_torch.process_group import communicator_for
-from syncbn_torch.replacement import replace_modules, unknown_kind, with_class
+from syncbn_torch.replacement import modules_of
 
 __all__ = [
     "SyncBatchNorm",
@@ -126,7 +129,9 @@ class _SynchronizedBatchNorm(_BatchNorm):
         memo[id(group)] = group  # share the process group: it can't be copied
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        # by name: the `__getstate__` of a parametrized layer refuses
+        state = _SynchronizedBatchNorm.__getstate__(self)
+        copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -296,21 +301,22 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """Replace every `nn.BatchNorm*d` and `nn.SyncBatchNorm` in `module` by this class.
+        """Make every `nn.BatchNorm*d` and `nn.SyncBatchNorm` of `module` one of this class.
 
-        `convert_model` says what is kept, returned and raised; `revert_model` is the reverse.
+        Layers of other classes become what `convert_model` makes of them. All get
+        `process_group`. `convert_model` also says what is kept, returned, warned of and raised;
+        `revert_model` is the reverse. Finding nothing is no warning here, as in torch.
         """
-
-        def choose(layer: nn.Module) -> nn.Module | str | None:
+        extra: dict[type[nn.Module], Any] = dict.fromkeys(_TORCHS_OWN, cls)
+        extra[nn.DataParallel] = None
+        report = ConversionReport(title=f"{cls.__name__}.convert_sync_batchnorm")
+        result = synchronize(module, extra, report, _SynchronizedBatchNorm)
+        for layer in modules_of(result):
             if isinstance(layer, _SynchronizedBatchNorm):
                 layer.process_group = process_group
-            elif type(layer) in _REPLACED:
-                new = with_class(cls, layer)
-                new.__dict__.update(process_group=process_group, _converted_from=type(layer))
-                return new
-            return None if type(layer) is nn.DataParallel else unknown_kind(layer)
-
-        return replace_modules(module, choose, f"{cls.__name__}.convert_sync_batchnorm")
+        if text := report.warning():
+            warnings.warn(text, UserWarning, stacklevel=2)
+        return result
 
 
-_REPLACED = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+_TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

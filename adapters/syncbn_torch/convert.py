@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -15,95 +16,162 @@ from syncbn_torch.batchnorm import (
     SynchronizedBatchNorm3d,
     _SynchronizedBatchNorm,
 )
+from syncbn_torch.conversion_registry import (
+    Target,
+    conversion_of,
+    load_known_libraries,
+    name_of_class,
+    origin_of,
+    register_conversion,
+)
+from syncbn_torch.conversion_report import ConversionReport
+from syncbn_torch.conversion_rules import (
+    Choice,
+    Keep,
+    apply_target,
+    change_modules,
+    synchronize,
+)
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
-from syncbn_torch.replacement import replace_modules, unknown_kind, with_class
+from syncbn_torch.lazy import (
+    LazySynchronizedBatchNorm1d,
+    LazySynchronizedBatchNorm2d,
+    LazySynchronizedBatchNorm3d,
+)
+from syncbn_torch.replacement import class_of, modules_of
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
-_TO_OURS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: SynchronizedBatchNorm1d,
-    nn.BatchNorm2d: SynchronizedBatchNorm2d,
-    nn.BatchNorm3d: SynchronizedBatchNorm3d,
-    nn.SyncBatchNorm: SyncBatchNorm,
-    nn.DataParallel: DataParallelWithCallback,
+_PATCHED: dict[str, type[nn.Module]] = {
+    "BatchNorm1d": SynchronizedBatchNorm1d,
+    "BatchNorm2d": SynchronizedBatchNorm2d,
+    "BatchNorm3d": SynchronizedBatchNorm3d,
+    "LazyBatchNorm1d": LazySynchronizedBatchNorm1d,
+    "LazyBatchNorm2d": LazySynchronizedBatchNorm2d,
+    "LazyBatchNorm3d": LazySynchronizedBatchNorm3d,
 }
-_TO_TORCH = {ours: theirs for theirs, ours in _TO_OURS.items() if theirs is not nn.DataParallel}
+for _name, _ours in _PATCHED.items():
+    register_conversion(getattr(nn, _name), _ours)
+register_conversion(nn.SyncBatchNorm, SyncBatchNorm)
+register_conversion(nn.DataParallel, DataParallelWithCallback)
 
 
-def convert_model(module: nn.Module, *, process_group: Any = None) -> nn.Module:
-    """Replace every `nn.BatchNorm1d/2d/3d` and `nn.SyncBatchNorm` in `module` by ours.
+def convert_model(
+    module: nn.Module,
+    *,
+    process_group: Any = None,
+    extra: Mapping[type[nn.Module], Target] | None = None,
+    report: ConversionReport | None = None,
+) -> nn.Module:
+    """Make every batch norm layer of `module` a synchronized one, in place; return `module`.
 
-    Changes containers in place. Returns `module`, or its replacement if it is such a layer
-    itself. An `nn.DataParallel` becomes a `DataParallelWithCallback`.
+    This includes `nn.BatchNorm1d/2d/3d`, the lazy ones, `nn.SyncBatchNorm`, subclasses without a
+    forward of their own, timm's `BatchNormAct2d`, and layers in plain lists and attributes. An
+    `nn.DataParallel` becomes a `DataParallelWithCallback`. docs/conversion.md has the whole list.
 
-    The new layers have the same parameter and buffer objects, so optimizers keep working. They
-    also keep the training flag, all settings and all hooks. A layer that the model has under
-    several names stays a single layer.
+    A layer only gets another class. It keeps its parameters, buffers, hooks, flags and settings,
+    and it stays the same object, so optimizers and other references to it go on working.
 
-    `process_group`: the `process_group` of all synchronized layers; None leaves theirs unchanged.
+    Args:
+        module: the model, or a single layer.
+        process_group: of all synchronized layers; None leaves theirs unchanged.
+        extra: what becomes of layers of other classes, as in `register_conversion`, in this call:
+            `{FusedBatchNorm: SynchronizedFusedBatchNorm}`. The class must be the very class of the
+            layer. A function may return a new module; that takes the place of the layer.
+        report: is filled with what was converted and what was kept, and why; print it.
 
-    Other subclasses of BatchNorm (fused, lazy, parametrized) are not replaced, because they may
-    compute something else; a `UserWarning` lists them. Raises `TypeError` unless given an
-    `nn.Module`.
+    One short `UserWarning` tells which layers were kept although they look like batch norm, or
+    that nothing was found. Raises `TypeError` unless given an `nn.Module`, and for an `extra` that
+    is no such mapping; then nothing has changed.
     """
-
-    def choose(layer: nn.Module) -> nn.Module | str | None:
-        new = _to_ours(layer)
-        made = layer if new is None else new
-        if process_group is not None and isinstance(made, _SynchronizedBatchNorm):
-            made.process_group = process_group
-        return new
-
-    return replace_modules(module, choose, "convert_model")
-
-
-def revert_model(module: nn.Module) -> nn.Module:
-    """Replace every synchronized layer in `module` by the torch layer: undo `convert_model`.
-
-    `SynchronizedBatchNorm2d` becomes `nn.BatchNorm2d`. `SyncBatchNorm` becomes the class that it
-    was converted from, or `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with a
-    setting that torch does not have (eps_mode="clamp") stay too, and a `UserWarning` lists them.
-    Returns and raises as `convert_model`, which also says what is kept.
-    """
-    return replace_modules(module, _to_torch, "revert_model")
-
-
-def _to_ours(module: nn.Module) -> nn.Module | str | None:
-    target = _TO_OURS.get(type(module))
-    return unknown_kind(module) if target is None else with_class(target, module)
-
-
-def _to_torch(module: nn.Module) -> nn.Module | str | None:
-    target = _TO_TORCH.get(type(module))
-    if target is None:
-        return "an unknown subclass" if isinstance(module, _SynchronizedBatchNorm) else None
-    unusual = cast(_SynchronizedBatchNorm, module)._rule.unusual
-    if unusual is not None:
-        return f"{unusual}, which torch does not have"
-    origin = module.__dict__.get("_converted_from", target)
-    new = with_class(origin, module)
-    for name in (*_SynchronizedBatchNorm._own_attributes, "_converted_from"):
-        new.__dict__.pop(name, None)
-    if origin is not nn.SyncBatchNorm:
-        new.__dict__.pop("process_group", None)
+    report = ConversionReport() if report is None else report
+    report.title = "convert_model"
+    result = synchronize(module, extra or {}, report, _SynchronizedBatchNorm)
+    if process_group is not None:
+        for layer in modules_of(result):
+            if isinstance(layer, _SynchronizedBatchNorm):
+                layer.process_group = process_group
+    if not report.layers:
+        kind = type(module).__name__
+        text = f"convert_model found no batch norm layer in {kind}, so it changed nothing"
     else:
-        new.__dict__.setdefault("process_group", None)
-    return new
+        text = report.warning()
+    if text:
+        warnings.warn(text, UserWarning, stacklevel=2)
+    return result
+
+
+def revert_model(module: nn.Module, *, report: ConversionReport | None = None) -> nn.Module:
+    """Make every synchronized layer of `module` the torch layer again: undo `convert_model`.
+
+    `SynchronizedBatchNorm2d` becomes `nn.BatchNorm2d`, and a layer of another class becomes what it
+    was before. `SyncBatchNorm` becomes the class that it was converted from, or
+    `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with a setting that torch does not
+    have (eps_mode="clamp") stay too, and a `UserWarning` lists them. Returns, reports and raises
+    as `convert_model`, which also says what is kept.
+    """
+    report = ConversionReport() if report is None else report
+    report.title = "revert_model"
+    load_known_libraries()
+    result = change_modules(module, _choose_original, _forget_ours, report)
+    text = report.warning()
+    if text:
+        warnings.warn(text, UserWarning, stacklevel=2)
+    return result
+
+
+def _choose_original(module: nn.Module) -> Choice:
+    kind = class_of(module)
+    made_by = vars(module).get("_converted_by")
+    if made_by is not None:
+        conversion = conversion_of(made_by)
+        if conversion is None or conversion.back is None:
+            return Keep(f"no way back is registered for {name_of_class(made_by)}")
+        return apply_target(module, conversion.back, "register_conversion")
+    origin = vars(module).get("_converted_from") or origin_of(kind)
+    if isinstance(module, _SynchronizedBatchNorm):
+        if origin is None:
+            return Keep("unknown subclass; see register_conversion")
+        unusual = module._rule.unusual
+        if unusual is not None:
+            return Keep(f"{unusual}, which torch does not have")
+    if origin is None or issubclass(kind, nn.DataParallel):
+        return None
+    conversion = conversion_of(origin)
+    if conversion is not None and conversion.back is not None:
+        return apply_target(module, conversion.back, "register_conversion")
+    return origin
+
+
+def _forget_ours(module: nn.Module, before: type[nn.Module]) -> None:
+    """Remove the attributes that only our layers have."""
+    attributes = module.__dict__
+    attributes.pop("_converted_from", None)
+    if isinstance(module, _SynchronizedBatchNorm):
+        return
+    for name in _SynchronizedBatchNorm._own_attributes:
+        attributes.pop(name, None)
+    if isinstance(module, nn.SyncBatchNorm):
+        attributes.setdefault("process_group", None)
+    else:
+        attributes.pop("process_group", None)
 
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """In the block, `nn.BatchNorm1d/2d/3d` are the synchronized layers.
+    """In the block, `nn.BatchNorm1d/2d/3d` and the lazy ones are the synchronized layers.
 
-    Use it around code that builds layers with `nn.BatchNorm2d(...)`. The original names return
-    at the end, also after an error. Blocks may nest. Do not use it in several threads at once.
+    Use it around code that builds layers with `nn.BatchNorm2d(...)`. The names in `torch.nn`,
+    `torch.nn.modules` and `torch.nn.modules.batchnorm` change. A name that was bound before, as by
+    `from torch.nn import BatchNorm2d` at the top of a file, still means torch's layer; use
+    `convert_model` there. The original names return at the end, also after an error. Blocks may
+    nest. Do not use it in several threads at once.
     """
-    names = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
-    places = (nn, nn.modules)
-    before = [(place, name, getattr(place, name)) for place in places for name in names]
+    places = (nn, nn.modules, nn.modules.batchnorm)
+    before = [(place, name, getattr(place, name)) for place in places for name in _PATCHED]
     try:
         for place, name, _ in before:
-            setattr(place, name, globals()[f"Synchronized{name}"])
+            setattr(place, name, _PATCHED[name])
         yield
     finally:
         for place, name, original in before:

@@ -1,63 +1,107 @@
-"""Replace modules of a model by others with the same state."""
+"""Find the modules of a model, and change their class or put others in their place."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
-from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
-from syncbn_torch.reference import BatchNorm2dReimpl
+__all__ = ["become", "class_of", "modules_of", "swap_modules"]
 
-__all__ = ["replace_modules", "unknown_kind", "with_class"]
-
-
-def with_class(target: type[nn.Module], module: nn.Module) -> nn.Module:
-    """A `target` with the state of `module`: same parameters, buffers, hooks, attributes."""
-    new = target.__new__(target)
-    new.__dict__ = module.__dict__.copy()
-    for registry in ("_parameters", "_buffers", "_modules"):
-        new.__dict__[registry] = module.__dict__[registry].copy()
-    return new
+# What every module has in its dictionary: registries, hooks, flags.
+_ORDINARY = frozenset(vars(nn.Module()))
 
 
-def unknown_kind(module: nn.Module) -> str | None:
-    """Why a conversion can't handle `module`; None for modules that it need not handle."""
-    ours = isinstance(module, BatchNorm2dReimpl) or hasattr(module, "__data_parallel_replicate__")
-    if isinstance(module, _BatchNorm) and not ours:
-        return "an unknown subclass of BatchNorm; convert it by hand"
-    if isinstance(module, nn.DataParallel) and not isinstance(module, DataParallelWithCallback):
-        return "a subclass of DataParallel; call patch_replication_callback on it"
-    return None
+def modules_of(root: nn.Module) -> dict[nn.Module, str]:
+    """All modules of `root` with their names, the registered ones first.
+
+    Modules in plain attributes, lists, tuples, sets and dictionaries follow, also those that lie
+    within such modules. Their names look like `head.layers[0].bn`.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    todo = list(names)
+    containers: set[int] = set()
+    for module in todo:  # grows
+        for key, value in _plain_attributes(module):
+            place = f"{names[module]}.{key}" if names[module] else key
+            for name, found in _held(value, place, containers):
+                for inner, submodule in found.named_modules():
+                    if submodule not in names:
+                        names[submodule] = f"{name}.{inner}" if inner else name
+                        todo.append(submodule)
+    return names
 
 
-def replace_modules(
-    module: nn.Module, choose: Callable[[nn.Module], nn.Module | str | None], caller: str
-) -> nn.Module:
-    """Replace each module by what `choose` returns; None or a reason (str) keeps the old one."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
-    done: dict[nn.Module, nn.Module] = {}
-    kept: list[str] = []
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of `module`; of a parametrized module the one that it had before."""
+    kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    return kind
 
-    def visit(old: nn.Module, name: str) -> nn.Module:
-        if old in done:
-            return done[old]
-        chosen = choose(old)
-        if isinstance(chosen, str):
-            kept.append(f"{name or 'the module'} ({type(old).__qualname__}: {chosen})")
-        new = chosen if isinstance(chosen, nn.Module) else old
-        done[old] = done[new] = new
-        for key, child in list(new._modules.items()):
-            if child is not None:
-                replacement = visit(child, f"{name}.{key}" if name else key)
-                if replacement is not child:
-                    new._modules[key] = replacement
-        return new
 
-    result = visit(module, "")
-    if kept:
-        warnings.warn(f"{caller} left as they are: {'; '.join(kept)}", UserWarning, stacklevel=3)
-    return result
+def become(module: nn.Module, target: type[nn.Module]) -> None:
+    """Make `module` a `target`, in place: it keeps its state, its hooks and its identity."""
+    kind = type(module)
+    if class_of(module) is not kind:
+        # torch gives each parametrized module a class of its own, which holds the properties
+        own = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+        target = type(f"Parametrized{target.__name__}", (target,), own)
+    module.__class__ = target
+
+
+def swap_modules(holders: Mapping[nn.Module, str], new: Mapping[nn.Module, nn.Module]) -> None:
+    """In all `holders`, put `new[module]` in the place of `module`, also in plain lists."""
+    containers: set[int] = set()
+    for holder in holders:
+        for key, child in list(holder._modules.items()):
+            if child in new:
+                holder._modules[key] = new[child]
+        for key, value in _plain_attributes(holder):
+            changed = _swapped(value, new, containers)
+            if changed is not value:
+                holder.__dict__[key] = changed
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in vars(module).items() if key not in _ORDINARY]
+
+
+def _is(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return issubclass(type(value), kinds)  # isinstance would ask a proxy for its __class__
+
+
+def _held(value: Any, place: str, containers: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a plain attribute. `containers`: the ids of those already searched."""
+    if _is(value, nn.Module):
+        yield place, value
+    elif _is(value, (list, tuple, set, frozenset, dict)) and id(value) not in containers:
+        containers.add(id(value))
+        items = value.items() if _is(value, dict) else enumerate(value)
+        for key, item in items:
+            if _is(item, (nn.Module, list, tuple, set, frozenset, dict)):
+                yield from _held(item, f"{place}[{key!r}]", containers)
+
+
+def _swapped(value: Any, new: Mapping[nn.Module, nn.Module], containers: set[int]) -> Any:
+    """`value` with all modules replaced: changed in place, or a new tuple or frozenset."""
+    if _is(value, nn.Module):
+        return new.get(value, value)
+    if not _is(value, (list, tuple, set, frozenset, dict)) or id(value) in containers:
+        return value
+    containers.add(id(value))
+    if _is(value, dict):
+        value.update({k: _swapped(item, new, containers) for k, item in value.items()})
+        return value
+    items = [_swapped(item, new, containers) for item in value]
+    if all(a is b for a, b in zip(items, value, strict=True)):
+        return value
+    if _is(value, list):
+        value[:] = items
+    elif _is(value, set):
+        value.clear()
+        value.update(items)
+    else:
+        make = getattr(value, "_make", type(value))  # a named tuple has `_make`
+        return make(items)
+    return value

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextvars
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
@@ -201,6 +203,25 @@ def _check_not_compiled(model: nn.Module) -> None:
             )
 
 
+def _warn_of_plain_layers(model: nn.Module) -> None:
+    """Warn if torch's layers in `model` would take statistics of one replica's part each."""
+    plain = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        and (module.training or module.running_mean is None)
+        and not hasattr(module, "__data_parallel_replicate__")
+    ]
+    if plain:
+        more = f" and {len(plain) - 1} more layers" if len(plain) > 1 else ""
+        warnings.warn(
+            f"{plain[0]}{more} do{'' if more else 'es'} not synchronize: each replica takes the "
+            "statistics of its own part of the batch; to synchronize, call convert_model(model)",
+            UserWarning,
+            stacklevel=6,  # the caller of the wrapper
+        )
+
+
 class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     """`nn.DataParallel` with replication callbacks, also for CPU.
 
@@ -215,6 +236,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             or a function from the number of samples to such a list. It makes every list in
             arguments and results a list of samples. None: as `torch.chunk`. You may set this
             attribute between forwards.
+
+    Warns (`UserWarning`) if `device_ids` names several GPUs and torch finds none, and once at the
+    first forward in training if layers of torch would take statistics of one replica each.
 
     Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica, for bad
     `batch_sizes` and for CPU mixed with GPUs, `StateError` for a compiled model; compile the
@@ -232,6 +256,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     """
 
     batch_sizes: BatchSizes = None  # also of wrappers that `__init__` did not make
+    _checked_layers = False  # set at the first forward in training with several replicas
 
     def __init__(
         self,
@@ -259,6 +284,14 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                     "use one kind"
                 )
             super().__init__(module, cast(Any, device_ids), cast(Any, output_device), dim)
+            if device_ids is not None and len(device_ids) > 1 and not self.device_ids:
+                warnings.warn(
+                    f"torch finds no GPU, so device_ids={list(device_ids)!r} has no effect: the "
+                    "model runs as one replica, where it is; for replicas in threads on the CPU "
+                    f"pass replicas={len(device_ids)}",
+                    UserWarning,
+                    stacklevel=2,
+                )
             if len(self.device_ids) > 1:
                 _check_not_compiled(module)
             return
@@ -294,6 +327,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         if self._within_replica():
             return [module]  # its layers, or their copies, are already connected
         _check_not_compiled(module)
+        if module.training and len(device_ids) > 1 and not self._checked_layers:
+            self._checked_layers = True
+            _warn_of_plain_layers(module)
         if _one_device(device_ids):
             replicas = _replicate_on_one_device(module, len(device_ids))
         else:

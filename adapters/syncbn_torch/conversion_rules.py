@@ -1,0 +1,176 @@
+"""Which layers a conversion changes, and why it keeps the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from syncbn_torch.conversion_registry import (
+    Target,
+    check_target,
+    conversion_of,
+    load_known_libraries,
+    name_of_class,
+    origin_of,
+    synchronized_subclass,
+)
+from syncbn_torch.conversion_report import ConversionReport, ReportedLayer
+from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
+from syncbn_torch.reference import BatchNorm2dReimpl
+from syncbn_torch.replacement import become, class_of, modules_of, swap_modules
+
+__all__ = ["Choice", "Keep", "apply_target", "change_modules", "synchronize"]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Leave a layer as it is. `expected`: no warning is needed."""
+
+    reason: str
+    expected: bool = False
+
+
+# A class: the layer becomes an object of it. A module: it takes the layer's place. None: this
+# module has nothing to do with batch norm.
+Choice = type[nn.Module] | nn.Module | Keep | None
+
+
+def change_modules(
+    root: nn.Module,
+    choose: Callable[[nn.Module], Choice],
+    finish: Callable[[nn.Module, type[nn.Module]], None],
+    report: ConversionReport,
+) -> nn.Module:
+    """Change each module of `root` as `choose` says; return `root` or what takes its place.
+
+    `finish` gets each module that became one of another class, and the class that it had. If
+    `choose` raises, nothing has changed.
+    """
+    if not isinstance(root, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {type(root).__name__}")
+    names = modules_of(root)
+    registered = set(root.modules())
+    choices = {module: choose(module) for module in names}
+    report.layers.clear()
+    new: dict[nn.Module, nn.Module] = {}
+    for module, choice in choices.items():
+        if choice is None:
+            continue
+        before, after, kept = class_of(module), None, Keep("")
+        if isinstance(choice, Keep):
+            kept = choice
+        elif isinstance(choice, nn.Module):
+            new[module] = choice
+            after = name_of_class(type(choice))
+        else:
+            become(module, choice)
+            finish(module, before)
+            after = name_of_class(choice)
+        report.layers.append(
+            ReportedLayer(
+                names[module] or "the model itself",
+                name_of_class(before),
+                after,
+                kept.reason,
+                kept.expected,
+                module in registered,
+            )
+        )
+    if new:
+        swap_modules(names, new)
+    return new.get(root, root)
+
+
+def synchronize(
+    root: nn.Module,
+    extra: Mapping[type[nn.Module], Target],
+    report: ConversionReport,
+    ours: type[nn.Module],
+) -> nn.Module:
+    """Make the layers of `root` synchronized ones. `ours`: the base class of these."""
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"expected extra={{Class: what it becomes}}, got {type(extra).__name__}")
+    for cls, target in extra.items():
+        check_target(cls, target)
+    load_known_libraries()
+
+    def remember_origin(module: nn.Module, before: type[nn.Module]) -> None:
+        if origin_of(class_of(module)) is not before:
+            module.__dict__["_converted_from"] = before
+
+    return change_modules(root, lambda m: _choose(m, extra, ours), remember_origin, report)
+
+
+def _choose(
+    module: nn.Module, extra: Mapping[type[nn.Module], Target], ours: type[nn.Module]
+) -> Choice:
+    kind = class_of(module)
+    if kind in extra:
+        return apply_target(module, extra[kind], "extra=")
+    if issubclass(kind, ours):
+        return Keep("it synchronizes already", expected=True)
+    known = conversion_of(kind)
+    if known is not None:
+        new = apply_target(module, known.to, "register_conversion")
+        if isinstance(new, nn.Module):
+            new.__dict__["_converted_by"] = kind  # `revert_model` looks for the way back there
+        return new
+    if issubclass(kind, BatchNorm2dReimpl):
+        return Keep("the reference layer does not synchronize", expected=True)
+    if hasattr(module, "__data_parallel_replicate__"):
+        return Keep("it synchronizes by itself", True) if issubclass(kind, _BatchNorm) else None
+    if issubclass(kind, nn.DataParallel) and kind is not DataParallelWithCallback:
+        return Keep("a subclass of DataParallel; call patch_replication_callback on it")
+    return _kept_of_torch(module, kind) or _unknown(module, kind)
+
+
+def apply_target(module: nn.Module, target: Target, source: str) -> Choice:
+    """What a user's conversion makes of `module`. `source`: where the conversion was given."""
+    if target is None:
+        return Keep(f"{source} says that it stays", expected=True)
+    if isinstance(target, type):
+        return target
+    new = target(module)
+    if not isinstance(new, nn.Module):
+        raise TypeError(
+            f"expected an nn.Module from the function for {name_of_class(class_of(module))} in "
+            f"{source}, got {type(new).__name__}"
+        )
+    return new
+
+
+def _unknown(module: nn.Module, kind: type[nn.Module]) -> Choice:
+    name = name_of_class(kind)
+    if issubclass(kind, _BatchNorm):
+        made = synchronized_subclass(kind)
+        return Keep(f"{made}; see extra=") if isinstance(made, str) else made
+    buffers: dict[str, Any] = module._buffers
+    if "running_var" in buffers and "weight" not in buffers and not issubclass(kind, _InstanceNorm):
+        return Keep(f"it has a running_var, but {name} is no subclass of BatchNorm; see extra=")
+    return None
+
+
+def _kept_of_torch(module: nn.Module, kind: type[nn.Module]) -> Keep | None:
+    """Layers of torch.ao and torch.jit that can't be converted, or not yet."""
+    if isinstance(module, torch.jit.ScriptModule):
+        scripted = "BatchNorm" in str(getattr(module, "original_name", ""))
+        return Keep("scripted; convert before torch.jit.script") if scripted else None
+    where = kind.__module__
+    if not where.startswith("torch.ao.nn."):
+        return None
+    if issubclass(kind, _BatchNorm):
+        return Keep("quantized; it uses its running statistics only", expected=True)
+    if where == "torch.ao.nn.intrinsic.modules.fused" and "Bn" in kind.__name__:
+        return Keep("prepare_qat makes a new plain layer of it; call convert_model after that")
+    if getattr(module, "_enable_slow_path_for_better_numerical_stability", False):
+        return Keep(
+            "its slow path takes statistics of its own part; set "
+            "_enable_slow_path_for_better_numerical_stability to False"
+        )
+    return None

@@ -1,0 +1,45 @@
+"""Conversion of timm's layers; `convert_model` imports this module only if timm is imported.
+
+    y = act(drop(batch_norm(x)))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
+from torch import Tensor
+
+from syncbn_core.checks import check_eps_mode
+from syncbn_core.moments import EpsMode
+from syncbn_torch.batchnorm import SynchronizedBatchNorm2d
+from syncbn_torch.conversion_registry import register_conversion
+
+__all__ = ["SynchronizedBatchNormAct2d"]
+
+
+class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # type: ignore[misc]
+    """timm's `BatchNormAct2d` over the whole batch: input (N, C, H, W).
+
+    Arguments are those of `BatchNormAct2d`, plus `process_group` and `eps_mode`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        process_group: Any = None,
+        eps_mode: EpsMode | None = None,
+        **kwargs: Any,
+    ) -> None:
+        BatchNormAct2d.__init__(self, *args, **kwargs)
+        self.process_group = process_group
+        self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = self.act(self.drop(super().forward(input)))
+        return y
+
+
+register_conversion(BatchNormAct2d, SynchronizedBatchNormAct2d)
+# timm's own conversion makes a SyncBatchNormAct of a BatchNormAct2d, with the same drop and act.
+register_conversion(SyncBatchNormAct, SynchronizedBatchNormAct2d)
