@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError
 from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
-from syncbn_torch.convert import _TO_TORCH
+from syncbn_torch.conversion_registry import origin_of
 from syncbn_torch.verify.recording import norm_layers
 
 __all__ = [
@@ -167,7 +167,7 @@ def make_alone(model: nn.Module) -> nn.Module:
     """
     for layer in norm_layers(model).values():
         if isinstance(layer, _SynchronizedBatchNorm):
-            target = _TO_TORCH.get(type(layer))
+            target = origin_of(type(layer))
             if target is None or layer._rule.unusual is not None:
                 layer.process_group = SingleCommunicator()
             else:
