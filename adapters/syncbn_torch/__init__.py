@@ -21,7 +21,7 @@ from syncbn_torch.data_parallel.replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from syncbn_torch.data_parallel.scatter_gather import Shared
+from syncbn_torch.data_parallel.scatter import Shared
 from syncbn_torch.forward_together import forward_together
 from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.reference import BatchNorm2dReimpl

@@ -34,7 +34,7 @@ from syncbn_torch import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from syncbn_torch.data_parallel.scatter_gather import split
+from syncbn_torch.data_parallel.scatter import split
 
 
 class Recorder(nn.Module):

@@ -25,7 +25,8 @@ from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch._torch_private import disable_tracing
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.batch_sizes import BatchSizes, check_batch_sizes
-from syncbn_torch.data_parallel.scatter_gather import Parts, join, moved, split
+from syncbn_torch.data_parallel.gather import join
+from syncbn_torch.data_parallel.scatter import Parts, moved, split
 from syncbn_torch.data_parallel.thread_modes import call_within, modes_of_caller, place_of
 
 __all__ = [
