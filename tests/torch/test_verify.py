@@ -595,6 +595,21 @@ print('syncbn_torch.verify' in sys.modules, syncbn_torch.verify_sync.__name__)
     assert done.stdout.strip() == "False verify_sync"
 
 
+def test_nan_equals_nan_only() -> None:
+    model, x = sync_net(), batch()
+    x[0, 0, 0, 0] = float("nan")
+    assert verify_sync(model, x).ok
+
+    class Late(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y * float("nan") if len(x) == 2 else y
+
+    report = verify_sync(sync_net(Late), batch())
+    assert report.output == float("inf")
+    assert not report.ok
+
+
 def test_a_long_list_of_layers_is_cut_in_the_conclusion() -> None:
     layers = [nn.BatchNorm2d(3) for _ in range(7)]
     text = str(verify_sync(nn.Sequential(*layers), batch()))

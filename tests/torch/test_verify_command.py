@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,19 @@ def test_under_torchrun_the_processes_take_the_parts_and_one_prints(tmp_path: Pa
     done = run(tmp_path, "verify", "mine.models:plain", launcher=launcher)
     assert done.returncode == 1
     assert "plain nn.BatchNorm2d" in done.stdout
+
+
+def test_the_table_in_the_documents_is_what_is_printed(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# mymodels.*?)```", page, re.S)
+    command, table = re.findall(
+        r"```console\n\$ python -m syncbn_torch (.*?)\n(.*?)```", page, re.S
+    )[0]
+    (tmp_path / "mymodels.py").write_text(code)
+    done = run(tmp_path, *command.split())
+    assert done.returncode == 1, done.stderr
+
+    def without_rounding(text: str) -> str:
+        return re.sub(r" +", " ", re.sub(r" (0|\de-1\d)\b", " rounding", text))
+
+    assert without_rounding(done.stdout) == without_rounding(table)

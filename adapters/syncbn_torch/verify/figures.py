@@ -65,6 +65,11 @@ def difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     if actual.shape != expected.shape:
         return float("inf")
     actual, expected = actual.detach().double(), expected.detach().double()
+    if not actual.numel():
+        return 0.0
+    apart = (actual - expected).abs().max().item()
+    if math.isfinite(apart):
+        return apart and apart / (max(expected.abs().max().item(), floor) or 1.0)
     differing = (actual != expected) & ~(actual.isnan() & expected.isnan())
     if not differing.any():
         return 0.0

@@ -7,6 +7,7 @@ all of its input at once. So only the layers that went wrong are blamed, not tho
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.convert import convert_model
 from syncbn_torch.verify.figures import buffer_difference, difference, joined, moments, tolerance
 from syncbn_torch.verify.prepare import duplicate, make_alone
 from syncbn_torch.verify.recording import Call
@@ -25,6 +27,7 @@ __all__ = ["judge_layer", "model_differences"]
 
 Buffers = Sequence[Mapping[str, Tensor]]
 
+_KNOWN = (_SynchronizedBatchNorm, nn.SyncBatchNorm)
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -32,7 +35,8 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class _Replay:
     """Differences of a layer to its replay over the joined input, and their limit.
 
-    `separate`: how far the output would be off if each part used its own statistics.
+    `separate`: how far the output would be off if each part used its own statistics; 0 for
+    classes that are known to synchronize.
     """
 
     output: float
@@ -117,8 +121,11 @@ def _verdict(
         if split.error:
             return "not reached", ""
         return "unclear", f"{unable or 'its output is not a tensor'}. Check it by hand."
-    known = isinstance(layer, (_SynchronizedBatchNorm, nn.SyncBatchNorm))
-    if not known and isinstance(layer, _BatchNorm) and figures.separate <= 10 * figures.limit:
+    if (
+        not isinstance(layer, _KNOWN)
+        and isinstance(layer, _BatchNorm)
+        and figures.separate <= 10 * figures.limit
+    ):
         return "unclear", (
             "all parts of the batch have the same statistics here, so nothing can be said about "
             "this class. Use a batch of random values."
@@ -143,20 +150,30 @@ def _why_not(layer: nn.Module, registered: bool) -> str:
             f"a {kind} in a plain list or dictionary, where convert_model can't find it. Register "
             "it, for example in an nn.ModuleList, and call convert_model again."
         )
-    if type(layer) in _PLAIN:
-        return (
-            f"a plain nn.{kind}, which uses the statistics of each part alone. Call "
-            "syncbn_torch.convert_model(model)."
-        )
     if type(layer) is nn.SyncBatchNorm:
         return (
             "nn.SyncBatchNorm synchronizes CUDA tensors of several processes only. Call "
+            "syncbn_torch.convert_model(model)."
+        )
+    if _convertible(layer):
+        plain = f"plain nn.{kind}" if type(layer) in _PLAIN else kind
+        return (
+            f"a {plain}, which uses the statistics of each part alone. Call "
             "syncbn_torch.convert_model(model)."
         )
     return (
         f"{kind} is a class that convert_model does not know, and it does not synchronize. Replace "
         "it by a synchronized layer with the same settings."
     )
+
+
+def _convertible(layer: nn.Module) -> bool:
+    """Whether convert_model replaces the layer."""
+    holder = nn.Sequential(duplicate(layer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not
+        convert_model(holder)
+    return type(holder[0]) is not type(layer)
 
 
 def _kind(layer: nn.Module) -> str:
@@ -191,11 +208,12 @@ def _replayed(layer: nn.Module, calls: Sequence[Sequence[Call]], buffers: Buffer
     for own in zip(*calls, strict=True):
         given = joined([call.x for call in own])
         x = given.to(home or given.device).requires_grad_()
-        before = duplicate(once)
+        before = None if isinstance(layer, _KNOWN) else duplicate(once)
         y = once(x)
         actual = joined([call.y for call in own if call.y is not None]).to(y.device)
         output = max(output, difference(actual, y, unit))
-        separate = max(separate, _separate(before, own, y, unit))
+        if before is not None:
+            separate = max(separate, _separate(before, own, y, unit))
         limit = max(limit, tolerance(x.dtype).layer, tolerance(y.dtype).layer)
         gradient += _gradient(x, y, own)
     running = _largest(buffer_difference(after, dict(once.named_buffers())) for after in buffers)
