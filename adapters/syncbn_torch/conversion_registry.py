@@ -72,7 +72,11 @@ def check_target(cls: Any, target: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected a subclass of nn.Module as the class to convert, got {cls!r}")
     module_class = isinstance(target, type) and issubclass(target, nn.Module)
-    if target is not None and not module_class and (isinstance(target, type) or not callable(target)):
+    if (
+        target is not None
+        and not module_class
+        and (isinstance(target, type) or not callable(target))
+    ):
         raise TypeError(
             f"expected a subclass of nn.Module, a function or None for {cls.__name__}, "
             f"got {target!r}"
@@ -97,6 +101,7 @@ def load_known_libraries() -> None:
 
 
 def name_of_class(cls: type[nn.Module]) -> str:
+    """The name of a class for a report."""
     return cls.__qualname__.rpartition("<locals>.")[2]
 
 
@@ -120,7 +125,7 @@ _DECISIVE = {
 
 
 @cache
-def synchronized_subclass(cls: type[nn.Module]) -> type[nn.Module] | str:
+def synchronized_subclass(cls: Any) -> type[nn.Module] | str:
     """For a subclass of BatchNorm with the same forward: a subclass of it that synchronizes.
 
     For other subclasses: why there is none.
