@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -105,6 +104,8 @@ def name_of_class(cls: type[nn.Module]) -> str:
     return cls.__qualname__.rpartition("<locals>.")[2]
 
 
+_made: dict[type[nn.Module], type[nn.Module]] = {}  # by `synchronized_subclass`
+
 # A subclass that defines one of these may compute something else than BatchNorm, or can't be
 # combined with our classes.
 _DECISIVE = {
@@ -124,12 +125,13 @@ _DECISIVE = {
 }
 
 
-@cache
-def synchronized_subclass(cls: Any) -> type[nn.Module] | str:
+def synchronized_subclass(cls: type[nn.Module]) -> type[nn.Module] | str:
     """For a subclass of BatchNorm with the same forward: a subclass of it that synchronizes.
 
     For other subclasses: why there is none.
     """
+    if cls in _made:
+        return _made[cls]
     base = next((c for c in cls.__mro__ if c in _conversions), None)
     ours = None if base is None else _conversions[base].to
     if base is None or not isinstance(ours, type) or not issubclass(ours, base):
@@ -144,6 +146,7 @@ def synchronized_subclass(cls: Any) -> type[nn.Module] | str:
         (ours, cls),
         {"__module__": __name__, "__reduce_ex__": _reduce, "__doc__": cls.__doc__, "_made_of": cls},
     )
+    _made[cls] = new
     _origins[new] = cls
     return new
 
