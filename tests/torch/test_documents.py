@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHOWN = ("README.md", "docs/arrays.md", "docs/communication.md")
+SHOWN = ("README.md", "docs/arrays.md", "docs/communication.md", "docs/conversion.md")
 BLOCKS = [
     pytest.param(code, id=f"{document.name}-{index}")
-    for document in [
-        ROOT / name for name in ("README.md", "docs/arrays.md", "docs/communication.md")
-    ]
+    for document in [ROOT / name for name in SHOWN]
     for index, code in enumerate(re.findall(r"```python\n(.*?)```", document.read_text(), re.S))
 ]
 
