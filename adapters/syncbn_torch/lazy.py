@@ -44,7 +44,6 @@ class _Arguments:
         self.process_group = process_group
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
 
-
     def initialize_parameters(self, input: Tensor) -> None:
         super().initialize_parameters(input)  # type: ignore[misc]
         if self.num_features == 0:  # a state dictionary gave the parameters; torch leaves 0
