@@ -16,6 +16,7 @@ import argparse
 import copy
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def build(way: str, start: nn.Module, replicas: int) -> nn.Module:
         return model
     if way == "synchronized":
         model = convert_model(model)
+    else:  # it is to show what happens without
+        warnings.filterwarnings("ignore", ".*each replica takes the statistics of its own part")
     return DataParallelWithCallback(model, device_ids=["cpu"] * replicas)
 
 

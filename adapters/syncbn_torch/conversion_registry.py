@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -72,7 +71,11 @@ def check_target(cls: Any, target: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected a subclass of nn.Module as the class to convert, got {cls!r}")
     module_class = isinstance(target, type) and issubclass(target, nn.Module)
-    if target is not None and not module_class and (isinstance(target, type) or not callable(target)):
+    if (
+        target is not None
+        and not module_class
+        and (isinstance(target, type) or not callable(target))
+    ):
         raise TypeError(
             f"expected a subclass of nn.Module, a function or None for {cls.__name__}, "
             f"got {target!r}"
@@ -97,8 +100,11 @@ def load_known_libraries() -> None:
 
 
 def name_of_class(cls: type[nn.Module]) -> str:
+    """The name of a class for a report."""
     return cls.__qualname__.rpartition("<locals>.")[2]
 
+
+_made: dict[type[nn.Module], type[nn.Module]] = {}  # by `synchronized_subclass`
 
 # A subclass that defines one of these may compute something else than BatchNorm, or can't be
 # combined with our classes.
@@ -119,12 +125,13 @@ _DECISIVE = {
 }
 
 
-@cache
 def synchronized_subclass(cls: type[nn.Module]) -> type[nn.Module] | str:
     """For a subclass of BatchNorm with the same forward: a subclass of it that synchronizes.
 
     For other subclasses: why there is none.
     """
+    if cls in _made:
+        return _made[cls]
     base = next((c for c in cls.__mro__ if c in _conversions), None)
     ours = None if base is None else _conversions[base].to
     if base is None or not isinstance(ours, type) or not issubclass(ours, base):
@@ -139,6 +146,7 @@ def synchronized_subclass(cls: type[nn.Module]) -> type[nn.Module] | str:
         (ours, cls),
         {"__module__": __name__, "__reduce_ex__": _reduce, "__doc__": cls.__doc__, "_made_of": cls},
     )
+    _made[cls] = new
     _origins[new] = cls
     return new
 

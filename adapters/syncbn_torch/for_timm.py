@@ -1,6 +1,6 @@
 """Conversion of timm's layers; `convert_model` imports this module only if timm is imported.
 
-    y = act(drop(batch_norm(x)))
+y = act(drop(batch_norm(x)))
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Tensor = self.act(self.drop(super().forward(input)))
+        layer: Any = self
+        y: Tensor = layer.act(layer.drop(super().forward(input)))
         return y
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from syncbn_core.checks import check_eps_mode
 from syncbn_core.moments import EpsMode
@@ -29,6 +29,7 @@ __all__ = [
 class _Arguments:
     """Adds `process_group` and `eps_mode` to the arguments of torch's lazy layers."""
 
+    num_features: int
     process_group: Any
     eps_mode: EpsMode | None
 
@@ -42,6 +43,11 @@ class _Arguments:
         super().__init__(*args, **kwargs)
         self.process_group = process_group
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+
+    def initialize_parameters(self, input: Tensor) -> None:
+        super().initialize_parameters(input)  # type: ignore[misc]
+        if self.num_features == 0:  # a state dictionary gave the parameters; torch leaves 0
+            self.num_features = input.shape[1]
 
 
 class LazySynchronizedBatchNorm1d(_Arguments, nn.LazyBatchNorm1d, _SynchronizedBatchNorm):

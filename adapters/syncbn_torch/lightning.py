@@ -7,8 +7,8 @@ import sys
 from torch import nn
 
 from syncbn_core.errors import StateError
-from syncbn_torch.convert import _to_torch, convert_model
-from syncbn_torch.replacement import replace_modules
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.convert import convert_model, revert_model
 
 __all__ = ["SyncBatchNormPlugin"]
 
@@ -34,17 +34,21 @@ class SyncBatchNormPlugin:
 
     def apply(self, model: nn.Module) -> nn.Module:
         """`convert_model(model)`; Lightning calls it before it wraps the model."""
-        before = set(model.modules())
+        before = _synchronized(model)
         model = convert_model(model)
-        self._converted = [module for module in model.modules() if module not in before]
+        self._converted = [layer for layer in _synchronized(model) if layer not in before]
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Undo `apply`: layers that were synchronized before it stay so."""
-        made = set(self._converted)
+        for layer in self._converted:
+            revert_model(layer)
         self._converted = []
-        choose = lambda module: _to_torch(module) if module in made else None  # noqa: E731
-        return replace_modules(model, choose, "SyncBatchNormPlugin")
+        return model
+
+
+def _synchronized(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, _SynchronizedBatchNorm)]
 
 
 def _register() -> bool:

@@ -55,7 +55,7 @@ def swap_modules(holders: Mapping[nn.Module, str], new: Mapping[nn.Module, nn.Mo
     containers: set[int] = set()
     for holder in holders:
         for key, child in list(holder._modules.items()):
-            if child in new:
+            if child is not None and child in new:
                 holder._modules[key] = new[child]
         for key, value in _plain_attributes(holder):
             changed = _swapped(value, new, containers)

@@ -219,7 +219,7 @@ def _warn_of_plain_layers(model: nn.Module) -> None:
             f"{plain[0]}{more} do{'' if more else 'es'} not synchronize: each replica takes the "
             "statistics of its own part of the batch; to synchronize, call convert_model(model)",
             UserWarning,
-            stacklevel=6,  # the caller of the wrapper
+            stacklevel=7,  # the caller of the wrapper
         )
 
 

@@ -115,7 +115,7 @@ def _report(
 ) -> SyncReport:
     count = replicas if ranks is None else ranks.size
     base, arguments = _prepared(model, batch, ranks, dtype)
-    parts = split_batch(arguments, count, 0, _device(base))
+    parts = list(zip(*split_batch(*arguments, 0, [_device(base)] * count), strict=True))
     if len(parts) < (2 if ranks is None else count):
         raise ArgumentError(
             f"expected a batch of at least {count} samples, got {sum(sizes_of(parts))}; "

@@ -1,0 +1,361 @@
+"""What `convert_model` finds and tells: the report, the warning, layers that are not registered,
+conversions of the user's own."""
+
+import pickle
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from syncbn_core.errors import StateError
+from syncbn_torch import (
+    ConversionReport,
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    convert_model,
+    register_conversion,
+    revert_model,
+)
+from syncbn_torch.conversion_registry import _conversions, _origins
+
+
+class Fused(nn.BatchNorm2d):
+    """Normalizes and activates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class SynchronizedFused(Fused, SynchronizedBatchNorm2d):
+    """The same; `super().forward` synchronizes."""
+
+
+class Renamed(nn.BatchNorm2d):
+    """Has an attribute and a method more, and torch's forward."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=1e-2)
+        self.gain = 2
+
+    def double_gain(self) -> int:
+        return self.gain * 2
+
+
+@pytest.fixture
+def registry() -> Any:
+    """Registrations of a test end with it."""
+    conversions, origins = _conversions.copy(), _origins.copy()
+    yield
+    for now, before in ((_conversions, conversions), (_origins, origins)):
+        now.clear()
+        now.update(before)
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 5, 5)
+
+
+# ------------------------------------------------------------------------------- the report
+
+
+def test_the_report_is_a_table_by_class() -> None:
+    net = nn.Sequential(*(nn.BatchNorm2d(3) for _ in range(6)), Fused(3), nn.BatchNorm1d(3))
+    report = ConversionReport()
+    with pytest.warns(UserWarning, match="kept 1 of 8 layers"):
+        convert_model(net, report=report)
+    assert len(report.converted) == 7
+    assert [layer.name for layer in report.kept] == ["6"]
+    assert str(report) == (
+        "convert_model: 7 converted, 1 kept\n"
+        "\n"
+        "converted\n"
+        "     6  BatchNorm2d -> SynchronizedBatchNorm2d: 0, 1, 2, 3 and 2 more\n"
+        "     1  BatchNorm1d -> SynchronizedBatchNorm1d: 7\n"
+        "\n"
+        "kept\n"
+        "     1  Fused: 6\n"
+        "        unknown subclass of BatchNorm2d with its own forward; see extra="
+    )
+
+
+def test_a_report_tells_of_the_last_call_only() -> None:
+    net, report = nn.Sequential(nn.BatchNorm1d(3)), ConversionReport()
+    assert "not filled yet" in str(report)
+    convert_model(net, report=report)
+    convert_model(net, report=report)
+    assert str(report).startswith("convert_model: 0 converted, 1 kept")
+    assert report.kept[0].reason == "it synchronizes already"
+    revert_model(net, report=report)
+    assert "SynchronizedBatchNorm1d -> BatchNorm1d: 0" in str(report)
+
+
+def test_unknown_subclasses_stay_and_one_short_warning_tells() -> None:
+    kinds = [type(f"Fused{i}", (Fused,), {}) for i in range(40)]
+    net = nn.Sequential(*(kind(3) for kind in kinds for _ in range(3)), nn.BatchNorm2d(3))
+    with pytest.warns(UserWarning, match="more classes") as seen:
+        convert_model(net)
+    (warning,) = seen
+    text = str(warning.message)
+    assert warning.filename == __file__
+    assert len(text) <= 400
+    assert text.startswith(
+        "convert_model kept 120 of 121 layers as they are: 3 Fused0 (0, ...: unknown subclass of "
+        "BatchNorm2d with its own forward; see extra=); "
+    )
+    assert text.endswith("more classes; to see all, pass report=ConversionReport() and print it")
+    assert type(net[0]) is kinds[0]
+
+
+def test_long_names_do_not_make_the_warning_long() -> None:
+    net: nn.Module = Fused(3)
+    for _ in range(40):
+        net = nn.Sequential(net)
+    with pytest.warns(UserWarning, match="kept 1 of 1 layers") as seen:
+        convert_model(net)
+    assert len(str(seen[0].message)) <= 400
+
+
+def test_nothing_found_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="found no batch norm layer in Linear, so it changed noth"):
+        convert_model(nn.Linear(2, 2))
+
+
+def test_layers_that_only_look_like_batch_norm_are_named() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("running_var", torch.ones(3))
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.ones(3))
+            self.register_buffer("running_var", torch.ones(3))
+
+    net = nn.Sequential(Own(), Frozen(), nn.InstanceNorm2d(3, track_running_stats=True))
+    with pytest.warns(UserWarning, match="1 Own .0: it has a running_var, but Own is no subclass"):
+        convert_model(net)
+
+
+# ------------------------------------------------------------------- subclasses and conversions
+
+
+def test_a_subclass_with_torchs_forward_is_converted_and_stays_a_subclass() -> None:
+    net = nn.Sequential(Renamed(3))
+    twin = Renamed(3)
+    convert_model(net)
+    assert isinstance(net[0], SynchronizedBatchNorm2d)
+    assert isinstance(net[0], Renamed)
+    assert net[0].double_gain() == 4
+    x = images()
+    torch.testing.assert_close(DataParallelWithCallback(net, replicas=2)(x), twin(x))
+    restored = pickle.loads(pickle.dumps(net))
+    assert type(restored[0]) is type(net[0])
+    assert torch.equal(restored[0].running_var, net[0].running_var)
+    for other in (net, restored):
+        assert type(revert_model(other)[0]) is Renamed
+
+
+@pytest.mark.parametrize("name", ["forward", "_check_input_dim", "__getstate__"])
+def test_a_subclass_that_redefines_what_counts_is_kept(name: str) -> None:
+    kind = type("Own", (nn.BatchNorm2d,), {name: lambda self, *arguments: None})
+    layer = kind(3)
+    with pytest.warns(UserWarning, match=f"its own {name}"):
+        convert_model(layer)
+    assert type(layer) is kind
+
+
+def test_extra_gives_layers_another_class() -> None:
+    net, twin = nn.Sequential(Fused(3)), Fused(3)
+    weight = net[0].weight
+    convert_model(net, extra={Fused: SynchronizedFused})
+    assert type(net[0]) is SynchronizedFused
+    assert net[0].weight is weight
+    x = images()
+    torch.testing.assert_close(DataParallelWithCallback(net, replicas=2)(x), twin(x))
+    assert type(revert_model(net)[0]) is Fused
+    assert "_converted_from" not in vars(net[0])
+
+
+def test_extra_with_none_keeps_layers_without_a_warning() -> None:
+    report = ConversionReport()
+    net = convert_model(nn.Sequential(Fused(3)), extra={Fused: None}, report=report)
+    assert type(net[0]) is Fused
+    assert report.kept[0].reason == "extra= says that it stays"
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_a_new_module_takes_the_place_of_a_layer_everywhere() -> None:
+    net = nn.Module()
+    net.bn = net.alias = layer = Fused(3)
+    net.block = nn.Sequential(layer, nn.ReLU())
+    net.listed, net.by_name, net.unique = [layer, None], {"bn": [layer]}, {layer}
+    net.pair, net.fixed = Pair(layer, 1), frozenset([layer])
+    net.__dict__["hidden"] = layer
+    made: list[nn.Module] = []
+
+    def make(old: Fused) -> nn.Module:
+        made.append(nn.Sequential(SynchronizedBatchNorm2d(old.num_features), nn.ReLU()))
+        return made[-1]
+
+    group = object()
+    convert_model(net, extra={Fused: make}, process_group=group)
+    (new,) = made
+    places = [net.bn, net.alias, net.block[0], net.listed[0], net.by_name["bn"][0]]
+    places += [*net.unique, net.pair.first, *net.fixed, net.hidden]
+    assert all(place is new for place in places)
+    assert type(net.pair) is Pair
+    assert new[0].process_group is group
+    assert type(convert_model(Fused(3), extra={Fused: make})) is nn.Sequential
+
+
+def test_a_factory_may_wrap_the_old_layer() -> None:
+    net = nn.Sequential(Fused(3))
+    old = net[0]
+    convert_model(net, extra={Fused: lambda layer: nn.Sequential(layer)})
+    assert net[0][0] is old
+
+
+def test_a_factory_that_fails_changes_nothing() -> None:
+    net = nn.Sequential(nn.BatchNorm2d(3), Fused(3))
+
+    def fail(layer: Fused) -> Any:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        convert_model(net, extra={Fused: fail})
+    assert type(net[0]) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({Fused: int}, "expected a subclass of nn.Module, a function or None for Fused, got"),
+        ({"Fused": None}, "expected a subclass of nn.Module as the class to convert, got 'Fused'"),
+        ([Fused], "expected extra={Class: what it becomes}, got list"),
+        ({Fused: lambda layer: 3}, "expected an nn.Module from the function for Fused in extra="),
+    ],
+)
+def test_a_wrong_extra_is_an_error(extra: Any, text: str) -> None:
+    net = nn.Sequential(nn.BatchNorm2d(3), Fused(3))
+    with pytest.raises(TypeError) as caught:
+        convert_model(net, extra=extra)
+    assert text in str(caught.value)
+    assert type(net[0]) is nn.BatchNorm2d
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_class_goes_there_and_back() -> None:
+    register_conversion(Fused, SynchronizedFused)
+    net = convert_model(nn.Sequential(Fused(3), nn.BatchNorm2d(3)))
+    assert [type(m) for m in net] == [SynchronizedFused, SynchronizedBatchNorm2d]
+    assert [type(m) for m in revert_model(net)] == [Fused, nn.BatchNorm2d]
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_function_needs_a_way_back() -> None:
+    def there(old: Fused) -> nn.Module:
+        return nn.Sequential(SynchronizedBatchNorm2d(old.num_features), nn.ReLU())
+
+    register_conversion(Fused, there, lambda new: Fused(new[0].num_features))
+    net = convert_model(nn.Sequential(Fused(3)))
+    assert type(net[0]) is nn.Sequential
+    assert type(revert_model(net)[0]) is Fused
+    register_conversion(Fused, there)
+    net = convert_model(nn.Sequential(Fused(3)))
+    with pytest.warns(UserWarning, match="no way back is registered for Fused"):
+        revert_model(net)
+
+
+@pytest.mark.parametrize("wrong", [(int, None), (Fused, int), (Fused, None, 3)])
+def test_a_wrong_registration_is_an_error(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a subclass of nn\.Module"):
+        register_conversion(*wrong)
+
+
+# ------------------------------------------------------------- layers that are not registered
+
+
+class Hiding(nn.Module):
+    """Holds layers in every way that `_modules` does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+        self.listed = [self.bn, nn.BatchNorm2d(3)]
+        self.nested = {"a": ({"b": nn.Sequential(nn.BatchNorm2d(3))},)}
+        self.unique = {nn.BatchNorm2d(3)}
+        self.listed.append(self.listed)  # type: ignore[arg-type]
+        self.method = self.bn.forward
+        self.__dict__["plain"] = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.listed[1](self.bn(x))
+
+
+def test_layers_in_plain_lists_and_attributes_are_converted_and_reported() -> None:
+    net, report = Hiding(), ConversionReport()
+    bn, plain = net.bn, net.plain
+    convert_model(net, report=report)
+    assert net.bn is net.listed[0] is bn
+    assert net.plain is plain
+    assert type(net.method.__self__) is SynchronizedBatchNorm2d
+    hidden = [layer.name for layer in report.layers if not layer.registered]
+    assert hidden == ["listed[1]", "nested['a'][0]['b'].0", "unique[0]", "plain"]
+    assert len(report.converted) == 5
+    assert "not registered as submodules" in str(report)
+    assert len(revert_model(net, report=report).nested) == 1
+    assert len(report.converted) == 5
+    assert type(plain) is nn.BatchNorm2d
+
+
+def test_a_replica_that_calls_an_unregistered_layer_raises() -> None:
+    net = DataParallelWithCallback(convert_model(Hiding()), replicas=2)
+    with pytest.raises(StateError, match="register it"):
+        net(images())
+
+
+# ------------------------------------------------------------------------- the wrapper's warnings
+
+
+def test_a_wrapper_warns_once_of_plain_layers_in_training() -> None:
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), SynchronizedBatchNorm2d(3))
+    wrapper = DataParallelWithCallback(net, replicas=2)
+    wrapper.eval()(images())
+    wrapper.train()(images()[:1])  # a single replica has the whole batch
+    with pytest.warns(UserWarning, match=r"^0 \(BatchNorm2d\) and 1 more layers do not") as seen:
+        wrapper(images())
+    assert len(seen) == 1
+    assert "call convert_model(model)" in str(seen[0].message)
+    assert seen[0].filename == __file__
+    wrapper(images())
+
+
+def test_a_wrapper_does_not_warn_of_converted_or_frozen_layers() -> None:
+    net = nn.Sequential(SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3))
+    net[1].eval()
+    DataParallelWithCallback(net, replicas=2)(torch.randn(4, 3))
+    convert_model(net)
+    DataParallelWithCallback(net, replicas=2)(torch.randn(4, 3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_several_gpus_where_there_is_none_are_a_warning() -> None:
+    layer = SynchronizedBatchNorm1d(3)
+    with pytest.warns(UserWarning, match=r"no GPU, so device_ids=\[0, 1\] has no eff") as seen:
+        wrapper = DataParallelWithCallback(layer, device_ids=[0, 1])
+    assert "pass replicas=2" in str(seen[0].message)
+    assert seen[0].filename == __file__
+    x = torch.randn(6, 3)
+    torch.testing.assert_close(wrapper(x), nn.BatchNorm1d(3)(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataParallelWithCallback(layer, device_ids=[0])
