@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncbn_core.errors import ArgumentError
-from syncbn_torch.data_parallel.scatter_gather import split as split_batch
+from syncbn_torch.data_parallel.scatter import split as split_batch
 from syncbn_torch.verify.figures import difference, tensors_of, tolerance
 from syncbn_torch.verify.judge import judge_layer, model_differences
 from syncbn_torch.verify.prepare import (
