@@ -127,6 +127,8 @@ def shell_script(shown: list[str]) -> str:
 def run(document: Path) -> bool:
     """Run the commands of a document; whether all succeeded."""
     shown = commands(document.read_text(encoding="utf-8"))
+    if not shown:
+        return True
     print(f"\n== {document.relative_to(ROOT)}", flush=True)
     if all(command in NOT_RUN for command in shown):
         return subprocess.run(["bash", "-c", shell_script(shown)], check=False).returncode == 0

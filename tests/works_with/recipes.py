@@ -57,7 +57,7 @@ def run(heading: str, folder: Path, *changes: tuple[str, str], command: str = ""
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=135,
         check=False,
     )
     if done.returncode:

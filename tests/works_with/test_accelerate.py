@@ -12,7 +12,7 @@ from syncbn_torch import convert_model
 accelerate = pytest.importorskip("accelerate")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(280)
 def test_a_model_trained_on_two_processes_is_that_of_one(tmp_path: Path) -> None:
     equals_one_process("accelerate", "accelerate", tmp_path, ("batch_size=4", "batch_size=8"))
 

@@ -13,7 +13,7 @@ from syncbn_torch.lightning import SyncBatchNormPlugin
 lightning = pytest.importorskip("lightning")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(280)
 def test_a_model_trained_on_two_processes_is_that_of_one(tmp_path: Path) -> None:
     changes = ("devices=2", "devices=1"), ("batch_size=4", "batch_size=8")
     equals_one_process("lightning", "Lightning", tmp_path, *changes)

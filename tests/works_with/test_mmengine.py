@@ -12,7 +12,7 @@ pytest.importorskip("mmengine")
 HEADING = "mmengine"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(280)
 def test_a_model_trained_on_two_processes_is_that_of_one(tmp_path: Path) -> None:
     cfg = (
         '    cfg={"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}},'

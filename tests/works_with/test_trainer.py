@@ -11,7 +11,7 @@ from syncbn_torch import convert_model
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(280)
 def test_a_model_trained_on_two_processes_is_that_of_one(tmp_path: Path) -> None:
     # AdamW divides gradients by their own size: those that are nearly 0 show rounding errors
     heading, change = "Trainer of transformers", ("batch_size=4", "batch_size=8")
