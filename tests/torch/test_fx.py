@@ -220,7 +220,7 @@ def test_quantization(model: nn.Module, converted: nn.Module, aware: bool) -> No
     torch.testing.assert_close(quantized(revert_model(copy.deepcopy(converted)))(x), wanted(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated
 def test_script_says_what_to_do(converted: nn.Module) -> None:
     with pytest.raises(StateError, match=r"SynchronizedBatchNorm2d; pass revert_model"):
         torch.jit.script(converted)
@@ -230,7 +230,7 @@ def test_script_says_what_to_do(converted: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the checks of the input
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated
 def test_trace_and_export_take_the_model_in_eval(converted: nn.Module) -> None:
     x, other = images(), images()
     converted.eval()
