@@ -595,6 +595,17 @@ print('syncbn_torch.verify' in sys.modules, syncbn_torch.verify_sync.__name__)
     assert done.stdout.strip() == "False verify_sync"
 
 
+def test_the_gradient_of_a_layer_is_told_from_that_of_others_with_the_same_input() -> None:
+    class Shortcut(Net):
+        def forward(self, x: Tensor) -> Any:
+            x = self.conv(x)
+            return x.sin() + self.bn(x)
+
+    report = verify_sync(sync_net(Shortcut), batch())
+    assert report.ok, report
+    assert report.layers[0].gradient is not None
+
+
 def test_nan_equals_nan_only() -> None:
     model, x = sync_net(), batch()
     x[0, 0, 0, 0] = float("nan")
