@@ -49,6 +49,8 @@ def test_a_converted_model_is_right_to_rounding(rank: int, size: int) -> None:
     model = sync_net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     group = model.bn.process_group
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # of an earlier step
     report = checked(model, batch())
     assert report.ok, report
     assert report.parts == f"{size} ranks"
@@ -102,7 +104,7 @@ def test_a_layer_with_a_smaller_group_is_named_with_its_ranks(rank: int, size: i
     assert verdicts(report) == {"bn": "ok", "bn_left": "wrong group", "bn_right": "ok"}
     assert report.layers[1].output is not None
     assert report.layers[1].output > 1e-3
-    assert "bn_left: its process_group has the ranks 0, 1 only" in str(report)
+    assert "bn_left: its process_group has the ranks 0, 1; the batch was split" in str(report)
 
 
 @on_ranks(4)
@@ -120,22 +122,31 @@ def test_a_group_without_this_rank_is_named_and_nothing_runs(rank: int, size: in
     model.bn.process_group = group
     report = checked(model, batch())
     assert verdicts(report)["bn"] == "wrong group"
-    assert "its process_group has the ranks 0 only" in str(report)
+    assert "its process_group has the ranks 0; the" in str(report)
     assert "was not run" in report.error
     assert not report.ok
 
 
-@on_ranks(2)
-def test_layers_that_wait_for_ranks_outside_of_the_checked_group_do_not_run(
+@on_ranks(3)
+def test_layers_that_would_wait_for_ranks_outside_of_the_checked_group_do_not_run(
     rank: int, size: int
 ) -> None:
-    groups = [dist.new_group([r], use_local_synchronization=True) for r in range(size) if r == rank]
-    own = groups[0]
-    raises(
-        ArgumentError,
-        "2 or more ranks",
-        call=lambda: verify_sync(sync_net(), batch(), process_group=own),
-    )
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        report = verify_sync(sync_net(), batch(), process_group=pair)
+        assert set(verdicts(report).values()) == {"wrong group"}
+        assert "its process_group has the ranks 0, 1, 2" in str(report)
+        assert "was not run" in report.error
+    else:
+        call = lambda: verify_sync(sync_net(), batch(), process_group=pair)  # noqa: E731
+        raises(ArgumentError, "that this process belongs to", call=call)
+
+
+@on_ranks(2)
+def test_a_group_of_one_rank_is_refused(rank: int, size: int) -> None:
+    alone = create_syncbn_process_group(1)
+    call = lambda: verify_sync(sync_net(), batch(), process_group=alone)  # noqa: E731
+    raises(ArgumentError, "2 or more ranks", call=call)
 
 
 class Skips(Net):

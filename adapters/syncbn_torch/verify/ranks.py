@@ -99,7 +99,9 @@ class Ranks:
     def _wrong_group(self, layer: nn.Module) -> tuple[str, bool]:
         if not isinstance(layer, _SynchronizedBatchNorm):
             return "", True
-        remedy = "; give it the process_group over which the batch is split, or None for all ranks"
+        remedy = (
+            f"; the batch was split over the ranks {_listed(self.members)}. Give it their group"
+        )
         try:
             communicator = communicator_for(layer.process_group)
         except CommError:
@@ -112,7 +114,7 @@ class Ranks:
         if set(members) == set(self.members):
             return "", True
         inside = set(members) <= set(self.members)
-        return f"its process_group has the ranks {_listed(members)} only{remedy}", inside
+        return f"its process_group has the ranks {_listed(members)}{remedy}", inside
 
     def watch(self, layers: Mapping[str, nn.Module]) -> None:
         """Let layers compare their calls on all ranks before they exchange anything."""
