@@ -10,6 +10,11 @@ import torch
 for folder in (Path(__file__).parent, Path(__file__).parents[1] / "torch"):
     sys.path.insert(0, str(folder))  # for `harness` and `world`
 
+import world  # noqa: E402
+
+# importing these takes longer than most tests; forked ranks need not do it again
+world.PRELOADED += ["timm", "segmentation_models_pytorch"]
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:

@@ -239,12 +239,14 @@ def test_our_conversion_after_timms_and_the_way_back() -> None:
     assert vars(layer).keys() == keys
 
 
-def test_timms_conversion_after_ours_raises_until_ours_runs_again() -> None:
-    """timm makes torch's layers of ours. These need a GPU and synchronize over processes only."""
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), acting(act_layer=nn.SiLU), nn.BatchNorm2d(3)).double()
+def test_timms_conversion_after_ours_warns_in_replicas_until_ours_runs_again() -> None:
+    """timm makes torch's layers of ours, which do not synchronize over replicas."""
+    layers = nn.Conv2d(3, 3, 1), acting(act_layer=nn.SiLU), nn.BatchNorm2d(3)
+    model = nn.Sequential(*layers).double()
     twin, x = copy.deepcopy(model), torch.randn(4, 3, 5, 5).double()
     model = timm_layers.convert_sync_batchnorm(convert_model(model))
-    raises(ValueError, "expected input tensor to be on", call=lambda: model(x))
+    with pytest.warns(UserWarning, match=r"1 \(SyncBatchNormAct\) and 1 more layers do not sync"):
+        DataParallelWithCallback(copy.deepcopy(model), replicas=2)(x)
     convert_model(model)
     y = DataParallelWithCallback(model, replicas=2)(x)
     torch.testing.assert_close(y, twin(x))
@@ -256,6 +258,8 @@ def test_over_ranks_both_orders_of_conversion_end_synchronized(rank: int, size: 
     model = timm.create_model("test_efficientnet", drop_rate=0.0).double()
     x = torch.randn(4, 3, 64, 64).double()
     theirs = timm_layers.convert_sync_batchnorm
+    plain = theirs(convert_model(copy.deepcopy(model)))
+    raises(ValueError, "expected input tensor to be on", call=lambda: plain(x))
     for convert in (
         lambda m: convert_model(theirs(m)),
         lambda m: convert_model(theirs(convert_model(m))),
