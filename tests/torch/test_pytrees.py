@@ -250,7 +250,7 @@ def test_nested_tensors_are_named() -> None:
         nn.Linear(1, 1), nn.Linear(1, 1).forward, lambda: x, io.StringIO("text"), {1, 2}, Holder,
         torch.Size([2, 3]), argparse.Namespace(lr=1),
     ],
-    ids=str,
+    ids=lambda thing: type(thing).__name__,
 )  # fmt: skip
 def test_objects_without_tensors_go_to_every_replica(thing: Any) -> None:
     model = Calls(lambda x, thing: thing)
