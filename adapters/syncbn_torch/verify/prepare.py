@@ -103,7 +103,7 @@ def duplicate(model: nn.Module) -> nn.Module:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy without gradients and without dropout and its relatives.
+    """A deep copy without dropout and its relatives; parameters leave their gradients behind.
 
     Raises `ArgumentError` for a model that can't be copied.
     """
@@ -114,8 +114,6 @@ def copy_of(model: nn.Module) -> nn.Module:
             f"expected a model that copy.deepcopy can copy, because all work is done on copies; "
             f"it raised {type(error).__name__}: {error}"
         ) from error
-    for parameter in copied.parameters():
-        parameter.grad = None
     for module in copied.modules():
         _silence(module)
     return copied
