@@ -625,3 +625,21 @@ def test_a_long_list_of_layers_is_cut_in_the_conclusion() -> None:
     layers = [nn.BatchNorm2d(3) for _ in range(7)]
     text = str(verify_sync(nn.Sequential(*layers), batch()))
     assert "- 0, 1, 2 and 4 more: a plain nn.BatchNorm2d" in text
+
+
+def test_lists_of_samples_are_split_where_batch_sizes_is_set() -> None:
+    class OfImages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+        def forward(self, images: list[Tensor]) -> Tensor:
+            return self.layers(torch.stack(images))  # type: ignore[no-any-return]
+
+    model = convert_model(OfImages())
+    batch = (list(torch.randn(5, 3, 6, 6)),)
+    report = verify_sync(model, batch, batch_sizes=[2, 3])
+    assert report.ok, report
+    assert report.sizes == (2, 3)
+    wrapped = DataParallelWithCallback(model, replicas=2, batch_sizes="even")
+    assert verify_sync(wrapped, batch).sizes == (3, 2)

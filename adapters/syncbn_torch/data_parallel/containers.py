@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from syncbn_torch._torch_private import registered_node
 from syncbn_torch.data_parallel.hidden_tensors import find_tensor, named
 
-__all__ = ["PLAIN", "Node", "node"]
+__all__ = ["PLAIN", "Node", "node", "tensors_in"]
 
 
 class Node(NamedTuple):
@@ -67,6 +67,15 @@ def node(tree: Any, settings_too: bool = False) -> Node | None:
         values = [getattr(tree, name) for name in names]
         return Node(values, _attributes(names), lambda v: _like_dataclass(tree, names, v))
     return None
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers, in their order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    container = node(tree)
+    values = () if container is None else container.values
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def _numbers(values: Sequence[Any]) -> list[str]:

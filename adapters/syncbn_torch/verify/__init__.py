@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from syncbn_core.errors import ArgumentError
-from syncbn_torch.data_parallel.scatter import split as split_batch
+from syncbn_torch.data_parallel.batch_sizes import BatchSizes
+from syncbn_torch.data_parallel.containers import tensors_in
+from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.verify.figures import difference, tensors_of, tolerance
 from syncbn_torch.verify.judge import judge_layer, model_differences
 from syncbn_torch.verify.prepare import (
@@ -24,7 +26,6 @@ from syncbn_torch.verify.prepare import (
     make_alone,
     random_state_kept,
     seed_everything,
-    tensors_in,
     unwrapped,
 )
 from syncbn_torch.verify.ranks import Ranks
@@ -33,7 +34,7 @@ from syncbn_torch.verify.report import LayerReport, SyncReport, Verdict
 from syncbn_torch.verify.steps import (
     Split,
     Whole,
-    sizes_of,
+    divided,
     split_over_ranks,
     split_over_replicas,
     whole_step,
@@ -50,6 +51,7 @@ def verify_sync(
     process_group: Any = None,
     loss: Callable[[Any], Any] | None = None,
     dtype: torch.dtype | None = torch.float64,
+    batch_sizes: BatchSizes = None,
 ) -> SyncReport:
     """Check that a training step over parts of `batch` is that of the undivided batch.
 
@@ -60,7 +62,7 @@ def verify_sync(
         model: in training mode. Of a wrapper (`DataParallel`, `DistributedDataParallel`, of
             torch.compile) the model within is checked.
         batch: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Tensors are
-            split along axis 0.
+            split along axis 0; of other containers see `batch_sizes`.
         replicas: how many replicas in threads take a part of the batch each; default is 2.
         process_group: the ranks that take a part each, instead of replicas. All of them have to
             call this with the same model and the whole batch; the parameters and the batch of the
@@ -71,6 +73,8 @@ def verify_sync(
             such as a scalar, is taken as a mean over samples.
         dtype: of the copies and the batch; None leaves theirs. A model that can't compute in
             `dtype` is checked in its own, and a note says so.
+        batch_sizes: as in `DataParallelWithCallback`; lists in the batch are then lists of samples.
+            Default is that of `model`, if it is such a wrapper.
 
     Raises `ArgumentError` for arguments that can't be checked, and what the model raises for the
     undivided batch. What it raises for the split batch is in the report.
@@ -78,9 +82,13 @@ def verify_sync(
     ranks = _ranks(replicas, process_group)
     inner, note = unwrapped(model)
     check_model(inner)
+    if batch_sizes is None and isinstance(model, DataParallelWithCallback):
+        batch_sizes = model.batch_sizes
     notes = [note] if note else []
     with random_state_kept(), torch.inference_mode(False), torch.enable_grad():
-        report = _report(inner, batch, replicas or 2, ranks, loss or _identity, dtype, notes)
+        report = _report(
+            inner, batch, replicas or 2, ranks, loss or _identity, dtype, batch_sizes, notes
+        )
     return report if ranks is None else ranks.from_first(report)
 
 
@@ -111,14 +119,15 @@ def _report(
     ranks: Ranks | None,
     loss: Callable[[Any], Any],
     dtype: torch.dtype | None,
+    batch_sizes: BatchSizes,
     notes: list[str],
 ) -> SyncReport:
     count = replicas if ranks is None else ranks.size
     base, arguments = _prepared(model, batch, ranks, dtype)
-    parts = list(zip(*split_batch(*arguments, 0, [_device(base)] * count), strict=True))
-    if len(parts) < (2 if ranks is None else count):
+    division = divided(arguments, count, _device(base), batch_sizes)
+    if len(division.parts) < (2 if ranks is None else count):
         raise ArgumentError(
-            f"expected a batch of at least {count} samples, got {sum(sizes_of(parts))}; "
+            f"expected a batch of at least {count} samples, got {sum(division.sizes)}; "
             "pass the whole batch"
         )
     try:
@@ -130,16 +139,16 @@ def _report(
             f"the model can't compute in {_short(dtype)} ({_first_line(error)}), so it was checked "
             "in its own dtype, in which small differences are not seen."
         )
-        return _report(model, batch, replicas, ranks, loss, None, notes)
+        return _report(model, batch, replicas, ranks, loss, None, batch_sizes, notes)
     random = _random(base, arguments, loss, whole)
     layers = norm_layers(base)
     wrong, can_run = ({}, True) if ranks is None else ranks.wrong_groups(layers)
     if not can_run:
         split = _not_run(count)
     elif ranks is None:
-        split = split_over_replicas(duplicate(base), parts, whole, loss)
+        split = split_over_replicas(duplicate(base), division, whole, loss)
     else:
-        split = split_over_ranks(duplicate(base), parts, whole, loss, ranks)
+        split = split_over_ranks(duplicate(base), division, whole, loss, ranks)
     registered = dict(base.named_modules())
     judged = [
         judge_layer(name, layer, whole, split, name in registered, wrong.get(name, ""))
@@ -150,8 +159,8 @@ def _report(
     if split.mismatch:
         notes.append(f"outputs of the parts do not join to those of the batch: {split.mismatch}.")
     return SyncReport(
-        parts=f"{len(parts)} {'replicas' if ranks is None else 'ranks'}",
-        sizes=tuple(sizes_of(parts)),
+        parts=f"{len(division.parts)} {'replicas' if ranks is None else 'ranks'}",
+        sizes=tuple(division.sizes),
         dtype=_short(own),
         layers=tuple(judged),
         output=output,

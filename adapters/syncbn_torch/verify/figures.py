@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from syncbn_torch.data_parallel.containers import tensors_in
 
 __all__ = [
     "Tolerance",
@@ -43,18 +44,11 @@ def tolerance(dtype: torch.dtype) -> Tolerance:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The floating tensors in what a model returns: nested containers, dataclasses, objects."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, Mapping):
-        children: Sequence[Any] = list(output.values())
-    elif isinstance(output, (list, tuple)):
-        children = output
-    elif dataclasses.is_dataclass(output) or type(output).__module__ != "builtins":
-        children = list(getattr(output, "__dict__", {}).values())
-    else:
-        children = []
-    return [tensor for child in children for tensor in tensors_of(child)]
+    """The floating tensors in what a model returns: in containers, or attributes of an object."""
+    found = tensors_in(output)
+    if not found and not isinstance(output, Tensor):
+        found = tensors_in(getattr(output, "__dict__", None))
+    return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 def difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:

@@ -147,8 +147,8 @@ def _why_not(layer: nn.Module, registered: bool) -> str:
         )
     if not registered:
         return (
-            f"a {kind} in a plain list or dictionary, where convert_model can't find it. Register "
-            "it, for example in an nn.ModuleList, and call convert_model again."
+            f"a {kind} in a plain list or dictionary. Register it, for example in an "
+            "nn.ModuleList, and call syncbn_torch.convert_model(model)."
         )
     if type(layer) is nn.SyncBatchNorm:
         return (

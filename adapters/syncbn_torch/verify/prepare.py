@@ -20,6 +20,7 @@ from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError
 from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
 from syncbn_torch.conversion_registry import origin_of
+from syncbn_torch.data_parallel.containers import node
 from syncbn_torch.verify.recording import norm_layers
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "make_alone",
     "random_state_kept",
     "seed_everything",
-    "tensors_in",
     "unwrapped",
 ]
 
@@ -137,25 +137,10 @@ def converted(
     if isinstance(tree, Tensor):
         tree = tree.detach().to(device=device or tree.device, copy=True)
         return tree.to(dtype) if dtype is not None and tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        made = copy.copy(tree)
-        made.update({key: converted(value, dtype, device) for key, value in tree.items()})
-        return made
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*[converted(value, dtype, device) for value in tree])
-    if type(tree) in (list, tuple):
-        return type(tree)(converted(value, dtype, device) for value in tree)
-    return tree
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested containers, those that are split included."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    children = tree.values() if isinstance(tree, Mapping) else tree
-    if not isinstance(tree, (Mapping, list, tuple)):
-        return []
-    return [tensor for child in children for tensor in tensors_in(child)]
+    container = node(tree)
+    if container is None:
+        return tree
+    return container.make([converted(value, dtype, device) for value in container.values])
 
 
 def make_alone(model: nn.Module) -> nn.Module:

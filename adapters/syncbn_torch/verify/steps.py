@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,24 @@ from torch import Tensor, nn
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import CommError
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.data_parallel.batch_sizes import BatchSizes
+from syncbn_torch.data_parallel.containers import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
+from syncbn_torch.data_parallel.scatter import split as split_arguments
 from syncbn_torch.verify.figures import join_axis, moments, tensors_of
 from syncbn_torch.verify.prepare import Arguments, make_alone, seed_everything
 from syncbn_torch.verify.ranks import Ranks
 from syncbn_torch.verify.recording import Call, Recorder, norm_layers, places_of_random_numbers
 
-__all__ = ["Split", "Whole", "split_over_ranks", "split_over_replicas", "whole_step"]
+__all__ = [
+    "Division",
+    "Split",
+    "Whole",
+    "divided",
+    "split_over_ranks",
+    "split_over_replicas",
+    "whole_step",
+]
 
 Loss = Callable[[Any], Any]
 
@@ -35,6 +46,13 @@ class Whole:
     buffers: dict[str, Tensor]
     recorder: Recorder
     random: list[str]
+
+
+class Division(NamedTuple):
+    """The arguments of each part of the batch, and the numbers of samples in them."""
+
+    parts: Sequence[Arguments]
+    sizes: Sequence[int]
 
 
 @dataclass
@@ -58,6 +76,19 @@ class Split:
     out_of_step: bool = False
 
 
+def divided(
+    arguments: Arguments, count: int, device: torch.device, batch_sizes: BatchSizes
+) -> Division:
+    """The arguments in at most `count` parts, as `DataParallelWithCallback` splits them."""
+    args, kwargs = split_arguments(*arguments, 0, [device] * count, batch_sizes)
+    parts = list(zip(args, kwargs, strict=True))
+    sizes = args.sizes
+    if sizes is None:  # those of the first tensors
+        tensors = [[t for t in tensors_in(part) if t.dim()] for part in parts]
+        sizes = [own[0].shape[0] if own else 1 for own in tensors]
+    return Division(parts, sizes)
+
+
 def whole_step(model: nn.Module, arguments: Arguments, loss: Loss) -> Whole:
     """The step of `model`, a copy that changes, over the whole batch at once."""
     recorder = Recorder(norm_layers(make_alone(model)), remember=moments)
@@ -76,13 +107,9 @@ def whole_step(model: nn.Module, arguments: Arguments, loss: Loss) -> Whole:
     return Whole(_kept(outputs), cotangents, _gradients(model), _buffers(model), recorder, random)
 
 
-def split_over_replicas(
-    model: nn.Module,
-    parts: Sequence[Any],
-    whole: Whole,
-    loss: Loss,
-) -> Split:
-    """The step of `model`, a copy that changes, in one replica for each of `parts`."""
+def split_over_replicas(model: nn.Module, division: Division, whole: Whole, loss: Loss) -> Split:
+    """The step of `model`, a copy that changes, in one replica for each part."""
+    parts, sizes = division
     layers = norm_layers(model)
     for layer in layers.values():
         if isinstance(layer, _SynchronizedBatchNorm):
@@ -96,13 +123,14 @@ def split_over_replicas(
     seed_everything(0)
     try:
         parallel = DataParallelWithCallback(model, replicas=len(parts))
+        parallel._checked_layers = True  # no warning about plain layers: the report names them
         replicas = parallel.replicate(model, parallel.device_ids)
         arguments, keywords = [part[0] for part in parts], [part[1] for part in parts]
         results = parallel.parallel_apply(replicas, arguments, keywords)
         outputs = [tensors_of(loss(result)) for result in results]
-        cotangents = _cotangents(split, whole, [_shapes(own) for own in outputs], sizes_of(parts))
+        cotangents = _cotangents(split, whole, [_shapes(own) for own in outputs], sizes)
         backward(list(chain(*outputs)), list(chain(*cotangents)))
-        _join(split, whole, [_kept(own) for own in outputs], sizes_of(parts))
+        _join(split, whole, [_kept(own) for own in outputs], sizes)
     except Exception as error:
         split.error, split.out_of_step = _text(error), isinstance(error, CommError)
     split.gradients, split.buffers = _gradients(model), [_buffers(model)]
@@ -110,9 +138,10 @@ def split_over_replicas(
 
 
 def split_over_ranks(
-    model: nn.Module, parts: Sequence[Any], whole: Whole, loss: Loss, ranks: Ranks
+    model: nn.Module, division: Division, whole: Whole, loss: Loss, ranks: Ranks
 ) -> Split:
-    """The step of `model`, a copy that changes, in each rank over its own one of `parts`."""
+    """The step of `model`, a copy that changes, in each rank over its own part."""
+    parts, sizes = division
     layers = norm_layers(model)
     ranks.watch(layers)
     recorder = Recorder(layers)
@@ -132,7 +161,7 @@ def split_over_ranks(
     split.error = ranks.finish("forward", error)
     if not split.error:
         shapes = ranks.gather(_shapes(outputs))
-        cotangents = _cotangents(split, whole, shapes, sizes_of(parts))
+        cotangents = _cotangents(split, whole, shapes, sizes)
         try:
             backward(outputs, cotangents[ranks.rank])
         except Exception as raised:
@@ -140,28 +169,13 @@ def split_over_ranks(
         split.error = ranks.finish("backward", error)
     if not split.error:
         everyone = ranks.gather([y.cpu() for y in _kept(outputs)])
-        _join(split, whole, everyone, sizes_of(parts))
+        _join(split, whole, everyone, sizes)
         split.gradients = _gradients(model, whole.gradients)
         for gradient in split.gradients.values():
             ranks.add_up(gradient)
     split.out_of_step = bool(split.error) and split.error == ranks.stopped
     split.buffers = ranks.gather({name: b.cpu() for name, b in _buffers(model).items()})
     return split
-
-
-def sizes_of(parts: Sequence[Any]) -> list[int]:
-    """The number of samples of each part, by the first of its tensors."""
-    return [_first_size(part) or 1 for part in parts]
-
-
-def _first_size(tree: Any) -> int | None:
-    if isinstance(tree, Tensor):
-        return tree.shape[0] if tree.dim() else None
-    if isinstance(tree, Mapping):
-        tree = tuple(tree.values())
-    if isinstance(tree, (list, tuple)):
-        return next((size for size in map(_first_size, tree) if size is not None), None)
-    return None
 
 
 def backward(outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
