@@ -355,36 +355,6 @@ def test_cached_builds_give_the_bits_of_the_run_that_compiled(two_runs: list[Any
     assert len({run[build]["bits"] for run in two_runs for build in run}) == 1
 
 
-NO_CACHE = """
-import numba, numpy as np
-from syncbn_core.kernels.cpu import planes as cpu_planes
-
-try:
-    numba.njit(cache=True)(cpu_planes._sum.py_func)
-except RuntimeError:
-    x, y = np.ones((2, 2, 3, 5), np.float32)
-    ones = np.ones(3)
-    cpu_planes.planes_normalize.serial(x, ones, 2 * ones, ones, 3 * ones, y)
-    print((y == 3).all())
-else:
-    print("cached")
-"""
-
-
-def test_kernels_work_where_no_cache_can_be_written(fresh_python: Function, tmp_path: Path) -> None:
-    package = tmp_path / "syncbn_core"
-    source = Path(syncbn_core.__file__).parent
-    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "kernels" / "__pycache__").touch()  # a file where the folder should be
-    nowhere = tmp_path / "nowhere"
-    nowhere.touch()
-    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA"), str(nowhere))
-    printed = fresh_python(NO_CACHE, PYTHONPATH=str(tmp_path), NUMBA_CACHE_DIR="", **places)
-    if printed.strip() == "cached":
-        pytest.skip("a cache can be written to a place that this test does not know")
-    assert printed.strip() == "True"
-
-
 USE = """
 import numpy as np
 import syncbn_core
