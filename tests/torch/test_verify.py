@@ -257,7 +257,7 @@ def test_plain_layers_in_a_plain_list_are_found_and_named() -> None:
                 x = layer.double()(x)
             return self.by_name["last"].double()(x)
 
-    report = verify_sync(convert_model(Listed()), batch())
+    report = verify_sync(Listed(), batch())
     expected = {"layers[1].0": "not synchronized", "by_name['last']": "not synchronized"}
     assert verdicts(report) == expected
     assert "Register" in str(report)
