@@ -145,7 +145,7 @@ def works_with(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def commands(session: nox.Session) -> None:
-    """Commands of README and docs, word for word, with pinned torch and the newest; ten minutes."""
+    """The commands of README and docs, word for word, with pinned torch and the newest."""
     script = ["python", "tests/commands.py"]
     if session.posargs:
         session.run(*script, *session.posargs)

@@ -66,11 +66,17 @@ def run(heading: str, folder: Path, *changes: tuple[str, str], command: str = ""
 
 
 def equals_one_process(
-    library: str, heading: str, folder: Path, *undivided: tuple[str, str], limit: float = LIMIT
+    library: str,
+    heading: str,
+    folder: Path,
+    *undivided: tuple[str, str],
+    limit: float = LIMIT,
+    note: str = "",
 ) -> None:
     """The model that two processes train is that of one process with the undivided batches.
 
     `undivided`: what to change in the program for one process. Adds a row to "Works with".
+    `limit`: of the difference; `note`: for the row.
     """
     run(heading, folder / "two")
     run(heading, folder / "one", *undivided, command="python train.py")
@@ -85,7 +91,7 @@ def equals_one_process(
     )
     assert difference < limit, difference
     layers = expected["layers"]
-    figures = {"layers": layers, "difference": difference}
+    figures = {"layers": layers, "difference": difference, "note": note}
     record(library, heading, kind="program", over="2 ranks", **figures)
 
 
