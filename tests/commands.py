@@ -1,10 +1,11 @@
 """Run the commands of README, CONTRIBUTING and docs word for word: `commands.py [DOCUMENT ...]`.
 
-Commands are the lines of console blocks, and what stands in backticks in the text and begins with
-the name of a program. Those of one document run in their order, in one shell, in a copy of the
-tree, with a new virtual environment in which nothing is installed. What can't run is listed in
-NOT_RUN with the reason; anything else that fails is an error. pip's settings come from the
-environment: PIP_CONSTRAINT pins versions.
+Commands are the lines of console blocks (those with a prompt, if there are any), and what stands in
+backticks in the text and begins with the name of a program. Those of one document run in their
+order, in one shell, in a copy of the tree, with a new virtual environment. A document that installs
+nothing gets the README's installation. Python blocks that begin with the name of a file are put
+there. What can't run is listed in NOT_RUN with the reason; anything else that fails is an error.
+pip's settings come from the environment: PIP_CONSTRAINT pins versions.
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ NOT_RUN = {
     "accelerate launch --cpu --num_processes 2": "the page says that it does not work",
 }
 
+INSTALL = 'pip install ".[torch]"'  # as in the README
+
+# Commands that end with another status than 0.
+STATUS = {
+    "python -m syncbn_torch verify mymodels:make": 1,
+    "torchrun --nproc-per-node 2 -m syncbn_torch verify mymodels:make": 1,
+}
+
 # Alternatives to a command that runs: pip says whether they would install.
 DRY_RUN = {
     'pip install ".[torch,cuda13]"': "the session tests_cuda13 installs it",
@@ -83,8 +92,10 @@ def commands(text: str) -> list[str]:
         r"^(```+)(\w*)\n(.*?)^```|`([^`]+)`", text, re.DOTALL | re.MULTILINE
     ):
         if fence and language == "console":
+            lines = block.split("\n")
+            prompted = [line for line in lines if line.startswith("$ ")]
             found += [
-                re.sub(r"\s{2,}#.*", "", line).removeprefix("$ ") for line in block.split("\n")
+                re.sub(r"\s{2,}#.*", "", line).removeprefix("$ ") for line in prompted or lines
             ]
         elif inline:
             words = inline.split()
@@ -93,10 +104,16 @@ def commands(text: str) -> list[str]:
     return [command for command in found if command]
 
 
+def files(text: str) -> dict[str, str]:
+    """The Python blocks of a document that begin with the name of a file, by this name."""
+    blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return dict(blocks)
+
+
 def stale(texts: list[str]) -> list[str]:
-    """What NOT_RUN and DRY_RUN list though no document has it."""
+    """What NOT_RUN, DRY_RUN and STATUS list though no document has it."""
     shown = {command for text in texts for command in commands(text)}
-    return [command for command in (*NOT_RUN, *DRY_RUN) if command not in shown]
+    return [command for command in (*NOT_RUN, *DRY_RUN, *STATUS) if command not in shown]
 
 
 def unknown_sessions() -> list[str]:
@@ -120,21 +137,29 @@ def shell_script(shown: list[str]) -> str:
             continue
         if command in DRY_RUN:
             run = command.replace("pip install", "pip install --dry-run --quiet", 1)
-        lines += [f"echo {shlex.quote(f'+ {run}')}", "SECONDS=0", run, 'echo "  $SECONDS s"']
+        lines += [f"echo {shlex.quote(f'+ {run}')}", "SECONDS=0"]
+        if command in STATUS:
+            run = f"{run} || [ $? = {STATUS[command]} ]"
+        lines += [run, 'echo "  $SECONDS s"']
     return "\n".join(lines)
 
 
 def run(document: Path) -> bool:
     """Run the commands of a document; whether all succeeded."""
-    shown = commands(document.read_text(encoding="utf-8"))
+    text = document.read_text(encoding="utf-8")
+    shown = commands(text)
     if not shown:
         return True
     print(f"\n== {document.relative_to(ROOT)}", flush=True)
     if all(command in NOT_RUN for command in shown):
         return subprocess.run(["bash", "-c", shell_script(shown)], check=False).returncode == 0
+    if not any(command.startswith("pip install") for command in shown):
+        shown.insert(0, INSTALL)
     with tempfile.TemporaryDirectory(prefix="commands-") as folder:
         tree, environment = Path(folder, "tree"), Path(folder, "environment")
         copy_tree(tree)
+        for name, code in files(text).items():
+            (tree / name).write_text(code, encoding="utf-8")
         subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
         binaries = environment / "bin"
         inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
