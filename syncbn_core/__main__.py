@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "already are loaded. Status: 0 if all are in the cache, 1 if it can't be written.",
     )
     warmup.add_argument(
-        "dtype", nargs="*", default=["float32"], help=f"{', '.join(DTYPES)} or all; float32"
+        "dtype",
+        nargs="*",
+        default=["float32"],
+        help=f"{', '.join(DTYPES)} or all; default is float32",
     )
     given = parser.parse_args(arguments)
     unknown = set(given.dtype) - {*DTYPES, "all"}

@@ -141,11 +141,11 @@ def synchronized_subclass(cls: type[nn.Module]) -> type[nn.Module] | str:
         found = sorted(_DECISIVE & vars(parent).keys())
         if found:
             return f"unknown subclass of {base.__name__} with its own {found[0]}"
-    new = type(
-        f"Synchronized{cls.__name__}",
-        (ours, cls),
-        {"__module__": __name__, "__reduce_ex__": _reduce, "__doc__": cls.__doc__, "_made_of": cls},
-    )
+    attributes = {"__module__": __name__, "__reduce_ex__": _reduce, "__doc__": cls.__doc__}
+    try:
+        new = type(f"Synchronized{cls.__name__}", (ours, cls), {**attributes, "_made_of": cls})
+    except Exception as error:  # of an __init_subclass__ or metaclass
+        return f"subclass of {base.__name__} of which no subclass can be made ({error})"
     _made[cls] = new
     _origins[new] = cls
     return new

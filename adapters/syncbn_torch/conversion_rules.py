@@ -50,13 +50,15 @@ def change_modules(
     """Change each module of `root` as `choose` says; return `root` or what takes its place.
 
     `finish` gets each module that became one of another class, and the class that it had. If
-    `choose` raises, nothing has changed.
+    `choose` raises, or a module can't take its new class, nothing has changed.
     """
     if not isinstance(root, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(root).__name__}")
     names = modules_of(root)
     registered = set(root.modules())
     choices = {module: choose(module) for module in names}
+    classes = {m: (class_of(m), c) for m, c in choices.items() if isinstance(c, type)}
+    _change_classes({module: target for module, (_, target) in classes.items()}, names)
     report.layers.clear()
     new: dict[nn.Module, nn.Module] = {}
     for module, choice in choices.items():
@@ -69,7 +71,7 @@ def change_modules(
             new[module] = choice
             after = name_of_class(type(choice))
         else:
-            become(module, choice)
+            before = classes[module][0]
             finish(module, before)
             after = name_of_class(choice)
         report.layers.append(
@@ -85,6 +87,25 @@ def change_modules(
     if new:
         swap_modules(names, new)
     return new.get(root, root)
+
+
+def _change_classes(
+    targets: Mapping[nn.Module, type[nn.Module]], names: dict[nn.Module, str]
+) -> None:
+    """Give each module its target class, or none of them if one can't take it (`TypeError`)."""
+    changed: list[tuple[nn.Module, type[nn.Module]]] = []
+    for module, target in targets.items():
+        kind = type(module)
+        try:
+            become(module, target)
+        except TypeError as error:
+            for earlier, before in changed:
+                earlier.__class__ = before
+            raise TypeError(
+                f"expected a class that {names[module] or 'the model'} ({name_of_class(kind)}) can "
+                f"become in place, got {name_of_class(target)} ({error}); use a function instead"
+            ) from error
+        changed.append((module, kind))
 
 
 def synchronize(

@@ -19,16 +19,18 @@ def name_of(layer: nn.Module) -> str:
     """`layer1.0.bn1 (SynchronizedBatchNorm2d)`, or only the class for a layer outside of models.
 
     The same in every process that built the same model. The first call for a layer searches all
-    live modules, which takes about 0.1 s, and names all layers of its class that are in models.
+    live modules, which takes about 0.1 s, and names all layers of its class in the same model.
     """
     name = _known.get(layer)
     if name is None:
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
         parents = _parents(modules)
         name = _known[layer] = _found_name(layer, parents)
+        model = _root(layer, parents)
+        # not those of other models, which may still be put together
         for other in modules:
-            if type(other) is type(layer) and id(other) in parents and other not in _known:
-                _known[other] = _found_name(other, parents)
+            if type(other) is type(layer) and _root(other, parents) is model:
+                _known.setdefault(other, _found_name(other, parents))
     return name
 
 
@@ -39,6 +41,15 @@ def _parents(modules: list[Any]) -> dict[int, list[tuple[Any, str]]]:
         for name, child in (module.__dict__.get("_modules") or {}).items():
             parents.setdefault(id(child), []).append((module, name))
     return parents
+
+
+def _root(module: nn.Module, parents: dict[int, list[tuple[Any, str]]]) -> nn.Module:
+    """The outermost module that contains `module`, by the first parent of each."""
+    seen: set[int] = set()
+    while id(module) in parents and id(module) not in seen:
+        seen.add(id(module))
+        module = parents[id(module)][0][0]
+    return module
 
 
 def _found_name(layer: nn.Module, parents: dict[int, list[tuple[Any, str]]]) -> str:

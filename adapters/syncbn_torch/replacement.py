@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 __all__ = ["become", "class_of", "modules_of", "swap_modules"]
 
@@ -18,7 +17,8 @@ def modules_of(root: nn.Module) -> dict[nn.Module, str]:
     """All modules of `root` with their names, the registered ones first.
 
     Modules in plain attributes, lists, tuples, sets and dictionaries follow, also those that lie
-    within such modules. Their names look like `head.layers[0].bn`.
+    within such modules. Their names look like `head.layers[0].bn`. A module that contains `root` is
+    left out: it is a reference back, not a part.
     """
     names = {module: name for name, module in root.named_modules()}
     todo = list(names)
@@ -27,6 +27,8 @@ def modules_of(root: nn.Module) -> dict[nn.Module, str]:
         for key, value in _plain_attributes(module):
             place = f"{names[module]}.{key}" if names[module] else key
             for name, found in _held(value, place, containers):
+                if root in found.modules() and found is not root:
+                    continue
                 for inner, submodule in found.named_modules():
                     if submodule not in names:
                         names[submodule] = f"{name}.{inner}" if inner else name
@@ -36,7 +38,10 @@ def modules_of(root: nn.Module) -> dict[nn.Module, str]:
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The class of `module`; of a parametrized module the one that it had before."""
-    kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    kind = type(module)
+    # not by torch.nn.utils.parametrize, which asks for an attribute: that may run the user's code
+    if isinstance(vars(module)["_modules"].get("parametrizations"), nn.ModuleDict):
+        return kind.__bases__[0]
     return kind
 
 
@@ -52,13 +57,13 @@ def become(module: nn.Module, target: type[nn.Module]) -> None:
 
 def swap_modules(holders: Mapping[nn.Module, str], new: Mapping[nn.Module, nn.Module]) -> None:
     """In all `holders`, put `new[module]` in the place of `module`, also in plain lists."""
-    containers: set[int] = set()
+    known: dict[int, Any] = {}
     for holder in holders:
         for key, child in list(holder._modules.items()):
             if child is not None and child in new:
                 holder._modules[key] = new[child]
         for key, value in _plain_attributes(holder):
-            changed = _swapped(value, new, containers)
+            changed = _swapped(value, new, known)
             if changed is not value:
                 holder.__dict__[key] = changed
 
@@ -71,11 +76,20 @@ def _is(value: object, kinds: type | tuple[type, ...]) -> bool:
     return issubclass(type(value), kinds)  # isinstance would ask a proxy for its __class__
 
 
+def _may_hold_modules(value: Any) -> bool:
+    """Whether `value` is a container with modules or containers in it."""
+    if not _is(value, (list, tuple, set, frozenset, dict)):
+        return False
+    # quick also for millions of numbers
+    kinds = set(map(type, value.values() if _is(value, dict) else value))
+    return any(issubclass(k, (nn.Module, list, tuple, set, frozenset, dict)) for k in kinds)
+
+
 def _held(value: Any, place: str, containers: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a plain attribute. `containers`: the ids of those already searched."""
     if _is(value, nn.Module):
         yield place, value
-    elif _is(value, (list, tuple, set, frozenset, dict)) and id(value) not in containers:
+    elif _may_hold_modules(value) and id(value) not in containers:
         containers.add(id(value))
         items = value.items() if _is(value, dict) else enumerate(value)
         for key, item in items:
@@ -83,17 +97,25 @@ def _held(value: Any, place: str, containers: set[int]) -> Iterator[tuple[str, n
                 yield from _held(item, f"{place}[{key!r}]", containers)
 
 
-def _swapped(value: Any, new: Mapping[nn.Module, nn.Module], containers: set[int]) -> Any:
-    """`value` with all modules replaced: changed in place, or a new tuple or frozenset."""
+def _swapped(value: Any, new: Mapping[nn.Module, nn.Module], known: dict[int, Any]) -> Any:
+    """`value` with all modules replaced: changed in place, or a new tuple or frozenset.
+
+    `known`: for the ids of containers seen before, the old and the new one.
+    """
     if _is(value, nn.Module):
         return new.get(value, value)
-    if not _is(value, (list, tuple, set, frozenset, dict)) or id(value) in containers:
+    if not _may_hold_modules(value):
         return value
-    containers.add(id(value))
+    if id(value) in known:
+        return known[id(value)][1]
+    known[id(value)] = value, value  # it may contain itself
     if _is(value, dict):
-        value.update({k: _swapped(item, new, containers) for k, item in value.items()})
+        for key, item in list(value.items()):
+            swapped = _swapped(item, new, known)
+            if swapped is not item:
+                value[key] = swapped
         return value
-    items = [_swapped(item, new, containers) for item in value]
+    items = [_swapped(item, new, known) for item in value]
     if all(a is b for a, b in zip(items, value, strict=True)):
         return value
     if _is(value, list):
@@ -103,5 +125,5 @@ def _swapped(value: Any, new: Mapping[nn.Module, nn.Module], containers: set[int
         value.update(items)
     else:
         make = getattr(value, "_make", type(value))  # a named tuple has `_make`
-        return make(items)
-    return value
+        known[id(value)] = value, make(items)
+    return known[id(value)][1]

@@ -37,6 +37,7 @@ SHOWN = 20  # exchanges in the printed table
 
 watching: ExchangeReport | None = None  # the report that runs
 clock = time.perf_counter
+_switching = threading.Lock()
 
 
 class Waits(NamedTuple):
@@ -104,7 +105,7 @@ class _RankCalls:
     def find_names(self) -> None:
         """Replace functions by the names that they find; they keep layers alive."""
         self.names = {
-            key: name if isinstance(name, str) else name() for key, name in self.names.items()
+            key: name if isinstance(name, str) else name() for key, name in list(self.names.items())
         }
 
     def of_all_ranks(self) -> list[tuple[str, list[float]]]:
@@ -266,14 +267,19 @@ def exchange_report() -> Iterator[ExchangeReport]:
     Raises `StateError` if another report runs in this process.
     """
     global watching
-    if watching is not None:
-        raise StateError("expected one exchange_report at a time, got a second; end the first one")
-    report = watching = ExchangeReport()
+    with _switching:
+        if watching is not None:
+            raise StateError(
+                "expected one exchange_report at a time, got a second; end the first one"
+            )
+        report = watching = ExchangeReport()
     try:
         yield report
     finally:
         watching = None
-        for calls in report._ranks.values():
+        with report._lock:  # another thread may be in a call that began in the block
+            groups = list(report._ranks.values())
+        for calls in groups:
             calls.find_names()
 
 

@@ -359,3 +359,41 @@ def test_several_gpus_where_there_is_none_are_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DataParallelWithCallback(layer, device_ids=[0])
+
+
+def test_one_tuple_in_two_places_stays_one() -> None:
+    model, layers = nn.Module(), (Fused(3),)
+    model.first, model.second = layers, layers
+    convert_model(model, extra={Fused: lambda layer: SynchronizedBatchNorm2d(3)})
+    assert type(model.first[0]) is SynchronizedBatchNorm2d
+    assert model.second is model.first
+
+
+def test_a_class_that_a_layer_cannot_become_changes_nothing() -> None:
+    class Slotted(nn.BatchNorm2d):
+        __slots__ = ("more",)
+
+    model = nn.Sequential(nn.BatchNorm2d(3), Fused(3))
+    with pytest.raises(TypeError, match=r"that 1 \(Fused\) can become in place, got Slotted"):
+        convert_model(model, extra={Fused: Slotted})
+    assert [type(layer) for layer in model] == [nn.BatchNorm2d, Fused]
+
+
+def test_a_reference_back_to_the_parent_is_not_followed() -> None:
+    backbone = nn.Sequential(nn.BatchNorm2d(3))
+    parent = nn.Sequential(backbone, nn.BatchNorm2d(3))
+    backbone.parent = [parent]  # in a list, so that it is no submodule
+    convert_model(backbone)
+    assert type(backbone[0]) is SynchronizedBatchNorm2d
+    assert type(parent[1]) is nn.BatchNorm2d
+
+
+def test_a_class_that_forbids_subclasses_is_kept_and_named() -> None:
+    class Tagged(nn.BatchNorm2d):
+        def __init_subclass__(cls, *, tag: str) -> None:
+            pass
+
+    model = nn.Sequential(Tagged(3), nn.BatchNorm2d(3))
+    with pytest.warns(UserWarning, match="Tagged .*no subclass can be made"):
+        convert_model(model)
+    assert type(model[1]) is SynchronizedBatchNorm2d

@@ -4,7 +4,7 @@ import argparse
 import copy
 import dataclasses
 import io
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -501,3 +501,9 @@ def test_results_of_several_gpus_join_by_path(
     assert joined.y.shape == (2,)
     with pytest.raises(ShapeError, match=r"output\.name 'a' from replica 0"):
         on_gpus.gather([Batch(o.x, o.y, name) for o, name in zip(outputs, "ab", strict=True)], 0)
+
+
+def test_a_counter_keeps_its_numbers() -> None:
+    """Its `update` adds, unlike that of other mappings."""
+    model = Calls(lambda x, counts: counts)
+    assert DataParallelWithCallback(model, replicas=2)(x, Counter(a=2)) == Counter(a=2)

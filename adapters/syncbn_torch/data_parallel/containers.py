@@ -120,7 +120,8 @@ def _like_mapping(tree: Any, values: list[Any]) -> Any:
     if not isinstance(tree, MutableMapping):
         return type(tree)(new)
     made: Any = copy.copy(tree)  # keeps settings such as the factory of a defaultdict
-    made.update(new)
+    for key, value in new.items():  # `update` of a Counter adds
+        made[key] = value
     attributes = getattr(tree, "__dict__", None) or {}
     if attributes is tree:  # dictionaries whose keys are also their attributes
         made.__dict__ = made

@@ -114,7 +114,7 @@ class _Plan:
             return lambda i: tree
         container = node(tree)
         _check_divisible(tree, container, path)
-        if container is None:
+        if container is None or PLAIN.issuperset(map(type, container.values)):
             return lambda i: tree
         inside = [
             self.of(value, path + key)

@@ -103,7 +103,7 @@ class KernelCache(FunctionCache):
             what = described(self._py_func.__qualname__, sig)
             LOGGER.info(
                 "compiling CPU kernels, which takes some seconds each, once on this machine. The "
-                "first is %s. They are kept in %s; to compile all of them beforehand, run: "
+                "first is %s. They will be kept in %s; to compile all of them beforehand, run: "
                 "python -m syncbn_core warmup %s",
                 what,
                 self.folder,
