@@ -16,6 +16,8 @@ from torch.autograd import forward_ad, profiler
 from torch.utils import _pytree
 
 __all__ = [
+    "HOOKS",
+    "HOOK_OPTIONS",
     "backward_task",
     "cudnn_enabled",
     "current_raw_stream",
@@ -33,6 +35,16 @@ __all__ = [
     "saving_runs_hooks",
     "transforming",
 ]
+
+# The dictionaries of a module with hooks that run when it is called. The module
+# torch.nn.modules.module has one for all modules, `_global_forward_hooks`, for each of them.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The dictionaries that say how to call some of these hooks.
+HOOK_OPTIONS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 # These are bare C functions: Python wrappers would double their cost, which small layers notice.
 # The number of the backward pass that runs in this thread; -1 outside of a backward pass:

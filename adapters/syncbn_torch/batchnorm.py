@@ -23,7 +23,7 @@ from syncbn_core.checks import check_eps, check_eps_mode, check_momentum
 from syncbn_core.errors import DTypeError, ShapeError, StateError
 from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch import dispatch
-from syncbn_torch._torch_private import disable_tracing
+from syncbn_torch._torch_private import HOOKS, disable_tracing
 from syncbn_torch.conversion_report import ConversionReport
 from syncbn_torch.conversion_rules import synchronize
 from syncbn_torch.data_parallel import originals
@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 _default_eps_mode: EpsMode = "plus"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def set_sbn_eps_mode(mode: str) -> None:
@@ -185,8 +184,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
             return self._beside_replicas(input)
         return dispatch.forward(self, input)
 
-    def _forward_of_no_tensor(self, input: Any) -> Any:
-        """A node of the graph that torch.fx traces, as of layers of torch; else `DTypeError`."""
+    def _forward_of_no_tensor(self, input: Any, forward: Any = None) -> Any:
+        """A node of the graph that torch.fx traces, as of layers of torch; else `DTypeError`.
+
+        `forward`: of the subclass that calls this, if it is its own.
+        """
         path_of_module = getattr(getattr(input, "tracer", None), "path_of_module", None)
         if path_of_module is None or not isinstance(input, fx.Proxy):
             raise DTypeError(
@@ -194,7 +196,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 "use syncbn_core.BatchNorm for arrays"
             )
         path = path_of_module(self)
-        if self._runs_other_code():
+        if self._runs_other_code(forward):
             raise StateError(
                 f"expected a layer without hooks and without a forward of its own, got {path} "
                 f"({type(self).__name__}): torch.fx would trace that code, and run it again in "
@@ -202,13 +204,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
             )
         return input.tracer.create_proxy("call_module", path, (input,), {})
 
-    def _runs_other_code(self) -> bool:
-        """Whether calling the layer runs hooks or the forward of a subclass."""
+    def _runs_other_code(self, forward: Any = None) -> bool:
+        """Whether calling the layer runs hooks or a forward that is neither ours nor `forward`."""
         return (
-            type(self).forward is not _SynchronizedBatchNorm.forward
+            type(self).forward is not (forward or _SynchronizedBatchNorm.forward)
             or "forward" in self.__dict__
-            or any(getattr(self, hooks) for hooks in _HOOKS)
-            or any(getattr(modules, f"_global{hooks}") for hooks in _HOOKS)
+            or any(getattr(self, hooks) for hooks in HOOKS)
+            or any(getattr(modules, f"_global{hooks}") for hooks in HOOKS)
         )
 
     def _beside_replicas(self, input: Tensor) -> Tensor:

@@ -23,7 +23,13 @@ from syncbn_torch.conversion_registry import (
 from syncbn_torch.conversion_report import ConversionReport, ReportedLayer
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.reference import BatchNorm2dReimpl
-from syncbn_torch.replacement import become, class_of, modules_of, swap_modules
+from syncbn_torch.replacement import (
+    become,
+    class_of,
+    forward_replaced,
+    modules_of,
+    swap_modules,
+)
 
 __all__ = ["Choice", "Keep", "apply_target", "change_modules", "synchronize"]
 
@@ -64,6 +70,11 @@ def change_modules(
     for module, choice in choices.items():
         if choice is None:
             continue
+        if isinstance(choice, type) and _ignores_its_class(module):
+            choice = Keep(
+                "its forward was replaced on the object (hooks of accelerate?); remove that, "
+                f"call {report.title}, and add it again"
+            )
         before, after, kept = class_of(module), None, Keep("")
         if isinstance(choice, Keep):
             kept = choice
@@ -149,6 +160,11 @@ def _choose(
     if issubclass(kind, nn.DataParallel) and kind is not DataParallelWithCallback:
         return Keep("a subclass of DataParallel; call patch_replication_callback on it")
     return _kept_of_torch(module, kind) or _unknown(module, kind)
+
+
+def _ignores_its_class(module: nn.Module) -> bool:
+    # the old forward of a DataParallel calls methods of the new class, so it does its work
+    return forward_replaced(module) and not isinstance(module, nn.DataParallel)
 
 
 def apply_target(module: nn.Module, target: Target, source: str) -> Choice:

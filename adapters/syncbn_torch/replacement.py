@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["become", "class_of", "modules_of", "swap_modules"]
+__all__ = ["become", "class_of", "forward_replaced", "modules_of", "swap_modules"]
 
 # What every module has in its dictionary: registries, hooks, flags.
 _ORDINARY = frozenset(vars(nn.Module()))
@@ -52,7 +53,18 @@ def become(module: nn.Module, target: type[nn.Module]) -> None:
         # torch gives each parametrized module a class of its own, which holds the properties
         own = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
         target = type(f"Parametrized{target.__name__}", (target,), own)
+    if not forward_replaced(module):
+        vars(module).pop("forward", None)  # the forward of the old class
     module.__class__ = target
+
+
+def forward_replaced(module: nn.Module) -> bool:
+    """Whether the object has a forward that is not the one of its class.
+
+    Removing a hook of accelerate leaves the forward of the class on the object; that is none.
+    """
+    own = vars(module).get("forward")
+    return own is not None and own != MethodType(type(module).forward, module)
 
 
 def swap_modules(holders: Mapping[nn.Module, str], new: Mapping[nn.Module, nn.Module]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import syncbn_torch
 from syncbn_torch import (
     BatchNorm2dReimpl,
+    ConversionReport,
     DataParallelWithCallback,
     SyncBatchNorm,
     SynchronizedBatchNorm1d,
@@ -279,3 +280,28 @@ def test_sync_batch_norm_is_no_torch_sync_batch_norm_and_the_2d_layer_is_a_torch
     """`DistributedDataParallel` refuses `nn.SyncBatchNorm` on CPU; others look for the classes."""
     assert not isinstance(SyncBatchNorm(3), nn.SyncBatchNorm | nn.BatchNorm2d)
     assert isinstance(SynchronizedBatchNorm2d(3), nn.BatchNorm2d)
+
+
+@pytest.mark.parametrize("change", [convert_model, revert_model])
+def test_a_layer_whose_forward_was_replaced_on_the_object_is_kept_and_named(change: Any) -> None:
+    """It would call the forward of its old class, whatever its class is."""
+    kind = nn.BatchNorm2d if change is convert_model else SynchronizedBatchNorm2d
+    model = nn.Sequential(kind(3), kind(3))
+    plain = model[1].forward
+    model[1].forward = lambda x: plain(x)
+    report = ConversionReport()
+    with pytest.warns(UserWarning, match=r"\(1: its forward was replaced on the object"):
+        change(model, report=report)
+    assert type(model[1]) is kind
+    assert [layer.name for layer in report.converted] == ["0"]
+
+
+def test_a_forward_that_was_put_back_on_the_object_is_no_obstacle() -> None:
+    """As accelerate leaves it after its hooks are removed."""
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    model[0].forward = model[0].forward
+    x = torch.randn(4, 3, 2, 2)
+    expected = copy.deepcopy(nn.Sequential(nn.BatchNorm2d(3)))(x)
+    y = DataParallelWithCallback(convert_model(model), replicas=2)(x)
+    torch.testing.assert_close(y, expected)
+    assert "forward" not in vars(model[0])

@@ -5,6 +5,10 @@ import copy
 import dataclasses
 import io
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+
+
+import itertools
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +22,7 @@ from torch.utils import _pytree
 
 from syncbn_core.errors import ArgumentError, ShapeError
 from syncbn_torch import DataParallelWithCallback, Shared, SynchronizedBatchNorm1d
+from syncbn_torch.data_parallel.hidden_tensors import find_tensor
 
 
 class Calls(nn.Module):
@@ -212,14 +217,15 @@ def with_attribute(container: Any, value: Any) -> Any:
 
 
 UNSPLITTABLE: list[tuple[Any, str]] = [
-    (Holder(x), r"a Holder at args\[1\] with a tensor at args\[1\]\.value; .*Shared"),
+    (Holder(x), r"a Holder at args\[1\] with a tensor or iterator at args\[1\]\.value; .*Shared"),
     ({"boxes": [Holder(x)]}, r'args\[1\]\["boxes"\]\[0\]\.value'),
     (Holder({"a": (1, Slotted(x))}), r'args\[1\]\.value\["a"\]\[1\]\.value'),
     (argparse.Namespace(x=x), r"args\[1\]\.x"),
     ({x}, r"a set at args\[1\]"),
     (with_attribute(ListWithName(), x), r"args\[1\]\.extra"),
     (with_attribute(Batch(1), [x]), r"args\[1\]\.extra\[0\]"),
-    (Holder(iter([])), r"args\[1\]\.value"),
+    ({iter([])}, r"a set at args\[1\] with a tensor or iterator"),
+    (Batch(iter([])), r"an iterator \(list_iterator\) at args\[1\]\.x"),
     ((value for value in [x]), r"an iterator \(generator\) at args\[1\].*pass a list"),
     (zip([x], [x], strict=True), r"an iterator \(zip\) at args\[1\]"),
     (pack_sequence([x, y[:, :2]]), r"a PackedSequence at args\[1\]; .*padded tensor"),
@@ -248,7 +254,8 @@ def test_nested_tensors_are_named() -> None:
     [
         "text", 3, None, np.ones(2), torch.float32, torch.device("cpu"), Holder([1]), Batch(1),
         nn.Linear(1, 1), nn.Linear(1, 1).forward, lambda: x, io.StringIO("text"), {1, 2}, Holder,
-        torch.Size([2, 3]), argparse.Namespace(lr=1),
+        torch.Size([2, 3]), argparse.Namespace(lr=1), Holder(itertools.count()),
+        Holder({"ids": [itertools.count()]}),
     ],
     ids=lambda thing: type(thing).__name__,
 )  # fmt: skip
@@ -256,6 +263,26 @@ def test_objects_without_tensors_go_to_every_replica(thing: Any) -> None:
     model = Calls(lambda x, thing: thing)
     out = DataParallelWithCallback(model, replicas=2)(x, thing)
     assert out is thing or out == thing
+
+
+def test_the_search_for_tensors_ends_early_and_looks_at_near_values_first() -> None:
+    """Each forward searches the objects among its arguments."""
+    looked_at: list[int] = []
+
+    class Counted:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            looked_at.append(self.number)
+            return {}
+
+    chain = Holder([Holder([Counted(i * 100 + j) for j in range(1000)]) for i in range(100)])
+    assert find_tensor(chain) is None
+    assert len(looked_at) <= 500
+    chain.last = x  # type: ignore[attr-defined]
+    assert find_tensor(chain) == ".last"
 
 
 def test_shared_arguments_go_to_every_replica_whole() -> None:
@@ -351,7 +378,15 @@ def samples(count: int = 5) -> tuple[list[Tensor], list[Any]]:
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [("even", [3, 2]), ([1, 4], [1, 4]), (lambda n: [n - 2, 2], [3, 2]), ([5], [5])],
+    [
+        ("even", [3, 2]),
+        ([1, 4], [1, 4]),
+        (lambda n: [n - 2, 2], [3, 2]),
+        ([5], [5]),
+        (np.array([1, 4]), [1, 4]),
+        ([np.int64(1), 4], [1, 4]),
+        (lambda n: np.array([n]), [5]),
+    ],
 )
 def test_lists_of_samples_split_by_sample(sizes: Any, expected: list[int]) -> None:
     model = Detector().double()
@@ -407,7 +442,9 @@ def test_sizes_that_do_not_fit_are_named(sizes: Any, arguments: Any, text: str) 
         wrapper(*arguments)
 
 
-@pytest.mark.parametrize("sizes", ["odd", [], [0], [1.5], 4, {3: 2}])
+@pytest.mark.parametrize(
+    "sizes", ["odd", [], [0], [1.5], 4, {3: 2}, np.array([1.5]), {5}, iter([5])]
+)
 def test_settings_that_are_no_sizes_are_named(sizes: Any) -> None:
     with pytest.raises(ArgumentError, match='expected batch_sizes="even", a list'):
         DataParallelWithCallback(Calls(), replicas=2, batch_sizes=sizes)

@@ -301,6 +301,21 @@ def test_hooks_that_a_replica_registers_are_its_own() -> None:
     assert not model.inner._forward_hooks
 
 
+def test_hooks_with_keywords_that_a_replica_registers_are_its_own() -> None:
+    class Registers(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            hook = lambda *args, **kwargs: None  # noqa: E731
+            self.register_forward_hook(hook, with_kwargs=True, always_call=True)
+            self.register_forward_pre_hook(hook, with_kwargs=True)
+            self.register_full_backward_hook(hook)
+            return super().forward(x)
+
+    model = Registers(3, 3)
+    DataParallelWithCallback(model, replicas=2)(torch.randn(4, 3))
+    registered = {name for name, value in vars(model).items() if "hooks" in name and value}
+    assert not registered
+
+
 def test_parameters_get_the_gradient_of_all_replicas() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), SynchronizedBatchNorm1d(4), nn.Linear(4, 2)).double()

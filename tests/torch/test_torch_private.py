@@ -54,6 +54,26 @@ def test_every_private_name_has_a_test() -> None:
         assert any(test.startswith(f"test_{name}_") for test in tests), name
 
 
+def test_HOOKS_are_those_that_a_call_runs() -> None:  # noqa: N802
+    """Without them, replicas register hooks in the model, and tracing runs hooks twice."""
+    layer = torch.nn.Linear(1, 1)
+    for hooks in private.HOOKS:
+        assert vars(layer)[hooks] == {}
+        assert getattr(torch.nn.modules.module, f"_global{hooks}") == {}
+    state = {"_state_dict_hooks", "_state_dict_pre_hooks"}
+    state |= {"_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+    all_hooks = {name for name in vars(layer) if "hooks" in name} - state
+    assert all_hooks == {*private.HOOKS, *private.HOOK_OPTIONS}
+
+
+def test_HOOK_OPTIONS_hold_an_entry_for_a_hook_with_keywords() -> None:  # noqa: N802
+    """Without them, replicas leave entries in the model that torch never removes."""
+    layer = torch.nn.Linear(1, 1)
+    layer.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+    layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    assert all(vars(layer)[options] for options in private.HOOK_OPTIONS)
+
+
 def test_backward_task_numbers_backward_passes() -> None:
     """Without it, checkpointing counts a batch twice and replicas mix sums of backward passes."""
     assert private.backward_task() == -1

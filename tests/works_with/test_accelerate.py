@@ -7,7 +7,7 @@ import torch
 from recipes import equals_one_process
 from torch import nn
 
-from syncbn_torch import convert_model
+from syncbn_torch import SynchronizedBatchNorm2d, convert_model
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -27,3 +27,17 @@ def test_a_state_that_converted_layers_saved_loads_into_those_of_torch(tmp_path:
     accelerator.load_state(str(tmp_path))
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
+
+
+def test_a_layer_with_a_hook_of_accelerate_is_kept_and_converted_after_its_removal() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    hooks.add_hook_to_module(model[0], hooks.ModelHook())
+    with pytest.warns(UserWarning, match="its forward was replaced on the object"):
+        convert_model(model)
+    hooks.remove_hook_from_module(model[0])
+    convert_model(model)
+    hooks.add_hook_to_module(model[0], hooks.ModelHook())
+    x, twin = torch.randn(4, 3, 2, 2), nn.BatchNorm2d(3)
+    assert type(model[0]) is SynchronizedBatchNorm2d
+    torch.testing.assert_close(model(x), twin(x))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from harness import LIMIT, batch_norms, over_ranks, over_replicas, record
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from world import on_ranks, raises
 
+from syncbn_core.errors import StateError
 from syncbn_torch import (
     ConversionReport,
     DataParallelWithCallback,
@@ -217,6 +218,27 @@ def test_timms_freezing_finds_converted_layers() -> None:
     frozen = timm_layers.freeze_batch_norm_2d(model)
     assert isinstance(frozen[0], timm_layers.FrozenBatchNormAct2d)
     assert type(frozen[0].act) is nn.SiLU
+
+
+def test_a_traced_layer_is_one_node_that_synchronizes() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), acting(act_layer=nn.SiLU)).double()
+    x = torch.randn(4, 3, 5, 5).double()
+    difference = over_replicas(model, x, convert=lambda m: fx.symbolic_trace(convert_model(m)))
+    assert difference < LIMIT
+    traced = fx.symbolic_trace(convert_model(model))
+    assert [node.name for node in traced.graph.nodes] == ["input_1", "_0", "_1", "output"]
+    model[1].register_forward_hook(lambda module, args, y: None)
+    with pytest.raises(StateError, match=r"without hooks .*got 1 \(SynchronizedBatchNormAct2d"):
+        fx.symbolic_trace(model)
+
+
+def test_features_of_a_converted_model_are_those_of_the_unconverted_one() -> None:
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    model, x = built("efficientnet_lite0"), images(32)
+    nodes = ["blocks.1", "global_pool"]
+    features = extraction.create_feature_extractor(convert_model(copy.deepcopy(model)), nodes)
+    expected = extraction.create_feature_extractor(model, nodes)
+    torch.testing.assert_close(features(x), expected(x))
 
 
 # ---------------------------------------------------------------------- timm's own conversion

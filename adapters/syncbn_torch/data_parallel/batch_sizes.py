@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence, Set
+from operator import index
+from typing import Any, Literal, SupportsIndex
 
 from syncbn_core.errors import ArgumentError, ShapeError
 
@@ -11,14 +12,16 @@ __all__ = ["BatchSizes", "check_batch_sizes", "sizes_of_parts"]
 
 # Parts of equal size, a size for each replica, or a function from the number of samples to them.
 # None leaves it to `torch.chunk`.
-BatchSizes = Literal["even"] | Sequence[int] | Callable[[int], Sequence[int]] | None
+Sizes = Sequence[SupportsIndex]
+BatchSizes = Literal["even"] | Sizes | Callable[[int], Sizes] | None
 
 
 def check_batch_sizes(batch_sizes: BatchSizes) -> None:
     """Raise `ArgumentError` for something else than `BatchSizes`."""
-    if batch_sizes is None or batch_sizes == "even" or callable(batch_sizes):
+    if batch_sizes is None or callable(batch_sizes):
         return
-    if not _are_sizes(batch_sizes):
+    known = batch_sizes == "even" if isinstance(batch_sizes, str) else _integers(batch_sizes)
+    if not known:
         raise ArgumentError(
             'expected batch_sizes="even", a list of sizes such as [8, 4], or a function from the '
             f"number of samples to such a list, got {batch_sizes!r}"
@@ -35,21 +38,25 @@ def sizes_of_parts(batch_sizes: BatchSizes, samples: int, parts: int) -> list[in
     if batch_sizes is None or isinstance(batch_sizes, str):
         used = max(1, min(parts, samples))
         return [samples // used + (i < samples % used) for i in range(used)]
-    sizes = batch_sizes(samples) if callable(batch_sizes) else batch_sizes
-    if not _are_sizes(sizes):
-        raise ArgumentError(f"expected positive sizes from batch_sizes({samples}), got {sizes!r}")
+    given = batch_sizes(samples) if callable(batch_sizes) else batch_sizes
+    sizes = _integers(given)
+    if not sizes:
+        raise ArgumentError(f"expected positive sizes from batch_sizes({samples}), got {given!r}")
     if len(sizes) > parts or sum(sizes) != samples:
         raise ShapeError(
             f"expected batch_sizes for a batch of {samples} and at most {parts} replicas, got "
-            f"{list(sizes)}, {sum(sizes)} in all; set batch_sizes before the forward, or make it a "
+            f"{sizes}, {sum(sizes)} in all; set batch_sizes before the forward, or make it a "
             "function of the number of samples"
         )
-    return list(sizes)
+    return sizes
 
 
-def _are_sizes(sizes: object) -> bool:
-    return (
-        isinstance(sizes, Sequence)
-        and len(sizes) > 0
-        and all(isinstance(size, int) and size > 0 for size in sizes)
-    )
+def _integers(sizes: Any) -> list[int]:
+    """`sizes` as a list of numbers; an empty one unless they are positive integers."""
+    if isinstance(sizes, (str, bytes, Mapping, Set)) or not hasattr(sizes, "__len__"):
+        return []
+    try:
+        numbers = [index(size) for size in sizes]
+    except TypeError:  # no sequence, or no integers
+        return []
+    return numbers if all(number > 0 for number in numbers) else []

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
-from syncbn_torch._torch_private import disable_tracing
+from syncbn_torch._torch_private import HOOK_OPTIONS, HOOKS, disable_tracing
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.batch_sizes import BatchSizes, check_batch_sizes
 from syncbn_torch.data_parallel.gather import join
@@ -35,8 +35,6 @@ __all__ = [
     "execute_replication_callbacks",
     "patch_replication_callback",
 ]
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class CallbackContext:
@@ -186,8 +184,9 @@ def _separate_hooks(copies: Sequence[Sequence[nn.Module]]) -> None:
         for module in submodules:
             if not isinstance(module, torch.jit.ScriptModule):
                 attributes = module.__dict__
-                for hooks in _HOOKS:
-                    attributes[hooks] = attributes[hooks].copy()
+                for hooks in (*HOOKS, *HOOK_OPTIONS):
+                    if hooks in attributes:
+                        attributes[hooks] = attributes[hooks].copy()
 
 
 def _check_not_compiled(model: nn.Module) -> None:

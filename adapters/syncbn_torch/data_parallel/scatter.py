@@ -144,8 +144,8 @@ def _check_divisible(tree: Any, container: Node | None, path: str) -> None:
     if hidden is not None:
         raise ShapeError(
             f"expected arguments that can be split, got a {type(tree).__name__} at {path} with a "
-            f"tensor at {path}{hidden}; pass its tensors in a dictionary or dataclass, or pass "
-            "it whole to every replica as syncbn_torch.Shared(...)"
+            f"tensor or iterator at {path}{hidden}; pass its tensors in a dictionary or dataclass, "
+            "or pass it whole to every replica as syncbn_torch.Shared(...)"
         )
 
 
