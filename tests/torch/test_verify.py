@@ -6,6 +6,7 @@ import copy
 import random
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from syncbn_torch import (
     convert_model,
     verify_sync,
 )
+from syncbn_torch.verify.recording import Call, Recorder
 
 
 class Net(nn.Module):
@@ -297,6 +299,36 @@ def test_normalization_without_the_forward_of_the_layer_is_noticed() -> None:
 # --------------------------------------------------------------------------- remarks on layers
 
 
+def test_replicas_record_their_calls_one_at_a_time() -> None:
+    layer = nn.BatchNorm2d(3)
+    recorder = Recorder({"bn": layer})
+    locked: list[bool] = []
+
+    def entry() -> dict[int, list[Call]]:
+        locked.append(recorder._lock.locked())
+        return defaultdict(list)
+
+    recorder.calls = defaultdict(entry)
+    layer(batch())
+    assert locked == [True]
+    assert len(recorder.calls["bn"][0]) == 1
+
+
+def test_a_layer_whose_calls_cannot_be_recorded_is_unclear_for_that_reason() -> None:
+    class ByKeyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.bn(input=x)
+
+    report = verify_sync(ByKeyword(), batch())
+    assert verdicts(report) == {"bn": "unclear"}
+    assert "not all of its calls could be recorded" in str(report)
+    assert "not a tensor" not in str(report)
+
+
 def test_eval_mode_and_layers_that_are_never_called_are_no_faults() -> None:
     model = sync_net()
     model.bn.eval()
@@ -455,6 +487,24 @@ def test_known_random_layers_are_switched_off_in_the_copies() -> None:
     assert report.ok, report
     assert not report.random
     assert small(report)
+
+
+class ConvDropoutNorm(nn.Sequential):
+    """Its name has "Dropout" in it, and it holds batch norm, as in nnU-Net."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 1), nn.Dropout(0.5), nn.BatchNorm2d(4))
+
+
+class DropBlockNorm(nn.BatchNorm2d):
+    pass
+
+
+def test_batch_norm_within_a_module_named_after_dropout_is_checked() -> None:
+    report = verify_sync(nn.Sequential(ConvDropoutNorm(), DropBlockNorm(4)), batch())
+    assert verdicts(report) == {"0.2": "not synchronized", "1": "not synchronized"}
+    assert not report.random
+    assert verify_sync(convert_model(ConvDropoutNorm()), batch()).ok
 
 
 class AddsNoise(nn.Module):

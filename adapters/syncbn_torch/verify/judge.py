@@ -63,8 +63,10 @@ def judge_layer(
     found = LayerReport(name, _kind(layer), tuple(begun), "ok")
     complete = len({*begun, *map(len, calls)}) == 1 and bool(begun[0])
     figures: _Replay | None = None
-    unable = ""
-    if complete and all(call.y is not None for own in calls for call in own):
+    unable = "its output is not a tensor"
+    if not complete:
+        unable = "not all of its calls could be recorded: its first argument has to be a tensor"
+    elif all(call.y is not None for own in calls for call in own):
         found = replace(found, statistics=_drift(whole.recorder.calls[name][0], calls))
         buffers = [] if split.error else _of_layer(name, split.buffers)
         try:
@@ -120,7 +122,7 @@ def _verdict(
     if figures is None:
         if split.error:
             return "not reached", ""
-        return "unclear", f"{unable or 'its output is not a tensor'}. Check it by hand."
+        return "unclear", f"{unable}. Check it by hand."
     if (
         not isinstance(layer, _KNOWN)
         and isinstance(layer, _BatchNorm)

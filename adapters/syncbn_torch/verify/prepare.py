@@ -126,8 +126,9 @@ def _silence(module: nn.Module) -> None:
     for name in (*_PROBABILITIES, *(("p",) if is_random else ())):
         if isinstance(getattr(module, name, None), float):
             setattr(module, name, 0.0)
-    if is_random or isinstance(module, nn.RReLU):
-        module.eval()
+    is_leaf = not module._modules  # the modules in it are silenced by themselves
+    if (is_random and is_leaf and not norm_layers(module)) or isinstance(module, nn.RReLU):
+        module.training = False
 
 
 def converted(

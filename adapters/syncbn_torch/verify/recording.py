@@ -85,7 +85,8 @@ class Recorder:
                 x.register_hook(partial(setattr, call, "dx"))
             if y.requires_grad:
                 y.register_hook(partial(setattr, call, "dy"))
-        self.calls[name][part].append(call)
+        with self._lock:  # replicas may make the same entry at the same time
+            self.calls[name][part].append(call)
         return y
 
     def again(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
