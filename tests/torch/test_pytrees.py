@@ -4,11 +4,8 @@ import argparse
 import copy
 import dataclasses
 import io
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-
-
 import itertools
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
