@@ -35,7 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         factory = _factory(options.factory)
     except ArgumentError as error:
         verify.error(str(error))
-    return _verify(factory, options.factory, options.replicas, options.dtype, world)
+    try:
+        return _verify(factory, options.factory, options.replicas, options.dtype, world)
+    except SystemExit as stopped:  # 0 would mean that all is well
+        code = f"the program called sys.exit({stopped.code!r})"
+        print(f"python -m syncbn_torch verify: error: {code} before the end", file=sys.stderr)
+        return 2
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -70,8 +75,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 def _factory(path: str) -> Callable[[], Any]:
     """The function at `package.module:function`; `ArgumentError` if there is none."""
     module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ArgumentError(f"expected package.module:factory, got {path!r}")
+    names = [*module_name.split("."), name]
+    if not (colon and all(map(str.isidentifier, names))) or module_name.endswith(".py"):
+        raise ArgumentError(
+            f"expected package.module:factory, got {path!r}; write dots between packages, and no .py"
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -12,6 +12,7 @@ import pytest
 from world import needs_gloo
 
 MODULE = """
+import sys
 import torch
 from torch import nn
 from syncbn_torch import convert_model
@@ -25,6 +26,9 @@ def right():
 
 def raises():
     return 1 / 0
+
+def leaves():
+    sys.exit(0)
 
 def one_sample():
     model, batch = right()
@@ -75,6 +79,9 @@ def test_the_status_is_1_for_a_wrong_model_and_the_layer_is_named(tmp_path: Path
         ("mine.nothing:right", "expected a module mine.nothing, found none"),
         ("mine.models:nothing", "expected a function nothing in mine.models, found nothing"),
         ("mine.models:batch", "expected a function batch in mine.models, found a Tensor"),
+        ("mine/models.py:right", "expected package.module:factory, got 'mine/models.py:right'"),
+        (".models:right", "expected package.module:factory, got '.models:right'"),
+        ("mine.models:leaves", "the program called sys.exit(0) before the end"),
         ("mine.models:too_little", "expected mine.models:too_little to return (model, batch), got"),
         ("mine.models:one_sample", "expected a batch of at least 2 samples, got 1"),
     ],
