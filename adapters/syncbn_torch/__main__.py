@@ -78,7 +78,7 @@ def _factory(path: str) -> Callable[[], Any]:
     names = [*module_name.split("."), name]
     if not (colon and all(map(str.isidentifier, names))) or module_name.endswith(".py"):
         raise ArgumentError(
-            f"expected package.module:factory, got {path!r}; write dots between packages, and no .py"
+            f"expected package.module:factory, got {path!r}; put dots between packages, and no .py"
         )
     try:
         module = importlib.import_module(module_name)
