@@ -38,7 +38,7 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
         if not isinstance(input, Tensor):  # in torch.fx the whole layer is one node
-            return layer._forward_of_no_tensor(input, SynchronizedBatchNormAct2d.forward)  # type: ignore[no-any-return]
+            return layer._forward_of_no_tensor(input, SynchronizedBatchNormAct2d.forward)
         y: Tensor = layer.act(layer.drop(super().forward(input)))
         return y
 
