@@ -39,6 +39,7 @@ __all__ = [
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
     "always_ours",
+    "set_process_group",
     "set_sbn_eps_mode",
 ]
 
@@ -313,12 +314,17 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
         extra[nn.DataParallel] = None
         report = ConversionReport(title=f"{cls.__name__}.convert_sync_batchnorm")
         result = synchronize(module, extra, report, _SynchronizedBatchNorm)
-        for layer in modules_of(result):
-            if isinstance(layer, _SynchronizedBatchNorm):
-                layer.process_group = process_group
+        set_process_group(result, process_group)
         if text := report.warning():
             warnings.warn(text, UserWarning, stacklevel=2)
         return result
+
+
+def set_process_group(model: nn.Module, process_group: Any) -> None:
+    """Let all synchronized layers of `model` synchronize over `process_group`."""
+    for layer in modules_of(model):
+        if isinstance(layer, _SynchronizedBatchNorm):
+            layer.process_group = process_group
 
 
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

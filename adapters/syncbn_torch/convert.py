@@ -15,6 +15,7 @@ from syncbn_torch.batchnorm import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     _SynchronizedBatchNorm,
+    set_process_group,
 )
 from syncbn_torch.conversion_registry import (
     Target,
@@ -38,7 +39,7 @@ from syncbn_torch.lazy import (
     LazySynchronizedBatchNorm2d,
     LazySynchronizedBatchNorm3d,
 )
-from syncbn_torch.replacement import class_of, modules_of
+from syncbn_torch.replacement import class_of
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
@@ -88,9 +89,7 @@ def convert_model(
     report.title = "convert_model"
     result = synchronize(module, extra or {}, report, _SynchronizedBatchNorm)
     if process_group is not None:
-        for layer in modules_of(result):
-            if isinstance(layer, _SynchronizedBatchNorm):
-                layer.process_group = process_group
+        set_process_group(result, process_group)
     if not report.layers:
         kind = type(module).__name__
         text = f"convert_model found no batch norm layer in {kind}, so it changed nothing"

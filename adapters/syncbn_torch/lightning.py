@@ -9,6 +9,7 @@ from torch import nn
 from syncbn_core.errors import StateError
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.convert import convert_model, revert_model
+from syncbn_torch.replacement import modules_of, swap_modules
 
 __all__ = ["SyncBatchNormPlugin"]
 
@@ -34,21 +35,27 @@ class SyncBatchNormPlugin:
 
     def apply(self, model: nn.Module) -> nn.Module:
         """`convert_model(model)`; Lightning calls it before it wraps the model."""
-        before = _synchronized(model)
+        before = set(_synchronized(model))
         model = convert_model(model)
         self._converted = [layer for layer in _synchronized(model) if layer not in before]
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Undo `apply`: layers that were synchronized before it stay so."""
-        for layer in self._converted:
-            revert_model(layer)
+        reverted = {layer: revert_model(layer) for layer in self._converted}
         self._converted = []
-        return model
+        new = {layer: result for layer, result in reverted.items() if result is not layer}
+        swap_modules(modules_of(model), new)
+        return new.get(model, model)
 
 
 def _synchronized(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, _SynchronizedBatchNorm)]
+    """Our layers, and what registered functions made of others."""
+    return [
+        module
+        for module in modules_of(model)
+        if isinstance(module, _SynchronizedBatchNorm) or "_converted_by" in vars(module)
+    ]
 
 
 def _register() -> bool:

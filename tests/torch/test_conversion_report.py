@@ -224,6 +224,17 @@ def test_a_factory_may_wrap_the_old_layer() -> None:
     assert net[0][0] is old
 
 
+def test_submodules_that_a_new_module_takes_over_are_converted_and_new_ones_are_not() -> None:
+    class Block(nn.Module):
+        def __init__(self, bn: nn.Module) -> None:
+            super().__init__()
+            self.bn = bn
+
+    make = lambda old: nn.Sequential(old.bn, nn.BatchNorm2d(3))  # noqa: E731
+    net = convert_model(nn.Sequential(Block(nn.BatchNorm2d(3))), extra={Block: make})
+    assert [type(layer) for layer in net[0]] == [SynchronizedBatchNorm2d, nn.BatchNorm2d]
+
+
 def test_a_factory_that_fails_changes_nothing() -> None:
     net = nn.Sequential(nn.BatchNorm2d(3), Fused(3))
 
@@ -334,7 +345,7 @@ def test_a_wrapper_warns_once_of_plain_layers_in_training() -> None:
     with pytest.warns(UserWarning, match=r"^0 \(BatchNorm2d\) and 1 more layers do not") as seen:
         wrapper(images())
     assert len(seen) == 1
-    assert "call convert_model(model)" in str(seen[0].message)
+    assert "convert_model(model) converts them, or says why not" in str(seen[0].message)
     assert seen[0].filename == __file__
     wrapper(images())
 
@@ -345,6 +356,19 @@ def test_a_wrapper_does_not_warn_of_converted_or_frozen_layers() -> None:
     DataParallelWithCallback(net, replicas=2)(torch.randn(4, 3))
     convert_model(net)
     DataParallelWithCallback(net, replicas=2)(torch.randn(4, 3))
+
+
+def test_a_wrapper_warns_of_plain_layers_in_plain_lists() -> None:
+    net = Hiding()
+    net.bn = nn.Identity()
+    with pytest.warns(UserWarning, match=r"^listed\[0\] \(BatchNorm2d\) and 4 more layers"):
+        DataParallelWithCallback(net, replicas=2)(images())
+
+
+def test_a_wrapper_does_not_warn_of_layers_that_were_registered_to_stay(registry: Any) -> None:
+    register_conversion(Renamed, None)
+    net = nn.Sequential(Renamed(3), SynchronizedBatchNorm2d(3))
+    DataParallelWithCallback(net, replicas=2)(images())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -224,6 +226,12 @@ def test_patch_restores_the_names_after_an_error() -> None:
     with pytest.raises(KeyError), patch_sync_batchnorm():
         raise KeyError
     assert nn.BatchNorm1d is original
+
+
+def test_public_names_are_offered_for_completion() -> None:
+    """In a new process: there what is imported at first use is missing in `globals()`."""
+    code = "import syncbn_torch as s; assert set(s.__all__) <= set(dir(s)), dir(s)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_public_names_exist_and_are_documented() -> None:

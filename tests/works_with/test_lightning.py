@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from recipes import equals_one_process
-from torch import nn
+from torch import Tensor, nn
 
-from syncbn_torch import SynchronizedBatchNorm2d
+from syncbn_torch import SynchronizedBatchNorm2d, register_conversion
 from syncbn_torch.lightning import SyncBatchNormPlugin
 
 lightning = pytest.importorskip("lightning")
@@ -52,6 +52,23 @@ def test_revert_undoes_what_apply_did_and_no_more() -> None:
     assert reverted[0] is mine
     assert type(reverted[1][0]) is nn.BatchNorm2d
     assert reverted[1][0].weight is plain.weight
+
+
+def test_revert_undoes_conversions_by_a_function_and_in_plain_lists() -> None:
+    class Plain(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    register_conversion(
+        Plain, lambda p: SynchronizedBatchNorm2d(p.num_features), lambda _: Plain(3)
+    )
+    model = nn.Sequential(Plain(3), nn.Identity())
+    model[1].layers = [nn.BatchNorm2d(3)]
+    plugin = SyncBatchNormPlugin()
+    assert type(plugin.apply(model)[0]) is SynchronizedBatchNorm2d
+    assert plugin.revert(model) is model
+    assert type(model[0]) is Plain
+    assert type(model[1].layers[0]) is nn.BatchNorm2d
 
 
 def test_the_plugin_can_be_pickled_for_spawned_processes() -> None:

@@ -23,11 +23,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch._torch_private import HOOK_OPTIONS, HOOKS, disable_tracing
+from syncbn_torch.conversion_registry import conversion_of
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.batch_sizes import BatchSizes, check_batch_sizes
 from syncbn_torch.data_parallel.gather import join
 from syncbn_torch.data_parallel.scatter import Parts, moved, split
 from syncbn_torch.data_parallel.thread_modes import call_within, modes_of_caller, place_of
+from syncbn_torch.replacement import class_of, modules_of
 
 __all__ = [
     "CallbackContext",
@@ -203,20 +205,28 @@ def _check_not_compiled(model: nn.Module) -> None:
             )
 
 
+def _stays_on_purpose(layer: nn.Module) -> bool:
+    """Whether the user registered that `convert_model` leaves layers of this class alone."""
+    conversion = conversion_of(class_of(layer))
+    return conversion is not None and conversion.to is None
+
+
 def _warn_of_plain_layers(model: nn.Module) -> None:
     """Warn if torch's layers in `model` would take statistics of one replica's part each."""
     plain = [
         f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
+        for module, name in modules_of(model).items()
         if isinstance(module, _BatchNorm)
         and (module.training or module.running_mean is None)
         and not hasattr(module, "__data_parallel_replicate__")
+        and not _stays_on_purpose(module)
     ]
     if plain:
         more = f" and {len(plain) - 1} more layers" if len(plain) > 1 else ""
         warnings.warn(
             f"{plain[0]}{more} do{'' if more else 'es'} not synchronize: each replica takes the "
-            "statistics of its own part of the batch; to synchronize, call convert_model(model)",
+            "statistics of its own part of the batch; convert_model(model) converts "
+            f"{'them' if more else 'it'}, or says why not",
             UserWarning,
             stacklevel=7,  # the caller of the wrapper
         )
