@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from syncbn_core.errors import ArgumentError, StateError
 from syncbn_torch import (
     DataParallelWithCallback,
+    Shared,
     SyncBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -265,6 +266,24 @@ def test_plain_layers_in_a_plain_list_are_found_and_named() -> None:
     assert "Register" in str(report)
 
 
+def test_plain_layers_in_nested_lists_are_found_and_cast() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [[nn.BatchNorm2d(3)], {"last": (nn.BatchNorm2d(3), nn.Dropout())}]
+
+        def forward(self, x: Tensor) -> Any:
+            bn, drop = self.layers[1]["last"]  # type: ignore[call-overload]
+            return drop(bn(self.layers[0][0](x)))  # type: ignore[index]
+
+    report = verify_sync(Nested(), batch())
+    assert report.dtype == "float64"
+    names = ["layers[0][0]", "layers[1]['last'][0]"]
+    assert verdicts(report) == dict.fromkeys(names, "not synchronized")
+    assert not report.random
+    assert "mixes samples" not in str(report)
+
+
 def test_a_synchronized_layer_in_a_plain_list_fails_and_is_named() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
@@ -279,6 +298,7 @@ def test_a_synchronized_layer_in_a_plain_list_fails_and_is_named() -> None:
     assert "layers[0]" in verdicts(report)
     assert "StateError" in report.error
     assert "nn.ModuleList" in str(report)
+    assert "; raised in replica 0 of 2" in str(report)
 
 
 def test_normalization_without_the_forward_of_the_layer_is_noticed() -> None:
@@ -565,6 +585,49 @@ def test_batches_and_results_may_have_any_form() -> None:
         assert report.ok, report
         assert small(report)
         assert report.gradient is not None
+
+
+class Scales(Net):
+    def forward(self, x: Tensor, scale: Tensor) -> Any:  # type: ignore[override]
+        assert isinstance(scale, Tensor)
+        assert len(scale) == 3
+        return super().forward(x.mul_(scale[:, None, None]))
+
+
+def test_a_shared_argument_reaches_both_steps_as_its_value() -> None:
+    x, scale = batch(), torch.rand(3)
+    report = verify_sync(sync_net(Scales), (x, Shared(scale)))
+    assert report.ok, report
+    assert report.dtype == "float64"
+    assert small(report)
+
+
+@dataclass
+class Images:
+    x: Tensor
+    name: str = "images"
+
+
+def test_a_dataclass_that_the_model_changes_in_place_stays_as_it_is() -> None:
+    class TakesImages(Net):
+        def forward(self, images: Images) -> Any:  # type: ignore[override]
+            images.name = "changed"
+            assert images.x.dtype is torch.float64
+            return super().forward(images.x.mul_(2))
+
+    images = Images(batch())
+    before = images.x.clone()
+    report = verify_sync(sync_net(TakesImages), images)
+    assert report.ok, report
+    assert report.dtype == "float64"
+    assert torch.equal(images.x, before)
+    assert images.name == "images"
+
+
+@pytest.mark.parametrize("nothing", ["path", (), {"n": 3}, object()], ids=["text", "none", "number", "object"])
+def test_a_batch_without_tensors_is_refused(nothing: Any) -> None:
+    with pytest.raises(ArgumentError, match="a batch with tensors"):
+        verify_sync(sync_net(), nothing)
 
 
 def test_a_loss_of_the_output_can_be_compared_instead() -> None:
