@@ -232,6 +232,17 @@ def test_an_unknown_subclass_is_blamed_and_one_that_cannot_be_told_is_called_unc
     assert not report.ok
 
 
+def test_an_unknown_subclass_that_uses_running_statistics_only_is_right() -> None:
+    class Frozen(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias)
+
+    report = verify_sync(nn.Sequential(nn.Conv2d(3, 3, 1), Frozen(3)), batch())
+    assert verdicts(report) == {"1": "eval mode"}
+    assert "uses running statistics only" in str(report)
+    assert report.ok
+
+
 def test_torchs_own_sync_batch_norm_does_not_synchronize_replicas() -> None:
     report = verify_sync(nn.Sequential(nn.SyncBatchNorm(3)), batch())
     assert verdicts(report) == {"0": "not synchronized"}
@@ -624,10 +635,50 @@ def test_a_dataclass_that_the_model_changes_in_place_stays_as_it_is() -> None:
     assert images.name == "images"
 
 
-@pytest.mark.parametrize("nothing", ["path", (), {"n": 3}, object()], ids=["text", "none", "number", "object"])
+@pytest.mark.parametrize(
+    "nothing", ["path", (), {"n": 3}, object()], ids=["text", "none", "number", "object"]
+)
 def test_a_batch_without_tensors_is_refused(nothing: Any) -> None:
     with pytest.raises(ArgumentError, match="a batch with tensors"):
         verify_sync(sync_net(), nothing)
+
+
+@dataclass(slots=True)
+class Slotted:
+    logits: Tensor
+    itself: Any = None
+
+
+def test_an_output_with_slots_that_holds_itself_is_compared() -> None:
+    class Cyclic(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            y = y - y.mean(0)  # a mistake: it mixes samples
+            output = Slotted(y)
+            output.itself = [output]
+            return output
+
+    report = verify_sync(sync_net(Cyclic), batch())
+    assert report.output is not None
+    assert report.model_differs
+    assert not report.faulty
+
+
+class Opaque:
+    def __init__(self, held: Any) -> None:
+        self.held = [held, self]
+
+
+def test_an_output_without_tensors_is_not_said_to_be_compared() -> None:
+    class Hides(Net):
+        def forward(self, x: Tensor) -> Any:
+            return Opaque(Opaque(super().forward(x)))
+
+    report = verify_sync(sync_net(Hides), batch())
+    assert report.output is None
+    assert report.ok, report
+    assert "OK: 3 layers give the forward results of the undivided batch" in str(report)
+    assert "outputs and gradients were not compared" in str(report)
 
 
 def test_a_loss_of_the_output_can_be_compared_instead() -> None:

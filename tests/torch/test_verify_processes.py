@@ -246,6 +246,20 @@ def test_what_one_rank_refuses_ends_on_all(rank: int, size: int) -> None:
     assert checked(sync_net(), batch()).ok
 
 
+class Activated(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+@on_ranks(2)
+def test_torchs_sync_batch_norm_on_the_cpu_is_named_with_a_remedy(rank: int, size: int) -> None:
+    for kind, remedy in ((nn.SyncBatchNorm, "convert_model(model)"), (Activated, "Replace")):
+        report = checked(nn.Sequential(nn.Conv2d(3, 4, 1), kind(4)), batch())
+        assert verdicts(report) == {"1": "not synchronized"}, report
+        assert "CUDA tensors of several processes only" in str(report)
+        assert remedy in str(report)
+
+
 @on_ranks(2)
 def test_means_over_samples_count_by_the_size_of_parts(rank: int, size: int) -> None:
     report = checked(sync_net(), batch(), loss=lambda y: y.square().mean())

@@ -189,6 +189,11 @@ def _report(
     own = dtype or next((t.dtype for t in base.parameters()), torch.get_default_dtype())
     if split.mismatch:
         notes.append(f"outputs of the parts do not join to those of the batch: {split.mismatch}.")
+    if not whole.outputs:
+        notes.append(
+            "no floating tensor was found in what the model (or loss) returned, so outputs and "
+            "gradients were not compared; pass a loss that returns the tensors to compare."
+        )
     return SyncReport(
         parts=f"{len(division.parts)} {'replicas' if ranks is None else 'ranks'}",
         sizes=tuple(division.sizes),

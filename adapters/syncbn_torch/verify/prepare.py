@@ -51,6 +51,16 @@ class Undivided(_BatchNorm):
         pass
 
 
+class UndividedSync(nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm` without its communication, as a base class of subclasses of it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _BatchNorm.forward(self, input)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
 def unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
     """The model within `DataParallel`, `DistributedDataParallel` or torch.compile, and a note."""
     if not isinstance(model, nn.Module):
@@ -163,6 +173,9 @@ def make_alone(model: nn.Module) -> nn.Module:
                 layer.__class__ = Undivided if type(layer) is SyncBatchNorm else target  # type: ignore[assignment]
         elif type(layer) is nn.SyncBatchNorm:
             layer.__class__ = Undivided  # type: ignore[assignment]
+        elif isinstance(layer, nn.SyncBatchNorm):  # a subclass, which keeps its own forward
+            kind = type(layer)
+            layer.__class__ = type(kind.__name__, (kind, UndividedSync), {})
     return model
 
 
