@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from syncbn_core.errors import ArgumentError
 from syncbn_torch.verify import verify_sync
+from syncbn_torch.verify.ranks import Ranks
 
 __all__ = ["main"]
 
@@ -104,7 +105,7 @@ def _verify(
     if begun:
         _join_world()
     try:
-        made = factory()
+        made = factory() if world == 1 else Ranks(None).together(factory, f"{path} to return")
         if not (isinstance(made, tuple) and len(made) == 2):
             raise ArgumentError(
                 f"expected {path} to return (model, batch), got {type(made).__name__}"

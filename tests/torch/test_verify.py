@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from syncbn_core.errors import ArgumentError, StateError
 from syncbn_torch import (
     DataParallelWithCallback,
+    Shared,
     SyncBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -231,6 +232,17 @@ def test_an_unknown_subclass_is_blamed_and_one_that_cannot_be_told_is_called_unc
     assert not report.ok
 
 
+def test_an_unknown_subclass_that_uses_running_statistics_only_is_right() -> None:
+    class Frozen(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias)
+
+    report = verify_sync(nn.Sequential(nn.Conv2d(3, 3, 1), Frozen(3)), batch())
+    assert verdicts(report) == {"1": "eval mode"}
+    assert "uses running statistics only" in str(report)
+    assert report.ok
+
+
 def test_torchs_own_sync_batch_norm_does_not_synchronize_replicas() -> None:
     report = verify_sync(nn.Sequential(nn.SyncBatchNorm(3)), batch())
     assert verdicts(report) == {"0": "not synchronized"}
@@ -265,6 +277,24 @@ def test_plain_layers_in_a_plain_list_are_found_and_named() -> None:
     assert "Register" in str(report)
 
 
+def test_plain_layers_in_nested_lists_are_found_and_cast() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [[nn.BatchNorm2d(3)], {"last": (nn.BatchNorm2d(3), nn.Dropout())}]
+
+        def forward(self, x: Tensor) -> Any:
+            bn, drop = self.layers[1]["last"]  # type: ignore[call-overload]
+            return drop(bn(self.layers[0][0](x)))  # type: ignore[index]
+
+    report = verify_sync(Nested(), batch())
+    assert report.dtype == "float64"
+    names = ["layers[0][0]", "layers[1]['last'][0]"]
+    assert verdicts(report) == dict.fromkeys(names, "not synchronized")
+    assert not report.random
+    assert "mixes samples" not in str(report)
+
+
 def test_a_synchronized_layer_in_a_plain_list_fails_and_is_named() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
@@ -279,6 +309,7 @@ def test_a_synchronized_layer_in_a_plain_list_fails_and_is_named() -> None:
     assert "layers[0]" in verdicts(report)
     assert "StateError" in report.error
     assert "nn.ModuleList" in str(report)
+    assert "; raised in replica 0 of 2" in str(report)
 
 
 def test_normalization_without_the_forward_of_the_layer_is_noticed() -> None:
@@ -565,6 +596,89 @@ def test_batches_and_results_may_have_any_form() -> None:
         assert report.ok, report
         assert small(report)
         assert report.gradient is not None
+
+
+class Scales(Net):
+    def forward(self, x: Tensor, scale: Tensor) -> Any:  # type: ignore[override]
+        assert isinstance(scale, Tensor)
+        assert len(scale) == 3
+        return super().forward(x.mul_(scale[:, None, None]))
+
+
+def test_a_shared_argument_reaches_both_steps_as_its_value() -> None:
+    x, scale = batch(), torch.rand(3)
+    report = verify_sync(sync_net(Scales), (x, Shared(scale)))
+    assert report.ok, report
+    assert report.dtype == "float64"
+    assert small(report)
+
+
+@dataclass
+class Images:
+    x: Tensor
+    name: str = "images"
+
+
+def test_a_dataclass_that_the_model_changes_in_place_stays_as_it_is() -> None:
+    class TakesImages(Net):
+        def forward(self, images: Images) -> Any:  # type: ignore[override]
+            images.name = "changed"
+            assert images.x.dtype is torch.float64
+            return super().forward(images.x.mul_(2))
+
+    images = Images(batch())
+    before = images.x.clone()
+    report = verify_sync(sync_net(TakesImages), images)
+    assert report.ok, report
+    assert report.dtype == "float64"
+    assert torch.equal(images.x, before)
+    assert images.name == "images"
+
+
+@pytest.mark.parametrize(
+    "nothing", ["path", (), {"n": 3}, object()], ids=["text", "none", "number", "object"]
+)
+def test_a_batch_without_tensors_is_refused(nothing: Any) -> None:
+    with pytest.raises(ArgumentError, match="a batch with tensors"):
+        verify_sync(sync_net(), nothing)
+
+
+@dataclass(slots=True)
+class Slotted:
+    logits: Tensor
+    itself: Any = None
+
+
+def test_an_output_with_slots_that_holds_itself_is_compared() -> None:
+    class Cyclic(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            y = y - y.mean(0)  # a mistake: it mixes samples
+            output = Slotted(y)
+            output.itself = [output]
+            return output
+
+    report = verify_sync(sync_net(Cyclic), batch())
+    assert report.output is not None
+    assert report.model_differs
+    assert not report.faulty
+
+
+class Opaque:
+    def __init__(self, held: Any) -> None:
+        self.held = [held, self]
+
+
+def test_an_output_without_tensors_is_not_said_to_be_compared() -> None:
+    class Hides(Net):
+        def forward(self, x: Tensor) -> Any:
+            return Opaque(Opaque(super().forward(x)))
+
+    report = verify_sync(sync_net(Hides), batch())
+    assert report.output is None
+    assert report.ok, report
+    assert "OK: 3 layers give the forward results of the undivided batch" in str(report)
+    assert "outputs and gradients were not compared" in str(report)
 
 
 def test_a_loss_of_the_output_can_be_compared_instead() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 from typing import Any
@@ -225,6 +227,39 @@ def test_an_undivided_step_that_fails_on_one_rank_ends_on_all(rank: int, size: i
     raises(kind, "mine", call=lambda: verify_sync(sync_net(RaisesOnOne), batch()))
 
 
+class Uncopyable(Net):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError("mine")
+
+
+@on_ranks(2)
+def test_what_one_rank_refuses_ends_on_all(rank: int, size: int) -> None:
+    model = sync_net().train(rank == 0)
+    words = "on rank 1 it raised" if rank == 0 else "training mode"
+    raises(ArgumentError, words, call=lambda: verify_sync(model, batch()))
+    other = sync_net(Uncopyable if rank else Net)
+    words = "on rank 1 it raised" if rank == 0 else "deepcopy can copy"
+    raises(ArgumentError, words, call=lambda: verify_sync(other, batch()))
+    given = "path" if rank else batch()
+    words = "on rank 1 it raised" if rank == 0 else "a batch with tensors"
+    raises(ArgumentError, words, call=lambda: verify_sync(sync_net(), given))
+    assert checked(sync_net(), batch()).ok
+
+
+class Activated(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+@on_ranks(2)
+def test_torchs_sync_batch_norm_on_the_cpu_is_named_with_a_remedy(rank: int, size: int) -> None:
+    for kind, remedy in ((nn.SyncBatchNorm, "convert_model(model)"), (Activated, "Replace")):
+        report = checked(nn.Sequential(nn.Conv2d(3, 4, 1), kind(4)), batch())
+        assert verdicts(report) == {"1": "not synchronized"}, report
+        assert "CUDA tensors of several processes only" in str(report)
+        assert remedy in str(report)
+
+
 @on_ranks(2)
 def test_means_over_samples_count_by_the_size_of_parts(rank: int, size: int) -> None:
     report = checked(sync_net(), batch(), loss=lambda y: y.square().mean())
@@ -246,6 +281,25 @@ def test_layers_in_eval_without_running_statistics_are_not_synchronized(
 
 def factory() -> Any:
     return sync_net(), batch()
+
+
+def factory_of_the_first_rank() -> Any:
+    assert dist.get_rank() == 0, "mine"
+    return factory()
+
+
+@on_ranks(2)
+def test_a_factory_that_fails_on_one_rank_ends_the_command_on_all(rank: int, size: int) -> None:
+    from syncbn_torch.__main__ import main
+
+    os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank)}
+    arguments = ["verify", f"{__name__}:factory_of_the_first_rank"]
+    if rank:
+        raises(AssertionError, "mine", call=lambda: main(arguments))
+    else:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            assert main(arguments) == 2
+        assert "on rank 1 it raised AssertionError: mine" in printed.getvalue()
 
 
 @on_ranks(2)

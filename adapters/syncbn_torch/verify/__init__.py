@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from syncbn_core.errors import ArgumentError
 from syncbn_torch.data_parallel.batch_sizes import BatchSizes
 from syncbn_torch.data_parallel.containers import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
+from syncbn_torch.data_parallel.scatter import moved
+from syncbn_torch.replacement import modules_of
 from syncbn_torch.verify.figures import difference, tensors_of, tolerance
 from syncbn_torch.verify.judge import judge_layer, model_differences
 from syncbn_torch.verify.prepare import (
@@ -28,7 +30,7 @@ from syncbn_torch.verify.prepare import (
     seed_everything,
     unwrapped,
 )
-from syncbn_torch.verify.ranks import Ranks
+from syncbn_torch.verify.ranks import Ranks, first_line
 from syncbn_torch.verify.recording import norm_layers
 from syncbn_torch.verify.report import LayerReport, SyncReport, Verdict
 from syncbn_torch.verify.steps import (
@@ -41,6 +43,8 @@ from syncbn_torch.verify.steps import (
 )
 
 __all__ = ["LayerReport", "SyncReport", "Verdict", "verify_sync"]
+
+T = TypeVar("T")
 
 
 def verify_sync(
@@ -80,8 +84,7 @@ def verify_sync(
     undivided batch. What it raises for the split batch is in the report.
     """
     ranks = _ranks(replicas, process_group)
-    inner, note = unwrapped(model)
-    check_model(inner)
+    inner, note = _together(ranks, lambda: _checked(model), "a model that can be checked")
     if batch_sizes is None and isinstance(model, DataParallelWithCallback):
         batch_sizes = model.batch_sizes
     notes = [note] if note else []
@@ -108,6 +111,18 @@ def _ranks(replicas: int | None, process_group: Any) -> Ranks | None:
     return ranks
 
 
+def _together(ranks: Ranks | None, work: Callable[[], T], expected: str) -> T:
+    """The result of `work`; an error on one rank is one on all."""
+    return work() if ranks is None else ranks.together(work, expected)
+
+
+def _checked(model: nn.Module) -> tuple[nn.Module, str]:
+    """The model within wrappers, and a note about them."""
+    inner, note = unwrapped(model)
+    check_model(inner)
+    return inner, note
+
+
 def _identity(output: Any) -> Any:
     return output
 
@@ -123,24 +138,40 @@ def _report(
     notes: list[str],
 ) -> SyncReport:
     count = replicas if ranks is None else ranks.size
-    base, arguments = _prepared(model, batch, ranks, dtype)
-    division = divided(arguments, count, _device(base), batch_sizes)
+    what = "a model and a batch that can be copied"
+    base, arguments = _together(ranks, lambda: _prepared(model, batch, dtype), what)
+    if ranks is not None:
+        ranks.share(_tensors(base), "model")
+        ranks.share({str(i): t for i, t in enumerate(tensors_in(arguments))}, "batch")
+    division = _together(
+        ranks,
+        lambda: divided(arguments, count, _device(base), batch_sizes),
+        "a batch that can be split",
+    )
     if len(division.parts) < (2 if ranks is None else count):
         raise ArgumentError(
             f"expected a batch of at least {count} samples, got {sum(division.sizes)}; "
             "pass the whole batch"
         )
     try:
-        whole = _whole(base, arguments, loss, ranks)
+        whole = _together(
+            ranks,
+            lambda: whole_step(duplicate(base), _again(arguments), loss),
+            "a model that takes the undivided batch",
+        )
     except Exception as error:
         if dtype is None:
             raise
         notes.append(
-            f"the model can't compute in {_short(dtype)} ({_first_line(error)}), so it was checked "
+            f"the model can't compute in {_short(dtype)} ({first_line(error)}), so it was checked "
             "in its own dtype, in which small differences are not seen."
         )
         return _report(model, batch, replicas, ranks, loss, None, batch_sizes, notes)
-    random = _random(base, arguments, loss, whole)
+    random = _together(
+        ranks,
+        lambda: _random(base, arguments, loss, whole),
+        "a model that takes the undivided batch twice",
+    )
     layers = norm_layers(base)
     wrong, can_run = ({}, True) if ranks is None else ranks.wrong_groups(layers)
     if not can_run:
@@ -158,6 +189,11 @@ def _report(
     own = dtype or next((t.dtype for t in base.parameters()), torch.get_default_dtype())
     if split.mismatch:
         notes.append(f"outputs of the parts do not join to those of the batch: {split.mismatch}.")
+    if not whole.outputs:
+        notes.append(
+            "no floating tensor was found in what the model (or loss) returned, so outputs and "
+            "gradients were not compared; pass a loss that returns the tensors to compare."
+        )
     return SyncReport(
         parts=f"{len(division.parts)} {'replicas' if ranks is None else 'ranks'}",
         sizes=tuple(division.sizes),
@@ -174,39 +210,28 @@ def _report(
 
 
 def _prepared(
-    model: nn.Module, batch: Any, ranks: Ranks | None, dtype: torch.dtype | None
+    model: nn.Module, batch: Any, dtype: torch.dtype | None
 ) -> tuple[nn.Module, Arguments]:
-    """A copy of the model and of its arguments in `dtype`, the same on all ranks."""
-    base = copy_of(model)
-    if dtype is not None:
-        base = base.double() if dtype is torch.float64 else base.to(dtype)
+    """A copy of the model and of its arguments in `dtype`."""
+    base = copy_of(model, dtype)
     arguments = converted(arguments_of(batch), dtype, _device(base))
-    if ranks is not None:
-        ranks.share({**dict(base.named_parameters()), **dict(base.named_buffers())}, "model")
-        ranks.share({str(i): t for i, t in enumerate(tensors_in(arguments))}, "batch")
+    if not tensors_in(arguments):
+        raise ArgumentError(
+            "expected a batch with tensors, in tuples, lists, dictionaries or dataclasses, got "
+            f"none in a {type(batch).__name__}"
+        )
     return base, arguments
 
 
-def _whole(
-    base: nn.Module, arguments: Arguments, loss: Callable[[Any], Any], ranks: Ranks | None
-) -> Whole:
-    """The undivided step; an error on one rank is one on all."""
-    error: Exception | None = None
-    try:
-        whole = whole_step(duplicate(base), _again(arguments), loss)
-    except Exception as raised:
-        error = raised
-    if ranks is not None:
-        texts = ranks.gather("" if error is None else _first_line(error))
-        bad = next((rank for rank, text in enumerate(texts) if text), None)
-        if error is None and bad is not None:
-            raise ArgumentError(
-                f"expected a model that takes the undivided batch, but on rank {bad} it raised "
-                f"{texts[bad]}"
-            )
-    if error is not None:
-        raise error
-    return whole
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, also those of modules in plain lists."""
+    return {
+        f"{name}.{key}": tensor
+        for module, name in modules_of(model).items()
+        for key, tensor in chain(
+            module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+        )
+    }
 
 
 def _random(
@@ -235,17 +260,13 @@ def _not_run(count: int) -> Split:
 
 
 def _again(arguments: Arguments) -> Arguments:
-    """A copy for one more step, which may write into it."""
-    return converted(arguments)  # type: ignore[no-any-return]
+    """A copy for one more undivided step, which may write into it; nothing in it is `Shared`."""
+    return moved(converted(arguments), None)  # type: ignore[no-any-return]
 
 
 def _device(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _first_line(error: Exception) -> str:
-    return traceback.format_exception_only(error)[0].strip().partition("\n")[0]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn_torch.data_parallel.containers import tensors_in
+from syncbn_torch.data_parallel.containers import node
 
 __all__ = [
     "Tolerance",
@@ -45,10 +45,21 @@ def tolerance(dtype: torch.dtype) -> Tolerance:
 
 def tensors_of(output: Any) -> list[Tensor]:
     """The floating tensors in what a model returns: in containers, or attributes of an object."""
-    found = tensors_in(output)
+    found: list[Tensor] = []
+    _collect(output, found, ())
     if not found and not isinstance(output, Tensor):
-        found = tensors_in(getattr(output, "__dict__", None))
+        _collect(getattr(output, "__dict__", None), found, (output,))
     return [tensor for tensor in found if tensor.is_floating_point()]
+
+
+def _collect(tree: Any, found: list[Tensor], around: tuple[Any, ...]) -> None:
+    """Append the tensors in `tree`. `around`: the containers that it lies in, which it may hold."""
+    if isinstance(tree, Tensor):
+        found.append(tree)
+        return
+    container = None if any(tree is outer for outer in around) else node(tree)
+    for value in () if container is None else container.values:
+        _collect(value, found, (*around, tree))
 
 
 def difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:

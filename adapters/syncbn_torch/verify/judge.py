@@ -36,7 +36,8 @@ class _Replay:
     """Differences of a layer to its replay over the joined input, and their limit.
 
     `separate`: how far the output would be off if each part used its own statistics; 0 for
-    classes that are known to synchronize.
+    classes that are known to synchronize. `frozen`: whether the layer computes with its running
+    statistics also in training mode; asked only where `separate` is small.
     """
 
     output: float
@@ -44,6 +45,7 @@ class _Replay:
     running: float | None
     separate: float
     limit: float
+    frozen: bool = False
 
     @property
     def right(self) -> bool:
@@ -120,6 +122,10 @@ def _verdict(
     if type(layer) in _PLAIN or (figures is not None and not figures.right):
         return "not synchronized", _why_not(layer, registered)
     if figures is None:
+        # so begins torch's error for tensors of the CPU
+        refused = "SyncBatchNorm expected input tensor" in split.error
+        if refused and isinstance(layer, nn.SyncBatchNorm):
+            return "not synchronized", _why_not(layer, registered)
         if split.error:
             return "not reached", ""
         return "unclear", f"{unable}. Check it by hand."
@@ -128,6 +134,8 @@ def _verdict(
         and isinstance(layer, _BatchNorm)
         and figures.separate <= 10 * figures.limit
     ):
+        if figures.frozen:
+            return "eval mode", "uses running statistics only, also in training mode."
         return "unclear", (
             "all parts of the batch have the same statistics here, so nothing can be said about "
             "this class. Use a batch of random values."
@@ -152,11 +160,14 @@ def _why_not(layer: nn.Module, registered: bool) -> str:
             f"a {kind} in a plain list or dictionary. Register it, for example in an "
             "nn.ModuleList, and call syncbn_torch.convert_model(model)."
         )
-    if type(layer) is nn.SyncBatchNorm:
-        return (
-            "nn.SyncBatchNorm synchronizes CUDA tensors of several processes only. Call "
-            "syncbn_torch.convert_model(model)."
+    if isinstance(layer, nn.SyncBatchNorm):
+        known = type(layer) is nn.SyncBatchNorm or _convertible(layer)
+        remedy = (
+            "Call syncbn_torch.convert_model(model)."
+            if known
+            else f"Replace {kind}, which convert_model does not know, by a synchronized layer."
         )
+        return f"nn.SyncBatchNorm synchronizes CUDA tensors of several processes only. {remedy}"
     if _convertible(layer):
         plain = f"plain nn.{kind}" if type(layer) in _PLAIN else kind
         return (
@@ -207,6 +218,7 @@ def _replayed(layer: nn.Module, calls: Sequence[Sequence[Call]], buffers: Buffer
     weight = getattr(layer, "weight", None)
     unit = weight.detach().abs().max().item() if isinstance(weight, Tensor) else 1.0
     output, gradient, separate, limit = 0.0, [], 0.0, 0.0
+    before: nn.Module | None = None
     for own in zip(*calls, strict=True):
         given = joined([call.x for call in own])
         x = given.to(home or given.device).requires_grad_()
@@ -219,7 +231,8 @@ def _replayed(layer: nn.Module, calls: Sequence[Sequence[Call]], buffers: Buffer
         limit = max(limit, tolerance(x.dtype).layer, tolerance(y.dtype).layer)
         gradient += _gradient(x, y, own)
     running = _largest(buffer_difference(after, dict(once.named_buffers())) for after in buffers)
-    return _Replay(output, _largest(gradient), running, separate, limit)
+    frozen = before is not None and separate <= 10 * limit and _is_frozen(before, x, unit, limit)
+    return _Replay(output, _largest(gradient), running, separate, limit, frozen)
 
 
 def _largest(figures: Iterable[float | None]) -> float | None:
@@ -254,6 +267,14 @@ def _separate(layer: nn.Module, calls: Sequence[Call], y: Tensor, unit: float) -
             return difference(joined(alone), y, unit)
     except ValueError:  # one value per channel
         return math.inf
+
+
+def _is_frozen(layer: nn.Module, x: Tensor, unit: float, limit: float) -> bool:
+    """Whether the layer gives for random values of the shape of x what it gives in eval mode."""
+    probe = 3 + 2 * torch.randn_like(x)
+    with torch.no_grad():
+        training, evaluating = duplicate(layer)(probe), duplicate(layer).eval()(probe)
+    return difference(training, evaluating, unit) <= limit
 
 
 def _of_layer(name: str, buffers: Buffers) -> list[dict[str, Tensor]]:

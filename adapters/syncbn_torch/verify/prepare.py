@@ -21,6 +21,7 @@ from syncbn_core.errors import ArgumentError
 from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
 from syncbn_torch.conversion_registry import origin_of
 from syncbn_torch.data_parallel.containers import node
+from syncbn_torch.replacement import modules_of
 from syncbn_torch.verify.recording import norm_layers
 
 __all__ = [
@@ -45,6 +46,16 @@ _RANDOM_KINDS = ("Dropout", "DropPath", "StochasticDepth", "DropBlock")
 
 class Undivided(_BatchNorm):
     """`nn.BatchNorm*d` for inputs of any rank: what `SyncBatchNorm` computes for a whole batch."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+class UndividedSync(nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm` without its communication, as a base class of subclasses of it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _BatchNorm.forward(self, input)
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -98,12 +109,12 @@ def arguments_of(batch: Any) -> Arguments:
 
 def duplicate(model: nn.Module) -> nn.Module:
     """A deep copy; process groups can't be copied, so layers keep theirs."""
-    groups = [getattr(module, "process_group", None) for module in model.modules()]
+    groups = [getattr(module, "process_group", None) for module in modules_of(model)]
     return copy.deepcopy(model, {id(group): group for group in groups if group is not None})
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy without dropout and its relatives; parameters leave their gradients behind.
+def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A deep copy in `dtype` without dropout and its relatives, nor gradients.
 
     Raises `ArgumentError` for a model that can't be copied.
     """
@@ -114,8 +125,12 @@ def copy_of(model: nn.Module) -> nn.Module:
             f"expected a model that copy.deepcopy can copy, because all work is done on copies; "
             f"it raised {type(error).__name__}: {error}"
         ) from error
-    for module in copied.modules():
+    registered = set(copied.modules())
+    for module in modules_of(copied):
         _silence(module)
+        if dtype is not None and (module is copied or module not in registered):
+            # `double` works for complex tensors too
+            module.double() if dtype is torch.float64 else module.to(dtype)
     return copied
 
 
@@ -158,6 +173,9 @@ def make_alone(model: nn.Module) -> nn.Module:
                 layer.__class__ = Undivided if type(layer) is SyncBatchNorm else target  # type: ignore[assignment]
         elif type(layer) is nn.SyncBatchNorm:
             layer.__class__ = Undivided  # type: ignore[assignment]
+        elif isinstance(layer, nn.SyncBatchNorm):  # a subclass, which keeps its own forward
+            kind = type(layer)
+            layer.__class__ = type(kind.__name__, (kind, UndividedSync), {})
     return model
 
 

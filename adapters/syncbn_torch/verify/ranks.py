@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from syncbn_core.errors import ArgumentError, CommError, ProtocolError
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.process_group import communicator_for, group_of
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "first_line"]
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -42,6 +45,25 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def together(self, work: Callable[[], T], expected: str) -> T:
+        """What `work` returns on this rank. If it raises on one rank, all ranks raise.
+
+        Other ranks raise `ArgumentError`, which says what was `expected`, so that none goes on and
+        waits. `work` must not communicate.
+        """
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        texts = self.gather("" if error is None else first_line(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text:
+                raise ArgumentError(f"expected {expected}, but on rank {rank} it raised {text}")
+        return result
 
     def from_first(self, value: Any) -> Any:
         """The value of rank 0 on every rank."""
@@ -139,6 +161,11 @@ class _Watched:
     def all_reduce(self, values: Any, call: CollectiveCall | None = None) -> Any:
         self._ranks.compare(f"backward of {self._name}{_type_of(values)}")
         return self._inner.all_reduce(values, call)
+
+
+def first_line(error: Exception) -> str:
+    """Class and message of an error, without what follows in further lines."""
+    return traceback.format_exception_only(error)[0].strip().partition("\n")[0]
 
 
 def _type_of(values: Any) -> str:

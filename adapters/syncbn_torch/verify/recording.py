@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.data_parallel import originals
+from syncbn_torch.replacement import modules_of
 
 __all__ = ["Call", "Recorder", "norm_layers", "places_of_random_numbers"]
 
@@ -122,12 +123,7 @@ def _recording(base: type[nn.Module], name: str, recorder: Recorder) -> type[nn.
 
 def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The batch norm layers by name, also those that the model holds without registering them."""
-    registered = list(model.modules())
-    found = {name: module for name, module in model.named_modules() if _is_norm(module)}
-    for name, holder in model.named_modules():
-        for key, hidden in _hidden(holder, set(registered)):
-            found[f"{name}.{key}".lstrip(".")] = hidden
-    return found
+    return {name: module for module, name in modules_of(model).items() if _is_norm(module)}
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -135,21 +131,6 @@ def _is_norm(module: nn.Module) -> bool:
         return False
     tracks = hasattr(module, "running_mean") and hasattr(module, "running_var")
     return isinstance(module, _BatchNorm) or (tracks and not isinstance(module, _InstanceNorm))
-
-
-def _hidden(holder: nn.Module, registered: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Batch norm layers in plain lists, tuples and dictionaries of a module."""
-    for key, value in vars(holder).items():
-        if key.startswith("_") and key in nn.Module().__dict__:
-            continue
-        pairs: Any = value.items() if isinstance(value, dict) else ()
-        if isinstance(value, (list, tuple)):
-            pairs = enumerate(value)
-        for place, item in pairs:
-            if isinstance(item, nn.Module):
-                for name, module in item.named_modules():
-                    if _is_norm(module) and module not in registered:
-                        yield f"{key}[{place!r}]{name and '.'}{name}", module
 
 
 def places_of_random_numbers(model: nn.Module) -> tuple[list[str], list[Any]]:

@@ -171,7 +171,9 @@ class SyncReport:
         if not checked:
             return "no batch norm layer used statistics of the batch."
         noun = "layer gives" if checked == 1 else "layers give"
-        return f"{checked} {noun} the results of the undivided batch, up to rounding."
+        # without outputs there are no gradients
+        what = "the results" if self.output is not None else "the forward results"
+        return f"{checked} {noun} {what} of the undivided batch, up to rounding."
 
     def _what_differs(self) -> str:
         text = (

@@ -265,4 +265,4 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _text(error: BaseException) -> str:
     """Class, message and notes of an error."""
-    return " ".join(line.strip() for line in traceback.format_exception_only(error)).strip()
+    return "; ".join(line.strip() for line in traceback.format_exception_only(error)).strip()
