@@ -62,7 +62,7 @@ def change_modules(
         raise TypeError(f"expected an nn.Module, got {type(root).__name__}")
     names = modules_of(root)
     registered = set(root.modules())
-    choices = {module: choose(module) for module in names}
+    choices = {module: _possible(choose(module), module, report.title) for module in names}
     classes = {m: (class_of(m), c) for m, c in choices.items() if isinstance(c, type)}
     _change_classes({module: target for module, (_, target) in classes.items()}, names)
     report.layers.clear()
@@ -70,11 +70,6 @@ def change_modules(
     for module, choice in choices.items():
         if choice is None:
             continue
-        if isinstance(choice, type) and _ignores_its_class(module):
-            choice = Keep(
-                "its forward was replaced on the object (hooks of accelerate?); remove that, "
-                f"call {report.title}, and add it again"
-            )
         before, after, kept = class_of(module), None, Keep("")
         if isinstance(choice, Keep):
             kept = choice
@@ -162,9 +157,18 @@ def _choose(
     return _kept_of_torch(module, kind) or _unknown(module, kind)
 
 
-def _ignores_its_class(module: nn.Module) -> bool:
-    # the old forward of a DataParallel calls methods of the new class, so it does its work
-    return forward_replaced(module) and not isinstance(module, nn.DataParallel)
+def _possible(choice: Choice, module: nn.Module, caller: str) -> Choice:
+    """`choice`; or `Keep` for another class of a module that does not use the forward of its class.
+
+    The old forward of a DataParallel calls methods of the new class, so it does its work.
+    """
+    by_class = isinstance(choice, type) and not isinstance(module, nn.DataParallel)
+    if by_class and forward_replaced(module):
+        return Keep(
+            "its forward was replaced on the object (hooks of accelerate?); remove that, "
+            f"call {caller}, and add it again"
+        )
+    return choice
 
 
 def apply_target(module: nn.Module, target: Target, source: str) -> Choice:
