@@ -19,13 +19,13 @@ from torch import nn
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CommError, ProtocolError
 from syncbn_torch import SynchronizedBatchNorm2d, forward_together, message_arrays
-from syncbn_torch.autograd import single
+from syncbn_torch.autograd import exchange
 
 rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:]))
 dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2)
 
 on_device = []
-original = single.exchange_moments
+original = exchange.exchange_moments
 
 
 def recorded(communicator, parts, site):
@@ -35,7 +35,7 @@ def recorded(communicator, parts, site):
     return totals, number
 
 
-single.exchange_moments = recorded
+exchange.exchange_moments = recorded
 generator = torch.Generator().manual_seed(0)
 x, dy = torch.randn(2, 5, 4, 3, 3, dtype=torch.float64, generator=generator)
 mine = slice(0, 1) if rank == 0 else slice(1, 5)
