@@ -2,6 +2,7 @@
 writes docs/works-with.md. The usual sessions leave this folder out."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,11 @@ world.PRELOADED += ["timm", "segmentation_models_pytorch"]
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the replicas are threads already
+    yield
+    torch.set_num_threads(before)

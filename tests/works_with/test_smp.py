@@ -1,6 +1,6 @@
 """segmentation_models_pytorch: decoders on encoders of its own and of timm."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +22,7 @@ MODELS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the replicas are threads already
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def built(decoder: str, encoder: str) -> nn.Module:
