@@ -63,7 +63,7 @@ def member(engine: str, rounds: int) -> None:
     rng = np.random.default_rng(own.rank)
     calls: dict[str, Callable[[], Any]] = {}
     for channels in CHANNELS:
-        row, sums = rng.normal(size=2 * channels + 1), rng.normal(size=2 * channels)
+        row, sums = rng.normal(size=2 * channels + 2), rng.normal(size=2 * channels)
         part = Moments(32, rng.normal(size=channels), rng.uniform(1, 2, channels))
         calls[f"all_gather {channels}"] = lambda row=row: transport.all_gather(row, None)
         calls[f"all_reduce {channels}"] = lambda sums=sums: transport.all_reduce(sums, None)
@@ -146,7 +146,7 @@ def free_port() -> int:
 def received(operation: str, channels: int, size: int) -> int:
     """Bytes that a rank receives: all rows but its own; a reduction in a ring, twice its own."""
     if operation == "all_gather":
-        return (size - 1) * (2 * channels + 1) * 8
+        return (size - 1) * (2 * channels + 2) * 8
     return round(2 * (size - 1) / size * 2 * channels * 8)
 
 

@@ -2,7 +2,7 @@
 
 To merge two parts takes about six small array operations. Each of them takes as long to launch as
 a kernel over the whole activation. So parts are only joined here, as rows of a float64 array
-`(P, 2 C + 1)`, and the kernel that normalizes merges them in their order.
+`(P, 2 C + 2)`, and the kernel that normalizes merges them in their order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class DeviceMoments(NamedTuple):
     """The moments of P parts of the batch, on a device.
 
     Attributes:
-        rows: float64 `(P, 2 C + 1)`; each row holds count, mean and m2 of a part.
+        rows: float64 `(P, 2 C + 2)`; each row holds count, mean and m2 of a part, and a place for
+            the label that members send with it (`moment_exchange`), 0 before.
         known_count: values per channel over all parts; None if only the device knows it.
         join: the library's function that concatenates a list of such arrays along axis 0, on the
             device of the first.
@@ -34,7 +35,7 @@ class DeviceMoments(NamedTuple):
     @property
     def num_features(self) -> int:
         """The number of channels C."""
-        return (int(self.rows.shape[1]) - 1) // 2
+        return (int(self.rows.shape[1]) - 2) // 2
 
     def with_rows(self, rows: Array, known_count: int | None) -> DeviceMoments:
         """The moments in other `rows` of the same library."""
@@ -48,8 +49,8 @@ class DeviceMoments(NamedTuple):
         rows, channels = self.rows, self.num_features
         count = int(rows[:, 0].sum()) if self.known_count is None else self.known_count
         if len(rows) == 1:
-            return Moments(count, rows[0, 1 : 1 + channels], rows[0, 1 + channels :])
-        mean, m2 = merged(rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :])
+            return Moments(count, rows[0, 1 : 1 + channels], rows[0, 1 + channels : -1])
+        mean, m2 = merged(rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels : -1])
         return Moments(count, mean, m2)
 
 

@@ -151,7 +151,8 @@ def batch_norm_forward(
         require_more_than_one_value(count, x.shape)
         y, statistics, _ = operations.forward_single(x, affine, rule, updated, out)
     else:
-        totals, call = exchange_moments(communicator, [operations.moments(x)], site or _no_layer(x))
+        parts, site = [operations.moments(x)], site or _no_layer(x)
+        totals, call = exchange_moments(communicator, parts, site, operations.with_kernels)
         count = totals[0].known_count
         require_more_than_one_value(count, x.shape)
         statistics = operations.statistics(totals[0], rule)

@@ -191,7 +191,7 @@ class BatchNorm:
         """What errors of the communicator call this layer."""
         if self.communicator is None:
             return None
-        return CallSite(lambda: self.name, (x.dtype.name,), self)
+        return CallSite(lambda: self.name, (x.dtype.name,), (self,))
 
     def parameters(self) -> list[Array]:
         """`[weight, bias]`, or nothing without `affine`; update them in place."""

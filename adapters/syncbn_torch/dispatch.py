@@ -58,7 +58,7 @@ from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.single import BatchNormFunction, LayerCall, batch_norm_updating_last
 from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import cuda, memory, plain, torch_kernel
-from syncbn_torch.module_names import name_of
+from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
 from syncbn_torch.validation import (
     check_floating,
@@ -172,7 +172,8 @@ def processes_of(layer: _SynchronizedBatchNorm, x: Tensor) -> Processes | None:
         return None
     original = layer._original
     dtype = str(x.dtype).removeprefix("torch.")  # as NumPy calls it
-    return Processes(communicator, CallSite(partial(name_of, original), (dtype,), original))
+    name = partial(name_of, original)
+    return Processes(communicator, CallSite(name, (dtype,), (original,), LAYER_NAMES))
 
 
 def _surely_alone(layer: _SynchronizedBatchNorm) -> bool:

@@ -23,7 +23,7 @@ from syncbn_torch.backends import plain
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.dispatch import operations_for, processes_of
-from syncbn_torch.module_names import name_of
+from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.validation import (
     check_for_processes,
     check_input,
@@ -69,7 +69,7 @@ def forward_together(
         calls.append(LayerCall(operations, rule, running))
         operands += [x, *affine]
     dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
-    site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, layers[0])
+    site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, tuple(layers), LAYER_NAMES)
     # Update running statistics after all layers: the last one may still fail.
     with ranges.span("forward", site.name):
         outputs = batch_norm_updating_last(calls, Processes(communicator, site), [], *operands)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from syncbn_core.comm.message_arrays import Verdict, register_arrays
+from syncbn_core.comm.message_arrays import HostCopy, Verdict, register_arrays
 from syncbn_torch.backends.memory import as_array, as_tensor
 
 __all__ = ["TensorArrays"]
@@ -46,6 +46,21 @@ class TensorArrays:
             return on_host.item() == label
 
         return values, verdict
+
+    @staticmethod
+    def copy_to_host(values: Tensor) -> HostCopy | None:
+        if not _on_cuda(values):
+            copy = as_array(values.detach().clone())
+            return HostCopy(lambda: copy)
+        if _captures(values):
+            return None
+        on_host, copied = _sent_to_host(values)
+
+        def wait() -> np.ndarray[Any, Any]:
+            copied.synchronize()
+            return as_array(on_host)
+
+        return HostCopy(wait, copied.query, lambda: not _captures(values))
 
     @staticmethod
     def finish(values: Tensor) -> None:

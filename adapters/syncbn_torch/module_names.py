@@ -1,18 +1,32 @@
-"""The name of a layer in its model, for error messages."""
+"""The name of a layer in its model: for error messages, and to tell layers of one group apart.
+
+Processes that run the same program may hold a model in unlike ways: one has wrapped it, or keeps
+it in a larger module beside a copy. So the names that tell layers apart leave out containers of a
+single module, as most wrappers are, and `keys_of` gives a layer's names in all models that hold it.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["name_of"]
+from syncbn_core.layer_labels import LayerNames
+
+__all__ = ["LAYER_NAMES", "name_of"]
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
 
 _known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_short_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_without_model: deque[weakref.ref[nn.Module]] = deque(maxlen=3)  # the last layers of no model
+
+Parents = dict[int, list[tuple[Any, str]]]  # see `_parents`
 
 
 def name_of(layer: nn.Module) -> str:
@@ -23,7 +37,7 @@ def name_of(layer: nn.Module) -> str:
     """
     name = _known.get(layer)
     if name is None:
-        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+        modules = _live_modules()
         parents = _parents(modules)
         name = _known[layer] = _found_name(layer, parents)
         model = _root(layer, parents)
@@ -34,16 +48,107 @@ def name_of(layer: nn.Module) -> str:
     return name
 
 
-def _parents(modules: list[Any]) -> dict[int, list[tuple[Any, str]]]:
+def short_name_of(layer: nn.Module) -> str:
+    """`layer1.0.bn1`, without containers of a single module; "" outside of models.
+
+    The first call for a layer searches all live modules and names all batch norms of its model.
+    Programs that make a new layer for every call do not pay for that: after three such layers,
+    which are gone when the next comes, no search is made.
+    """
+    name = _short_names.get(layer)
+    if name is None:
+        per_call = len(_without_model) == 3 and all(seen() is None for seen in _without_model)
+        name = "" if per_call else _search_short_name(layer)
+        _short_names[layer] = name
+    return name
+
+
+def _search_short_name(layer: nn.Module) -> str:
+    modules = _live_modules()
+    parents = _parents(modules)
+    if id(layer) not in parents:
+        _without_model.append(weakref.ref(layer))
+        return ""
+    model = _root(layer, parents)
+    # not those of other models, which may still be put together
+    for other in modules:
+        if isinstance(other, _BatchNorm) and _root(other, parents) is model:
+            _short_names.setdefault(other, _longest_short_name(other, parents))
+    return _longest_short_name(layer, parents)
+
+
+def _longest_short_name(layer: nn.Module, parents: Parents) -> str:
+    names = [_short(path) for path in _routes(layer, parents)]
+    return min(names, key=lambda name: (-len(name), name))
+
+
+def keys_of(layer: nn.Module) -> list[tuple[str, bool]]:
+    """For each module that holds `layer`: a key of the layer in it, and whether nothing holds it.
+
+    The key has the names, relative to that module, of the layer and of all batch norms. So it is
+    the same in all processes that hold an equal model, whatever holds the model there.
+    """
+    parents = _parents(_live_modules())
+    keys: dict[str, bool] = {}
+    for route in _routes(layer, parents):
+        for start, (holder, _) in enumerate(route):
+            every = sorted(_short(path) for path in _routes_to_layers(holder))
+            key = f"{_short(route[start:])} of {every}"
+            keys[key] = keys.get(key, False) or id(holder) not in parents
+    return list(keys.items())
+
+
+LAYER_NAMES = LayerNames(short_name_of, keys_of)
+
+
+def _short(route: list[tuple[Any, str]]) -> str:
+    """The dotted names of a route, without those of modules that are alone in their container."""
+    return ".".join(name for holder, name in route if len(_children(holder)) > 1)
+
+
+def _children(module: Any) -> dict[str, Any]:
+    children = module.__dict__.get("_modules") or {}
+    return {name: child for name, child in children.items() if child is not None}
+
+
+def _routes(
+    module: Any, parents: Parents, seen: frozenset[int] = frozenset()
+) -> list[list[tuple[Any, str]]]:
+    """All routes from an outermost module down to `module`: (holder, name of the next in it)."""
+    routes = [
+        [*above, (parent, name)]
+        for parent, name in parents.get(id(module), [])
+        if id(parent) not in seen
+        for above in _routes(parent, parents, seen | {id(module)})
+    ]
+    return routes or [[]]
+
+
+def _routes_to_layers(
+    module: Any, route: tuple[tuple[Any, str], ...] = ()
+) -> Iterator[list[tuple[Any, str]]]:
+    """The routes from `module` down to all batch norms in it."""
+    if isinstance(module, _BatchNorm):
+        yield list(route)
+    for name, child in _children(module).items():
+        if all(child is not holder for holder, _ in route):
+            yield from _routes_to_layers(child, (*route, (module, name)))
+
+
+def _live_modules() -> list[Any]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+
+
+def _parents(modules: list[Any]) -> Parents:
     """The modules that contain each module, by its id, and its name there."""
-    parents: dict[int, list[tuple[Any, str]]] = {}
+    parents: Parents = {}
     for module in modules:
         for name, child in (module.__dict__.get("_modules") or {}).items():
             parents.setdefault(id(child), []).append((module, name))
     return parents
 
 
-def _root(module: nn.Module, parents: dict[int, list[tuple[Any, str]]]) -> nn.Module:
+def _root(module: nn.Module, parents: Parents) -> nn.Module:
     """The outermost module that contains `module`, by the first parent of each."""
     seen: set[int] = set()
     while id(module) in parents and id(module) not in seen:
@@ -52,16 +157,14 @@ def _root(module: nn.Module, parents: dict[int, list[tuple[Any, str]]]) -> nn.Mo
     return module
 
 
-def _found_name(layer: nn.Module, parents: dict[int, list[tuple[Any, str]]]) -> str:
+def _found_name(layer: nn.Module, parents: Parents) -> str:
     paths = _paths(layer, parents, frozenset())
     kind = type(layer).__name__
     path = min((_without_wrappers(path) for path in paths), key=lambda p: (-len(p), p))
     return f"{path} ({kind})" if path else kind
 
 
-def _paths(
-    module: Any, parents: dict[int, list[tuple[Any, str]]], seen: frozenset[int]
-) -> list[str]:
+def _paths(module: Any, parents: Parents, seen: frozenset[int]) -> list[str]:
     """The dotted paths to `module` from every root, a module that no other module contains."""
     found = []
     for parent, name in parents.get(id(module), []):

@@ -102,6 +102,8 @@ class Gradients(NamedTuple):
 class Operations(ABC):
     """A backend: the steps for the arrays of one library on one kind of device."""
 
+    with_kernels = True  # False for operations of the array library, which are slower
+
     @property
     def serial(self) -> Operations:
         """The same steps, computed in the calling thread only; for members that are threads."""

@@ -101,6 +101,8 @@ class Namespace:
 class PlainOperations(Operations):
     """The steps for the library of `namespace`. Returns new arrays as running statistics."""
 
+    with_kernels = False
+
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
         self.xp = namespace.xp
@@ -134,19 +136,21 @@ class PlainOperations(Operations):
         return self.merge_rows(self.xp.stack([self.row(part) for part in parts]), parts)
 
     def row(self, part: Moments) -> Array:
-        """`part` as one row `(2 C + 1,)`: count, mean, m2."""
-        count = self.namespace.number(part.count, part.mean).reshape(1)
-        return self.xp.concatenate([count, part.mean, part.m2])
+        """`part` as one row `(2 C + 2,)`: count, mean, m2, and 0 in the place of a label."""
+        count, label = (
+            self.namespace.number(each, part.mean).reshape(1) for each in (part.count, 0)
+        )
+        return self.xp.concatenate([count, part.mean, part.m2, label])
 
     def merge_rows(self, rows: Array, parts: Sequence[Moments] = ()) -> Moments:
-        """Merge P parts, given as `rows` `(P, 2 C + 1)`.
+        """Merge P parts, given as `rows` `(P, 2 C + 2)`.
 
         `parts`: the same parts, if available: their counts are summed on the host if all
         are plain numbers.
         """
-        channels = rows.shape[1] // 2
+        channels = rows.shape[1] // 2 - 1
         counts = rows[:, :1]
-        mean, m2 = merged(counts, rows[:, 1 : 1 + channels], rows[:, 1 + channels :])
+        mean, m2 = merged(counts, rows[:, 1 : 1 + channels], rows[:, 1 + channels : -1])
         known = [part.count for part in parts if isinstance(part.count, int)]
         all_known = len(known) == len(parts) > 0
         return Moments(sum(known) if all_known else counts.sum(0).reshape(()), mean, m2)

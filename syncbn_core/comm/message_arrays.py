@@ -9,18 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from syncbn_core.comm.device_message import is_captured, is_on_device
 
-__all__ = ["CupyArrays", "MessageArrays", "NumpyArrays", "Verdict", "arrays_of", "register_arrays"]
+__all__ = [
+    "CupyArrays",
+    "HostCopy",
+    "MessageArrays",
+    "NumpyArrays",
+    "Verdict",
+    "arrays_of",
+    "register_arrays",
+]
 
 Array = Any
 
 # Whether a total has the right label; on a device, a function that returns None until it is known.
 Verdict = bool | Callable[[], bool | None]
+
+
+class HostCopy(NamedTuple):
+    """A copy of an array that is on its way to the host.
+
+    `values()` waits for it and returns it; `done()`: whether it has arrived; `may_wait()`: False
+    while a CUDA graph is captured, when neither of the two may be called.
+    """
+
+    values: Callable[[], np.ndarray[Any, Any]]
+    done: Callable[[], bool] = lambda: True
+    may_wait: Callable[[], bool] = lambda: True
 
 
 class MessageArrays(Protocol):
@@ -42,6 +62,9 @@ class MessageArrays(Protocol):
 
         On a device, floating values become NaN if the label differs.
         """
+
+    def copy_to_host(self, values: Array) -> HostCopy | None:
+        """Start to copy `values`; None while a CUDA graph is captured: nothing runs then."""
 
     def finish(self, values: Array) -> None:
         """Wait until the device has computed `values`; not while a CUDA graph is captured."""
@@ -68,6 +91,11 @@ class NumpyArrays:
     @staticmethod
     def without_label(total: Array, shape: tuple[int, ...], label: int) -> tuple[Array, Verdict]:
         return total[:-1].reshape(shape), bool(total.item(-1) == label)
+
+    @staticmethod
+    def copy_to_host(values: Array) -> HostCopy:
+        copy = np.array(values)
+        return HostCopy(lambda: copy)
 
     @staticmethod
     def finish(values: Array) -> None:
@@ -107,10 +135,7 @@ class CupyArrays:
             values = cupy.where(found == label, values, np.nan)
         if is_captured(cupy.cuda.get_current_stream()):
             return values, True
-        memory = cupy.cuda.alloc_pinned_memory(found.nbytes)
-        on_host = np.frombuffer(memory, found.dtype, 1)
-        found.get(out=on_host, blocking=False)
-        copied = cupy.cuda.get_current_stream().record()
+        on_host, copied = _sent_to_host(found)
 
         def verdict() -> bool | None:
             if is_captured(cupy.cuda.get_current_stream()) or not copied.done:
@@ -120,6 +145,24 @@ class CupyArrays:
         return values, verdict
 
     @staticmethod
+    def copy_to_host(values: Array) -> HostCopy | None:
+        import cupy
+
+        with values.device:
+            if is_captured(cupy.cuda.get_current_stream()):
+                return None
+            on_host, copied = _sent_to_host(cupy.ascontiguousarray(values))
+
+        def wait() -> np.ndarray[Any, Any]:
+            copied.synchronize()
+            return on_host
+
+        def may_wait() -> bool:
+            return not is_captured(cupy.cuda.get_current_stream())
+
+        return HostCopy(wait, lambda: copied.done, may_wait)
+
+    @staticmethod
     def finish(values: Array) -> None:
         import cupy
 
@@ -127,6 +170,16 @@ class CupyArrays:
             stream = cupy.cuda.get_current_stream()
             if not is_captured(stream):
                 stream.synchronize()
+
+
+def _sent_to_host(values: Array) -> tuple[np.ndarray[Any, Any], Any]:
+    """`(copy of values on the host, event that the device records once it is complete)`."""
+    import cupy
+
+    memory = cupy.cuda.alloc_pinned_memory(values.nbytes)
+    on_host = np.frombuffer(memory, values.dtype, values.size)
+    values.get(out=on_host, blocking=False)
+    return on_host, cupy.cuda.get_current_stream().record()
 
 
 _CUPY = CupyArrays()

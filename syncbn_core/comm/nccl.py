@@ -121,8 +121,15 @@ class NCCLCommunicator(ProcessCommunicator):
         passed, `CommAborted` if NCCL reports an error, `ProtocolError` if ranks have added up
         arrays of different calls. After an error the group can't be used any more.
         """
+        self._wait(timeout, lambda: self._look_back() and self._nccl.has_finished())
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait until `done()` is true, with the timeout and the errors of `synchronize`."""
+        self._wait(None, done)
+
+    def _wait(self, timeout: float | None, done: Callable[[], bool]) -> None:
         try:
-            self._nccl.wait(timeout, self._look_back)
+            self._nccl.wait(timeout, done)
         except CommError as error:
             self._failure = str(error)
             raise
@@ -206,18 +213,22 @@ class _NCCLTransport:
         """`result`, copied to the host if `values` are there, which waits for the device."""
         if is_on_device(values):
             return result
-        self.wait(None, lambda: True)
+        self.wait(None, self.has_finished)
         return np.asarray(result.get())
 
+    def has_finished(self) -> bool:
+        """Whether the device has finished the last call."""
+        return self._last is None or bool(self._last[0].done)
+
     def wait(self, timeout: float | None, done: Callable[[], bool]) -> None:
-        """Wait until the last call has finished and `done()` returns True."""
+        """Wait until `done()` returns True."""
         if self._last is None:
             return
-        event, call = self._last
+        call = self._last[1]
         seconds = seconds_of(self._timeout if timeout is None else timeout)
         deadline = time.monotonic() + seconds
         try:
-            while not (done() and event.done):
+            while not done():
                 self._comm.check_async_error()
                 if time.monotonic() > deadline:
                     raise CommTimeout(

@@ -89,7 +89,7 @@ def ranks_of_different_dtypes_are_told_the_dtype_of_each_and_the_layer(
     own: MPICommunicator,
 ) -> None:
     layer = BatchNorm(3, communicator=own, name="first")
-    with pytest.raises(DTypeError, match=r"1: 'float64'.*of first, layer 1: 7 numbers"):
+    with pytest.raises(DTypeError, match=r"1: 'float64'.*of first, layer 1: 8 numbers"):
         layer(np.ones((2, 3), np.float64 if own.rank == 1 else np.float32))
     assert layer.num_batches_tracked == 0
     layer(np.ones((2, 3), np.float32))  # the next call succeeds
@@ -141,7 +141,7 @@ def check_order_names_the_layer_that_each_rank_calls(own: MPICommunicator) -> No
     layers = [BatchNorm(c, communicator=checked, name=f"bn{c}") for c in (3, 4)]
     layers[0](np.ones((2, 3), np.float32))
     one = int(own.rank == 1)
-    told = r"rank 0: call 2 .forward of bn3, layer 1: 7 numbers, float32.; rank 1: .* of bn4"
+    told = r"rank 0: call 2 .forward of bn3, layer 1: 8 numbers, float32.; rank 1: .* of bn4"
     with pytest.raises(ProtocolError, match=told):
         layers[one](np.ones((2, 3 + one), np.float32))
     layers[1](np.ones((2, 4), np.float32))  # the next call succeeds

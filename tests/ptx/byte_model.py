@@ -111,7 +111,7 @@ def moments(x: View, *, threads: int = THREADS) -> Traffic:
     read, written, pivots = _reduction(threads, x)
     if cuda.channels_innermost(x):
         pivots += x.channels  # read again by the thread that has the sums
-    packed = (2 * x.channels + 1) * _F64
+    packed = (2 * x.channels + 2) * _F64
     return Traffic(_reads(threads, x), 0, read + pivots * SIZES[x.dtype], written + packed)
 
 

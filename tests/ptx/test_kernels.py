@@ -28,6 +28,7 @@ from harness import (
     Steps,
     cases,
     moments_of,
+    rows_of,
     source_of,
     steps,
 )
@@ -143,7 +144,7 @@ def test_nan_and_infinity_stay_in_their_channel(name, bad, dtype, arch, bench, r
     y, dx = bench.like(x), bench.like(x)
     channels = case.channels
     moments, kept = (
-        bench.empty(2 * channels + 1, "float64"),
+        bench.empty(2 * channels + 2, "float64"),
         bench.empty(3 * channels + 1, "float64"),
     )
     sums, settings = bench.empty(2 * channels, "float64"), {"rule": NormRule(EPS, "clamp")}
@@ -211,7 +212,7 @@ def test_sums_are_bitwise_the_same_in_every_order_of_blocks(name, dtype, device,
     kept = bench.of(np.concatenate([moments_of(x.values()), np.ones(channels)]), "float64")
     for schedule in ORDERS:
         device.schedule = schedule
-        moments, sums = (bench.empty(2 * channels + n, "float64") for n in (1, 0))
+        moments, sums = (bench.empty(2 * channels + n, "float64") for n in (2, 0))
         cuda.moments(bench, x, moments.pointer)
         cuda.backward_reduce(bench, x, dy, kept.pointer, cuda.Parameters(), sums.pointer)
         results.add(moments.array.tobytes() + sums.array.tobytes())
@@ -254,10 +255,10 @@ def test_merge_parts_has_the_bits_of_the_formula(device, bench, rng, record_prop
     """Products are rounded before they are added (no `fma`), as NumPy's are."""
     for sizes in SIZES_OF_PARTS:
         parts = parts_of(sizes, 300, rng)
-        into = bench.empty(601, "float64")
-        every = bench.of(parts, "float64")
+        into = bench.empty(602, "float64")
+        every = bench.of(rows_of(parts), "float64")
         cuda.merge_parts(bench, every.pointer, len(sizes), 300, into.pointer)
-        np.testing.assert_array_equal(into.array, merged_by_formula(parts))
+        np.testing.assert_array_equal(into.array, [*merged_by_formula(parts), 0])
     executed = Executed()
     executed.add(bench.keys, device.launches)
     executed.check(bench.keys[0], record_property)
@@ -273,7 +274,7 @@ def test_all_kernels_merge_to_the_same_bits(form, dtype, arch, bench, rng):
     for sizes in SIZES_OF_PARTS:
         parts = parts_of(sizes, channels, rng)
         into, settings = bench.empty(3 * channels + 1, "float64"), {"rule": NormRule(EPS)}
-        ends = (bench.of(parts, "float64").pointer, len(sizes), into.pointer)
+        ends = (bench.of(rows_of(parts), "float64").pointer, len(sizes), into.pointer)
         cuda.normalize(bench, x, bench.like(x), cuda.Parameters(), *ends, **settings)
         found = into.array[: 2 * channels + 1]
         np.testing.assert_array_equal(found, merged_by_formula(parts))
@@ -283,7 +284,7 @@ def test_all_kernels_merge_to_the_same_bits(form, dtype, arch, bench, rng):
 def test_many_members_are_merged_before(members, bench, rng):
     x = bench.view(rng.normal(size=(6, 4, 1)), "float64")
     every = rng.normal(3, 2, (members, 5, 4, 3))
-    parts = bench.of(np.concatenate([moments_of(part) for part in every]), "float64")
+    parts = bench.of(rows_of([moments_of(part) for part in every]), "float64")
     into, y, settings = bench.empty(13, "float64"), bench.like(x), {"rule": NormRule(EPS)}
     none, kept = cuda.Parameters(), into.pointer
     cuda.normalize(bench, x, y, none, parts.pointer, members, kept, **settings)
@@ -302,7 +303,7 @@ def test_memory_that_is_too_small_is_noticed(short, bench, rng, monkeypatch):
         return empty(size - (name == short), dtype, offset, name)
 
     monkeypatch.setattr(bench, "empty", too_small)
-    moments, y = bench.empty(5, "float64", name="moments"), bench.like(x)
+    moments, y = bench.empty(6, "float64", name="moments"), bench.like(x)
     kept = bench.empty(7, "float64", name="statistics")
     settings, none, into = {"rule": NormRule(EPS)}, cuda.Parameters(), kept.pointer
 

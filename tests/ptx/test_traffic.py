@@ -114,7 +114,7 @@ def test_the_model_is_what_compiled_kernels_read_and_write(sizes, dtype, device)
     with Bench(device) as bench:
         x, dy = (bench.view(rng.normal(size=shape), dtype, offset) for _ in range(2))
         y, dx = bench.like(x), bench.like(x)
-        packed = bench.empty(2 * channels + 1, "float64")
+        packed = bench.empty(2 * channels + 2, "float64")
         cuda.moments(bench, x, packed.pointer)
         expected, found = byte_model.moments(x), counted(bench, x)
         pivots = found.read - expected.read  # numbers of x

@@ -91,7 +91,10 @@ def test_different_layers_of_one_size_are_told_apart_without_check_order(
     for layer in layers:
         equals_undivided(layer, nn.BatchNorm2d(3).double(), x, dy, mine)
     before = copy.deepcopy([layer.state_dict() for layer in layers])
-    words = ("same layer", "SYNCBN_CHECK_ORDER", "SynchronizedBatchNorm2d")
+    words = (
+        "same layer",
+        "rank 0: SynchronizedBatchNorm2d, layer 1; rank 1: SynchronizedBatchNorm2d, layer 2",
+    )
     raises(RuntimeError, *words, call=lambda: layers[rank % 2](x[mine]))
     for layer, state in zip(layers, before, strict=True):
         assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
@@ -148,11 +151,11 @@ def losses_of_different_branches(rank: int, size: int, check: bool) -> None:
         "threads": DataParallelWithCallback(Branches(group).double(), replicas=2),
         "together": lambda x: [forward_together(bare, two)[0] for two in ([x, x.exp()], [x, x])],
     }
-    # how often the two bare layers, number 3 and 4, are named: of all ranks, or only one's own
-    due = [1, size - 1] if check else [int(rank == 0), int(rank != 0)]
+    # how often the two bare layers, number 1 and 2, are named: of all ranks, or only one's own
+    of_all, of_rank = [1, size - 1], [int(rank == 0), int(rank != 0)]
 
     def times_named(message: str) -> list[int]:
-        return [message.count(f"SynchronizedBatchNorm1d, layer {number}") for number in (3, 4)]
+        return [message.count(f"SynchronizedBatchNorm1d, layer {number}") for number in (1, 2)]
 
     for kind, forward in forwards.items():
         leaf = x[rows].clone().requires_grad_()
@@ -163,9 +166,10 @@ def losses_of_different_branches(rank: int, size: int, check: bool) -> None:
         words += [f"backward of {named}", "forward in call"]
         message = raises(ProtocolError, *words, call=loss.backward)
         if kind == "bare":
-            assert times_named(message) == due, message
+            assert times_named(message) == (of_all if check else of_rank), message
     message = raises(ProtocolError, call=lambda: bare[min(rank, 1)](x[rows]))  # forward too
-    assert times_named(message) == due, message
+    once_more = [0, 0] if check else of_rank  # in the description of the call
+    assert times_named(message) == [a + b for a, b in zip(of_all, once_more, strict=True)], message
     layer = SynchronizedBatchNorm1d(3, process_group=group).double()
     equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows)
 

@@ -32,10 +32,12 @@ class Processes(NamedTuple):
     communicator: Communicator
     site: CallSite
 
-    def exchange_moments(self, parts: Sequence[PartMoments]) -> tuple[list[PartMoments], int]:
+    def exchange_moments(
+        self, parts: Sequence[PartMoments], with_kernels: bool
+    ) -> tuple[list[PartMoments], int]:
         """The moments of the whole batch for each of `parts`, and the number of the exchange."""
         with ranges.span("exchange", self.site.name):
-            return exchange_moments(self.communicator, parts, self.site)
+            return exchange_moments(self.communicator, parts, self.site, with_kernels)
 
     def all_reduce(self, sums: Any, call: int) -> Any:
         """Add up `sums` over all processes; `call` is the number of the forward's exchange."""

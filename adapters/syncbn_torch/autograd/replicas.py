@@ -119,7 +119,7 @@ class StatisticsExchange:
         self.call = 0
         if processes is not None:
             one = operations.one_row(total)
-            (total,), self.call = processes.exchange_moments([one])
+            (total,), self.call = processes.exchange_moments([one], operations.with_kernels)
         require_more_than_one_value(total.known_count, records[0].shape)
         self.total: Moments | DeviceMoments = total
         # Copy to all devices here: the current streams of this thread have computed the totals.

@@ -59,7 +59,8 @@ class BatchNormFunction(Function):
                 outputs.append(y)
             return tuple(outputs)
         parts = [call.operations.moments(x) for call, x in zip(calls, xs, strict=True)]
-        totals, ctx.number = processes.exchange_moments(parts)
+        with_kernels = all(call.operations.with_kernels for call in calls)
+        totals, ctx.number = processes.exchange_moments(parts, with_kernels)
         for total, x in zip(totals, xs, strict=True):
             require_more_than_one_value(total.known_count, x.shape)
         for (operations, rule, running), total, x, affine in zip(

@@ -6,7 +6,7 @@ members exchange their parts. Nothing here waits for the device. A grid depends 
 alignment and the type of the device, so results are bitwise the same on every run. Arguments are
 passed in the order of `syncbn_core/kernels/cuda/signatures.py`.
 
-    packed moments   float64 [2 C + 1]: count, mean, m2
+    packed moments   float64 [2 C + 2]: count, mean, m2, and a place for a label, set to 0
     statistics       float64 [3 C + 1]: count, mean, m2, invstd; backward needs them besides x
     sums             float64 [2 C]: sum(dy) * weight, sum(dy * xhat) * weight
 """
@@ -417,7 +417,7 @@ def normalize(
         return
     keep = None
     if num_parts > MAX_PARTS:
-        one, keep = run.scratch(2 * x.channels + 1)
+        one, keep = run.scratch(2 * x.channels + 2)
         merge_parts(run, parts, num_parts, x.channels, one)
         parts, num_parts = one, 1
     cut = _cut_elementwise(_NORMALIZE, run.threads, x, y)

@@ -60,6 +60,8 @@ def _or_plain(step: _Step) -> _Step:
 class CudaOperations(PlainDeviceOperations):
     """The steps on CUDA devices for the array library of `memory`, by kernels where they work."""
 
+    with_kernels = True
+
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__(memory)
         self.counters: dict[tuple[int, int], Array] = {}
@@ -73,7 +75,7 @@ class CudaOperations(PlainDeviceOperations):
         memory, index = self.memory, self.memory.device_of(x)
         channels = x.shape[1]
         with memory.on_device(index):
-            shape = (1, 2 * channels + 1)
+            shape = (1, 2 * channels + 2)
             if 0 in x.shape:
                 return DeviceMoments(memory.zeros(shape, "float64", index), 0, memory.join)
             dense, layout = memory.dense(x)
@@ -129,7 +131,7 @@ class CudaOperations(PlainDeviceOperations):
         with memory.on_device(index):
             dense, layout = memory.dense(x)
             view, run = DeviceView(memory, dense, layout), self.launcher(index)
-            row = memory.empty((2 * x.shape[1] + 1,), "float64", index)
+            row = memory.empty((2 * x.shape[1] + 2,), "float64", index)
             parts = memory.pointer(row), 1
             grid.moments(run, view, parts[0])
             return self._normalize(run, dense, layout, view, parts, affine, rule, running, out)

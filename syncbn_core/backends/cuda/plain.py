@@ -47,6 +47,8 @@ class DeviceStatistics(NamedTuple):
 class PlainDeviceOperations(Operations):
     """The steps on CUDA devices by operations of the array library of `memory`."""
 
+    with_kernels = False
+
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
 
@@ -132,7 +134,7 @@ class PlainDeviceOperations(Operations):
 
     def _packed(self, known: Statistics) -> DeviceStatistics:
         row = self.memory.plain.row(known.moments)
-        return DeviceStatistics(self.memory.join([row, known.invstd]))
+        return DeviceStatistics(self.memory.join([row[:-1], known.invstd]))
 
 
 def _total(plain: Any, statistics: DeviceMoments) -> Moments:
@@ -141,6 +143,6 @@ def _total(plain: Any, statistics: DeviceMoments) -> Moments:
     if len(rows) > 1:
         merged: Moments = plain.merge_rows(rows)
     else:
-        merged = Moments(rows[0, 0], rows[0, 1 : 1 + channels], rows[0, 1 + channels :])
+        merged = Moments(rows[0, 0], rows[0, 1 : 1 + channels], rows[0, 1 + channels : -1])
     known = statistics.known_count
     return merged if known is None else merged._replace(count=known)

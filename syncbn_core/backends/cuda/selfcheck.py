@@ -6,7 +6,7 @@ vectors, where the kernel allows that. Around each result is memory that a kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -247,7 +247,7 @@ class _Case:
 
 def _check_moments(case: _Case) -> None:
     count, mean, m2 = REFERENCE.moments(case.x)
-    pieces = np.array([count]), mean, m2
+    pieces = np.array([count]), mean, m2, np.zeros(1)
     into = case.run.result("moments", "float64", case.sum_tolerance, *pieces)
     grid.moments(case.run, case.view, into)
     case.run.compare()
@@ -265,7 +265,7 @@ def _check_training(case: _Case, dtype: str) -> None:
     run, x = case.run, case.x
     third, rule = len(x) // 3, NormRule(1e-3)
     parts = [REFERENCE.moments(x[a:b]) for a, b in pairwise((0, third, third, 2 * third, len(x)))]
-    given, _ = run.given(np.stack([_packed(part) for part in parts]), "float64")
+    given, _ = run.given(_rows(parts), "float64")
     statistics = REFERENCE.statistics(merge_moments(parts), rule)
     parameters, affine = case.affine(dtype)
     (_, mean), (_, var) = case.parameter(dtype), case.parameter(dtype)
@@ -375,11 +375,16 @@ def _check_merging(run: _CheckRunner) -> None:
     counts = (7, 0, *range(1, grid.MAX_PARTS + 1))
     values = random.uniform(1.0, 3.0, (len(counts), 2, channels))
     parts = [Moments(n, *(pair * (n > 0))) for n, pair in zip(counts, values, strict=True)]
-    given, _ = run.given(np.stack([_packed(part) for part in parts]), "float64")
+    given, _ = run.given(_rows(parts), "float64")
     count, mean, m2 = merge_moments(parts)
-    into = run.result("moments", "float64", 1e-11, np.array([count]), mean, m2)
+    into = run.result("moments", "float64", 1e-11, np.array([count]), mean, m2, np.zeros(1))
     grid.merge_parts(run, given, len(parts), channels, into)
     run.compare()
+
+
+def _rows(parts: Sequence[Moments]) -> HostArray:
+    """The packed moments of several parts, each followed by a label, which no kernel reads."""
+    return np.stack([np.append(_packed(part), np.nan) for part in parts])
 
 
 def _packed(moments: Moments) -> HostArray:

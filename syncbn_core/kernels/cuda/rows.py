@@ -578,6 +578,7 @@ def merge_parts(dtype, lanes, threads):
             count, mean, m2 = merged(parts, num_parts, channels, c)
             if c == 0:
                 store_f64(moments, 0, count)
+                store_f64(moments, 1 + 2 * channels, 0.0)
             store_f64(moments, 1 + c, mean)
             store_f64(moments, 1 + channels + c, m2)
 

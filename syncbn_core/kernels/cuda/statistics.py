@@ -1,7 +1,7 @@
 """What the CUDA kernels for planes and rows share: formulas per channel, and sums of blocks.
 
-    packed moments   float64 [2 C + 1]: count, mean, m2; several of them, one after the other, are
-                     the parts that `merged` merges
+    packed moments   float64 [2 C + 2]: count, mean, m2, and the place of a label, which kernels set
+                     to 0 and do not read; several of them are the parts that `merged` merges
     statistics       float64 [3 C + 1]: count, mean, m2, invstd
 
 Within a kernel, sums over many values are float64 sums of deviations from a *pivot*, one value of
@@ -52,7 +52,7 @@ def merged(parts, num_parts, channels, c):
             load_f64(parts, 1 + c),
             load_f64(parts, 1 + channels + c),
         )
-    stride = 2 * channels + 1
+    stride = 2 * channels + 2
     count = 0.0
     for p in range(num_parts):
         count += load_f64(parts, p * stride)
@@ -228,6 +228,7 @@ def write_moments(moments, channels, c, count, pivot, first, second):
         m2 = 0.0
     if c == 0:
         store_f64(moments, 0, count)
+        store_f64(moments, 1 + 2 * channels, 0.0)
     store_f64(moments, 1 + c, pivot + shift)
     store_f64(moments, 1 + channels + c, m2)
 

@@ -107,7 +107,7 @@ def test_nccl_takes_arrays_of_the_host_there_and_back():
 def test_nccl_ranks_in_different_layers_are_told_so():
     def member(rank, own):
         layers = [BatchNorm(c, device="cuda", communicator=own, name=f"layer {c}") for c in (3, 4)]
-        with pytest.raises(ProtocolError, match=r"rank 1: call 1 .forward of layer 4, layer 1: 9"):
+        with pytest.raises(ProtocolError, match=r"rank 1: call 1 .forward of layer 4, layer 1: 10"):
             layers[rank](to_device(np.ones((2, 3 + rank), "float32")))
         layers[0](to_device(np.ones((2, 3), "float32")))
 

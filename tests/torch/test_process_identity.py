@@ -1,0 +1,343 @@
+"""Which layers of the ranks belong together: mix-ups are told, right programs run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from world import close, equals_undivided, on_ranks, raises, rows_of, same_on_all_ranks, whole_batch
+
+from syncbn_core import layer_labels
+from syncbn_core.device_moments import DeviceMoments
+from syncbn_core.errors import DTypeError, ProtocolError
+from syncbn_core.moment_exchange import CallSite, exchange_moments
+from syncbn_core.moments import Moments
+from syncbn_torch import (
+    DistributedCommunicator,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    convert_model,
+    forward_together,
+)
+from syncbn_torch.backends import memory
+
+BOUNDS = (0, 1, 3, 6)  # the rows of each rank
+
+
+class Heads(nn.Module):
+    """Two heads of equal width, called in the order of `names`."""
+
+    def __init__(self, names: tuple[str, str] = ("depth", "normals")) -> None:
+        super().__init__()
+        self.names = names
+        self.body = nn.Conv2d(3, 4, 1)
+        for name in sorted(names):
+            self.add_module(name, nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        return sum(
+            self.get_submodule(name)(features) * (1 + i) for i, name in enumerate(self.names)
+        )
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(3))
+    ).double()
+
+
+def equals_the_undivided_model(
+    rank: int, prepare: Callable[[nn.Module], Any] = lambda model: model
+) -> None:
+    """Two steps of the model, after `prepare(model)`, equal torch's layers over all rows."""
+    model, twin = convert_model(model_of()), model_of()
+    kept = prepare(model)
+    for seed in range(2):
+        x, dy = whole_batch((6, 3, 4, 4), seed)
+        equals_undivided(model, twin, x, dy, rows_of(rank, BOUNDS))
+        model.zero_grad()
+        twin.zero_grad()
+    del kept
+
+
+# ---------------------------------------------------------------------------------- mix-ups
+
+
+@on_ranks(2, 3)
+def test_heads_in_another_order_on_one_rank_are_told_in_their_first_call(
+    rank: int, size: int
+) -> None:
+    names = ("depth", "normals")
+    model = convert_model(Heads(names if rank else names[::-1])).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wrapped = DistributedDataParallel(model)
+    x, _ = whole_batch((2 * size, 3, 4, 4))
+    words = ["normals.1", "depth.1", "rank 0: ", "rank 1: ", "same order", "SYNCBN_IDENTITY"]
+    raises(ProtocolError, *words, call=lambda: wrapped(x[2 * rank : 2 * rank + 2]))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@on_ranks(2)
+def test_heads_in_another_order_are_told_in_a_larger_model_too(rank: int, size: int) -> None:
+    names = ("depth", "normals")
+    model = convert_model(Heads(names if rank else names[::-1])).double()
+    owner = nn.ModuleDict({"net": model, "copy": copy.deepcopy(model)}) if rank == 0 else model
+    x, _ = whole_batch((4, 3, 4, 4))
+    raises(ProtocolError, "normals.1", "depth.1", call=lambda: model(x[2 * rank : 2 * rank + 2]))
+    assert owner
+
+
+@on_ranks(2)
+def test_a_layer_is_not_taken_for_the_layer_of_its_name_one_container_below(
+    rank: int, size: int
+) -> None:
+    layers = nn.ModuleDict({"bn": SynchronizedBatchNorm1d(3), "a": nn.ModuleDict()})
+    layers["a"].update({"bn": SynchronizedBatchNorm1d(3), "other": nn.ReLU()})
+    first = layers["bn"] if rank == 0 else layers["a"]["bn"]
+    raises(ProtocolError, "a.bn (", call=lambda: first(torch.randn(3, 3)))
+
+
+@on_ranks(2)
+def test_other_layers_in_one_message_are_told(rank: int, size: int) -> None:
+    model = nn.ModuleDict({name: SynchronizedBatchNorm1d(3) for name in "abc"})
+    x = torch.randn(4, 3)
+    pair = [model["a"], model["b" if rank else "c"]]
+    raises(ProtocolError, "a (", "b (", "c (", call=lambda: forward_together(pair, [x, x]))
+
+
+@on_ranks(3)
+def test_input_of_another_dtype_is_told_and_the_next_step_is_right(rank: int, size: int) -> None:
+    layer, twin = SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3)
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    part = x[rows_of(rank, BOUNDS)]
+    raises(
+        DTypeError,
+        "{0: 'float16', 1: 'float32', 2: 'float32'}",
+        call=lambda: layer(part if rank else part.half()),
+    )
+    close(layer(part), twin(x)[rows_of(rank, BOUNDS)])
+
+
+# ------------------------------------------------------------------------- settings of a user
+
+
+@on_ranks(2)
+def test_identity_warn_goes_on_with_one_warning(rank: int, size: int) -> None:
+    os.environ["SYNCBN_IDENTITY"] = "warn"
+    model = nn.ModuleDict({name: SynchronizedBatchNorm1d(3).double() for name in "ab"})
+    layer = model["ab"[rank]]
+    x, dy = whole_batch((6, 3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows_of(rank, (0, 2, 6)))
+            layer.reset_running_stats()
+            layer.zero_grad()
+    assert ["rank 0: a (" in str(one.message) for one in caught] == [True]
+
+
+@on_ranks(2)
+def test_identity_off_compares_no_layers_but_dtypes(rank: int, size: int) -> None:
+    os.environ["SYNCBN_IDENTITY"] = "off"
+    model = nn.ModuleDict({name: SynchronizedBatchNorm1d(3) for name in "ab"})
+    layer, x = model["ab"[rank]], torch.randn(4, 3)
+    layer(x)
+    raises(DTypeError, "float16", call=lambda: layer(x if rank else x.half()))
+
+
+@on_ranks(2)
+def test_identity_off_on_one_rank_leaves_the_others_their_word(rank: int, size: int) -> None:
+    os.environ["SYNCBN_IDENTITY"] = "off" if rank else "error"
+    equals_the_undivided_model_of_two(rank)
+
+
+def equals_the_undivided_model_of_two(rank: int) -> None:
+    model, twin = convert_model(model_of()), model_of()
+    x, dy = whole_batch((6, 3, 4, 4))
+    equals_undivided(model, twin, x, dy, rows_of(rank, (0, 2, 6)))
+
+
+@on_ranks(1)
+def test_another_setting_is_refused(rank: int, size: int) -> None:
+    os.environ["SYNCBN_IDENTITY"] = "maybe"
+    raises(ValueError, "error, warn or off", "'maybe'", call=layer_labels.GroupLabels)
+
+
+# --------------------------------------------------------------------- right programs run
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.inner(*inputs)
+
+
+@on_ranks(3)
+def test_a_wrapper_on_one_rank(rank: int, size: int) -> None:
+    equals_the_undivided_model(rank, lambda model: Wrapper(model) if rank == 0 else None)
+
+
+@on_ranks(3)
+def test_a_wrapper_within_the_model_on_one_rank(rank: int, size: int) -> None:
+    def wrap_a_part(model: Any) -> None:
+        if rank == 1:
+            model[1] = Wrapper(model[1])
+            model[3] = Wrapper(model[3])
+
+    equals_the_undivided_model(rank, wrap_a_part)
+
+
+@on_ranks(3)
+def test_an_owner_of_model_and_averaged_copy_on_one_rank(rank: int, size: int) -> None:
+    def own(model: nn.Module) -> Any:
+        if rank == 0:
+            return nn.ModuleDict({"model": model, "ema": copy.deepcopy(model)})
+        return torch.optim.swa_utils.AveragedModel(model) if rank == 1 else None
+
+    equals_the_undivided_model(rank, own)
+
+
+@on_ranks(3)
+def test_a_second_holder_of_parts_on_one_rank(rank: int, size: int) -> None:
+    def hold(model: Any) -> Any:
+        return (
+            nn.ModuleDict({"first features": model[1], "later features": model[3]})
+            if rank
+            else None
+        )
+
+    equals_the_undivided_model(rank, hold)
+
+
+@on_ranks(3)
+def test_compiled_on_one_rank(rank: int, size: int) -> None:
+    def compiled(model: Any) -> None:
+        if rank == 0:
+            model[3] = torch.compile(model[3], backend="eager")
+
+    equals_the_undivided_model(rank, compiled)
+
+
+@on_ranks(2)
+def test_models_built_and_called_in_another_order_of_building(rank: int, size: int) -> None:
+    parts: dict[str, Any] = {}
+    for name in ("ab", "ba")[rank]:
+        parts[name] = SynchronizedBatchNorm1d(3).double()
+    model, x, dy = nn.ModuleDict(parts), *whole_batch((6, 3))
+    for name in "ab":
+        twin = nn.BatchNorm1d(3).double()
+        equals_undivided(model[name], twin, x, dy, rows_of(rank, (0, 2, 6)))
+
+
+@on_ranks(2)
+def test_a_layer_that_joins_a_model_after_its_first_call(rank: int, size: int) -> None:
+    layer, twin = SynchronizedBatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+    x, dy = whole_batch((6, 3))
+    equals_undivided(layer, twin, x, dy, rows_of(rank, (0, 2, 6)))
+    model = nn.ModuleDict({"bn": layer, "other": SynchronizedBatchNorm1d(3).double()})
+    for module in (layer, twin):
+        module.zero_grad()
+    equals_undivided(model["bn"], twin, x, dy, rows_of(rank, (0, 2, 6)))
+    twin = nn.BatchNorm1d(3).double()
+    equals_undivided(model["other"], twin, x, dy, rows_of(rank, (0, 2, 6)))
+
+
+@on_ranks(2)
+def test_a_layer_in_a_model_on_one_rank_only(rank: int, size: int) -> None:
+    layers = [SynchronizedBatchNorm1d(3).double() for _ in range(2)]
+    held = nn.ModuleList(layers) if rank == 0 else layers
+    x, dy = whole_batch((6, 3))
+    for layer in held:
+        equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows_of(rank, (0, 2, 6)))
+    # from now on the ranks know which layers go together
+    raises(ProtocolError, "same layer", call=lambda: layers[rank](x[:3]))
+
+
+@on_ranks(2)
+def test_layers_made_for_every_call(rank: int, size: int) -> None:
+    x, dy = whole_batch((6, 3))
+    for _ in range(20):
+        layer = SynchronizedBatchNorm1d(3).double()
+        equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows_of(rank, (0, 2, 6)))
+
+
+@on_ranks(2)
+def test_a_teacher_of_the_same_class_and_a_new_model_in_every_trial(rank: int, size: int) -> None:
+    for trial in range(2):
+        student, teacher = (convert_model(model_of(trial)) for _ in range(2))
+        for model in (student, teacher):
+            x, dy = whole_batch((6, 3, 4, 4), trial)
+            equals_undivided(model, model_of(trial), x, dy, rows_of(rank, (0, 2, 6)))
+
+
+# --------------------------------------------------- one format of messages, whatever computes
+
+
+def on_device(part: Moments) -> DeviceMoments:
+    """Moments as a device has them, in a tensor."""
+    row = torch.from_numpy(np.concatenate([[part.count], part.mean, part.m2, [np.nan]]))
+    return DeviceMoments(row[None], part.count, torch.cat)
+
+
+@on_ranks(3)
+def test_a_rank_with_rows_on_a_device_goes_with_ranks_without_kernels(rank: int, size: int) -> None:
+    rng = np.random.default_rng(rank)
+    part = Moments(rank + 2, rng.normal(size=5), rng.uniform(size=5))
+    site = CallSite(lambda: "bn", ("float32",))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            given = [on_device(part)] if rank == 0 else [part]
+            communicator = DistributedCommunicator()
+            (total,), _ = exchange_moments(communicator, given, site, with_kernels=rank == 0)
+    assert "rank 1, 2 of 3 compute without syncbn's kernels" in str(caught[0].message)
+    merged = total.wait() if rank == 0 else total
+    same_on_all_ranks(torch.as_tensor(np.asarray(merged.mean)))
+    same_on_all_ranks(torch.as_tensor(np.asarray(merged.m2)))
+
+
+@on_ranks(2)
+def test_a_rank_without_kernels_is_named_once_and_results_are_right(rank: int, size: int) -> None:
+    if rank == 1:
+        memory.takes = lambda tensor: False  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        equals_the_undivided_model_of_two(rank)
+    texts = [str(one.message) for one in caught]
+    assert [text.startswith("rank 1 of 2 computes without syncbn's kernels") for text in texts] == [
+        True
+    ]
+
+
+@on_ranks(2)
+def test_unlike_layers_on_a_device_are_told_some_calls_later_on_all_ranks(
+    rank: int, size: int
+) -> None:
+    model = nn.ModuleDict({name: SynchronizedBatchNorm2d(2) for name in "ab"})
+    communicator = DistributedCommunicator()
+    part = Moments(3, np.ones(2), np.ones(2))
+
+    def call(name: str) -> None:
+        names = layer_labels.LayerNames(lambda layer: name, lambda layer: [(name, True)])
+        site = CallSite(lambda: name, ("float32",), (model[name],), names)
+        exchange_moments(communicator, [on_device(part)], site)
+
+    for name in "abab":
+        call(name)
+    call("ab"[rank])
+    for _ in range(layer_labels.CALLS_LATER - 1):
+        call("a")
+    raises(ProtocolError, "rank 0: a; rank 1: b", "call 5 (", call=lambda: call("a"))
