@@ -2,9 +2,11 @@
 
 The last number of each row of moments is a label:
 
-    label = 2 * hash + 1 if the member computes without kernels, else 2 * hash
+    label = 4 * hash + 2 * later + without_kernels
 
-The hash covers what must be the same on all members: the version of the messages, the dtype of the
+`without_kernels` is 1 if plain operations compute; `later` is 1 if the member can't look at labels
+in the call itself because they are on a device. Then all members look later, in the same call. The
+hash covers what must be the same on all members: the version of the messages, the dtype of the
 input, and the layer's identity. That is its name in its model, and its number among the layers with
 this name, in the order of their first calls. A layer outside of models has the name "".
 
@@ -30,6 +32,7 @@ import os
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, NamedTuple
@@ -42,6 +45,7 @@ from syncbn_core.comm.message_arrays import HostCopy
 from syncbn_core.errors import ArgumentError, DTypeError, ProtocolError
 
 __all__ = [
+    "LATER",
     "CallSite",
     "GroupLabels",
     "LayerNames",
@@ -64,8 +68,9 @@ LONGEST_NAME = 300
 CALLS_LATER = 8
 
 _HINT = "over processes SYNCBN_CHECK_ORDER=1 says which rank does what"
-_HASH_BITS = 51
-_LOWEST = 1 << _HASH_BITS  # of labels, because each hash has its highest bit set
+_HASH_BITS = 50
+_LOWEST = 2 << _HASH_BITS  # of labels, because each hash has its highest bit set
+_WITHOUT_KERNELS, LATER = 1, 2  # bits of a label
 _DTYPES = ("float16", "bfloat16", "float32", "float64")  # others are not compared
 
 
@@ -192,7 +197,7 @@ class GroupLabels:
             if found is None:
                 identity = 0 if known is None else known.identity
                 found = hashes[dtype] = _hash(VERSION, dtype, identity)
-            labels.append(2 * found + (not with_kernels))
+            labels.append(4 * found + (0 if with_kernels else _WITHOUT_KERNELS))
         return OwnLabels(labels, layers, new)
 
     def _numbered(self, name: str) -> _Layer:
@@ -213,6 +218,21 @@ class GroupLabels:
         """Whether the labels of all members are alike, or were found right before."""
         return labels.count(labels[0]) == len(labels) or tuple(labels) in self._accepted
 
+    def judge_now_or_later(
+        self,
+        communicator: Communicator,
+        of_parts: Sequence[list[float]],
+        own: OwnLabels,
+        site: CallSite,
+        call: CollectiveCall,
+    ) -> None:
+        """`judge`, at the same time as members whose labels are on a device."""
+        if any(int(label) & LATER for labels in of_parts for label in labels):
+            copies = [HostCopy(partial(np.asarray, labels)) for labels in of_parts]
+            self.judge_later(communicator, copies, own, site, call)
+        else:
+            self.judge(communicator, of_parts, own, site, call)
+
     def judge(
         self,
         communicator: Communicator,
@@ -228,7 +248,7 @@ class GroupLabels:
         """
         for index, labels in enumerate(of_parts):
             if not self.go_together(labels):
-                if len({int(label) >> 1 for label in labels}) > 1:
+                if len({int(label) >> 2 for label in labels}) > 1:
                     self._compare(communicator, index, own.layers[index], site, call)
                 self._report_members_without_kernels(labels, call)
                 self._accepted.add(tuple(labels))
@@ -315,7 +335,7 @@ class GroupLabels:
         return met
 
     def _report_members_without_kernels(self, labels: list[float], call: CollectiveCall) -> None:
-        without = [rank for rank, label in enumerate(labels) if int(label) & 1]
+        without = [rank for rank, label in enumerate(labels) if int(label) & _WITHOUT_KERNELS]
         if self._reported or not 0 < len(without) < len(labels):
             return
         self._reported = True

@@ -34,10 +34,11 @@ from syncbn_core.comm import (
     ThreadCommunicator,
     waits,
 )
-from syncbn_core.comm.message_arrays import HostCopy, arrays_of
+from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import ProtocolError, ShapeError
 from syncbn_core.layer_labels import (
+    LATER,
     CallSite,
     GroupLabels,
     OwnLabels,
@@ -186,8 +187,10 @@ def _exchange_on_device(
     own: OwnLabels,
 ) -> list[PartMoments]:
     """The rows of all members for each part, `(P, 2 C + 2)`."""
+    among_threads = isinstance(communicator, ThreadCommunicator)
     for part, label in zip(parts, own.labels, strict=True):
-        part.rows[:, -1] = label
+        place, label = part.rows[:, -1], label if among_threads else label + LATER
+        (arrays_of(place) or NumpyArrays).fill(place, label)
     flat = [part.rows.reshape(-1) for part in parts]
     message = flat[0] if len(flat) == 1 else parts[0].join(flat)
     ends = list(accumulate(map(len, flat)))
@@ -254,7 +257,7 @@ def _exchange_on_host(
     of_parts = None if totals else _columns_of_parts(rows, widths)
     _require_rows(of_parts or (), call)
     labels = [columns.label for columns in of_parts or ()]
-    group.judge(communicator, labels, own, site, call)
+    group.judge_now_or_later(communicator, labels, own, site, call)
     if of_parts is not None:
         totals = [_merged(columns) for columns in of_parts]
     return [_like(total, part) for total, part in zip(totals, parts, strict=True)]

@@ -48,6 +48,10 @@ class TensorArrays:
         return values, verdict
 
     @staticmethod
+    def fill(values: Tensor, number: float) -> None:
+        values.fill_(number)
+
+    @staticmethod
     def copy_to_host(values: Tensor) -> HostCopy | None:
         if not _on_cuda(values):
             copy = as_array(values.detach().clone())

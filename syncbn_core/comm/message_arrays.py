@@ -63,6 +63,9 @@ class MessageArrays(Protocol):
         On a device, floating values become NaN if the label differs.
         """
 
+    def fill(self, values: Array, number: float) -> None:
+        """Write `number` to all of `values`."""
+
     def copy_to_host(self, values: Array) -> HostCopy | None:
         """Start to copy `values`; None while a CUDA graph is captured: nothing runs then."""
 
@@ -91,6 +94,10 @@ class NumpyArrays:
     @staticmethod
     def without_label(total: Array, shape: tuple[int, ...], label: int) -> tuple[Array, Verdict]:
         return total[:-1].reshape(shape), bool(total.item(-1) == label)
+
+    @staticmethod
+    def fill(values: Array, number: float) -> None:
+        values[...] = number
 
     @staticmethod
     def copy_to_host(values: Array) -> HostCopy:
@@ -143,6 +150,11 @@ class CupyArrays:
             return bool(on_host[0] == label)
 
         return values, verdict
+
+    @staticmethod
+    def fill(values: Array, number: float) -> None:
+        with values.device:
+            values[...] = number
 
     @staticmethod
     def copy_to_host(values: Array) -> HostCopy | None:

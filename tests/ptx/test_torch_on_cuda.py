@@ -664,12 +664,13 @@ def test_memory_that_is_given_back_too_early_would_be_noticed(monkeypatch, gpu):
         layer(batch((3, 4, 3, 3), "float32"))
 
 
-def test_processes_exchange_packed_moments(tmp_path, arch):
+@pytest.mark.parametrize("rank_1", ["with", "without"])
+def test_processes_exchange_packed_moments(rank_1, tmp_path, arch):
     """Two processes whose tensors are "on a device", also in backwards of other layers."""
     script = str(Path(__file__).with_name("torch_member.py"))
     members = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(tmp_path / "store"), *map(str, arch)],
+            [sys.executable, script, str(rank), str(tmp_path / "store"), *map(str, arch), rank_1],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,11 +1,14 @@
 """A process of a world whose CPU tensors stand for those of an emulated device.
 
-python torch_member.py RANK STORE MAJOR MINOR
+python torch_member.py RANK STORE MAJOR MINOR [without]
+
+"without": rank 1 has no kernels, and sends its moments from the host.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,20 +21,25 @@ from torch import nn
 
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CommError, ProtocolError
-from syncbn_torch import SynchronizedBatchNorm2d, forward_together, message_arrays
+from syncbn_core.layer_labels import CALLS_LATER
+from syncbn_torch import SynchronizedBatchNorm2d, dispatch, forward_together, message_arrays
 from syncbn_torch.autograd import exchange
+from syncbn_torch.backends import plain
 
-rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:]))
+rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:5]))
+without = sys.argv[5:] == ["without"]
 dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2)
 
 on_device = []
 original = exchange.exchange_moments
 
 
-def recorded(communicator, parts, site):
+def recorded(communicator, parts, *others):
     on_device.extend(isinstance(part, DeviceMoments) for part in parts)
-    totals, number = original(communicator, parts, site)
-    assert all(total.known_count is None for total in totals), "the host has waited for a count"
+    totals, number = original(communicator, parts, *others)
+    assert not all(on_device) or all(total.known_count is None for total in totals), (
+        "the host has waited for a count"
+    )
     return totals, number
 
 
@@ -44,6 +52,9 @@ with (
     on_kernels(device) as gpu,
     pytest.MonkeyPatch.context() as patch,
 ):
+    if without and rank == 1:
+        for module in (dispatch, sys.modules["syncbn_torch.forward_together"]):
+            patch.setattr(module, "operations_for", lambda x: plain.OPERATIONS)
     for joint in (False, True):
         layers = [SynchronizedBatchNorm2d(c).double() for c in (1, 3)]
         twins = [nn.BatchNorm2d(c).double() for c in (1, 3)]
@@ -60,12 +71,22 @@ with (
         torch.testing.assert_close(leaf.grad, whole.grad[mine])
         for layer, twin in zip(layers, twins, strict=True):
             torch.testing.assert_close(layer.running_var, twin.running_var)
+    if without:
+        assert on_device == [rank == 0] * 4, on_device
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(CALLS_LATER):
+                layers[0](inputs[0])
+        assert [str(one.message)[:26] for one in caught] == ["rank 1 of 2 computes witho"]
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.exit()
     assert on_device == [True] * 4, on_device
     assert len(gpu.keys) == 16, gpu.keys
 
     # a backward of another layer on each rank, whose total is known later
     sent = []
-    events = SimpleNamespace(query=lambda: bool(come))
+    events = SimpleNamespace(query=lambda: bool(come), synchronize=lambda: None)
     come = []
     patch.setattr(message_arrays, "_on_cuda", lambda tensor: True)
     patch.setattr(message_arrays, "_captures", lambda tensor: bool(capturing))
@@ -76,10 +97,10 @@ with (
         ys = [layer(leaf) for layer in layers]
         ys[rank].backward(dy[mine, :3])
         assert leaf.grad.isnan().all()
-        assert len(sent) == (not capturing)
+        assert len(sent) == (0 if capturing else 3)  # labels of two forwards and a backward
         layers[0](leaf)  # nobody waits for the news
     come.append(True)
-    with pytest.raises(ProtocolError, match=rf"layer {6 + rank}, forward in call"):
+    with pytest.raises(ProtocolError, match=rf"layer {7 + rank}, forward in call"):
         layers[0](leaf)
     with pytest.raises(CommError, match="failed before"):
         layers[0](leaf)
