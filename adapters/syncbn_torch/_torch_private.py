@@ -10,14 +10,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch._guards import CompileContext
 from torch.autograd import forward_ad, profiler
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 
 __all__ = [
     "HOOKS",
     "HOOK_OPTIONS",
+    "InheritedModes",
     "backward_task",
     "cudnn_enabled",
     "current_raw_stream",
@@ -109,6 +110,35 @@ def restored_forward_ad() -> Callable[[], AbstractContextManager[Any]]:
     """Makes a context manager for other threads: forward AD is on or off as in this thread."""
     enabled = torch._C._is_fwd_grad_enabled()
     return lambda: forward_ad._set_fwd_grad_enabled(enabled)
+
+
+class InheritedModes:
+    """A context manager for another thread: the modes of the thread that made this object.
+
+    Torch's function modes (such as the default device), dispatch modes, and the top one of the
+    hooks for saved tensors, which is the one that runs; before torch 2.8 without these hooks.
+    """
+
+    def __init__(self) -> None:
+        self._functions = overrides._get_current_function_mode_stack()
+        self._dispatches = _python_dispatch._get_current_dispatch_mode_stack()
+        self._hooks = None if _top_hooks is None else _top_hooks(True)
+
+    def __enter__(self) -> None:
+        for mode in self._functions:
+            overrides._push_mode(mode)
+        for mode in self._dispatches:
+            _python_dispatch._push_mode(mode)
+        if self._hooks is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+    def __exit__(self, *_: object) -> None:
+        if self._hooks is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for mode in reversed(self._dispatches):
+            _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+        for _mode in self._functions:
+            overrides._pop_mode()
 
 
 def is_tracing() -> bool:

@@ -36,8 +36,8 @@ def run_in_threads(
     """Call all `members` at the same time and return their results in the same order.
 
     Args:
-        members: functions without arguments. The first runs in the calling thread, each other one
-            in its own thread.
+        members: functions without arguments. Each runs in its own new thread; a single one runs
+            in the calling thread.
         abort: called with the error when a member raises; it should release members that wait.
         leave: called with the member's index when a member returns.
         describe: the word for a member in warnings and error notes.
@@ -52,9 +52,11 @@ def run_in_threads(
     """
     group = _Members(members, abort, leave, describe)
     try:
-        group.start()
-        group.run_first()
-        group.wait()
+        if group.size == 1:
+            group.run_alone()
+        else:
+            group.start()
+            group.wait()
     except BaseException as error:  # Ctrl-C, or a thread could not be started
         try:
             _thread.start_new_thread(group.give_up, (error,))  # a second Ctrl-C can't interrupt it
@@ -124,8 +126,8 @@ class _Members(Generic[T]):
         self.given_up = Gate()
 
     def start(self) -> None:
-        """Start members 1, 2, ... in daemon threads, so that the interpreter can exit."""
-        for index in range(1, self.size):
+        """Start all members in daemon threads, so that the interpreter can exit."""
+        for index in range(self.size):
             name = f"{self.describe} {index}"
             thread = _Thread(target=self.run, args=(index,), name=name, daemon=True)
             self.running[index] = thread
@@ -150,13 +152,10 @@ class _Members(Generic[T]):
                 del self.running[index]
                 self.gate.open()
 
-    def run_first(self) -> None:
-        """Run member 0 in the calling thread. Ctrl-C is not stored as its error."""
-        job = self.jobs.pop(0, None)
-        if job is None:
-            return
+    def run_alone(self) -> None:
+        """Run the only member in the calling thread. Ctrl-C is not stored as its error."""
         try:
-            self.results[0] = job()
+            self.results[0] = self.jobs.pop(0)()
             self.leave(0)
         except Exception as error:
             self.errors.append((0, error))
@@ -174,6 +173,7 @@ class _Members(Generic[T]):
     def wait(self) -> None:
         """Wait until all members have ended, or the timeout has passed since an error."""
         seconds = get_default_timeout()
+        self.wait_for_the_first()
         patience = time.monotonic() + seconds
         while True:
             failed = bool(self.errors)
@@ -186,6 +186,15 @@ class _Members(Generic[T]):
             else:
                 self._warn(seconds)
                 patience = time.monotonic() + threading.TIMEOUT_MAX
+
+    def wait_for_the_first(self) -> None:
+        """Wait until a member has ended: as long as all compute, none is late."""
+        while True:
+            with self.lock:
+                if len(self.running) < self.size or self.size == 0:
+                    return
+                gate = self.gate = Gate()
+            gate.wait(threading.TIMEOUT_MAX)
 
     def all_ended_within(self, seconds: float, stop_at_error: bool = False) -> bool:
         """Wait up to `seconds`, or until an error; return whether all members have ended."""
@@ -210,7 +219,7 @@ class _Members(Generic[T]):
             with suppress(RuntimeWarning):  # warnings may be errors; keep waiting all the same
                 warnings.warn(
                     f"{self.describe} {index} of {self.size} is still running {seconds:g} s after "
-                    f"{self.describe} 0 ended; the wait goes on until it ends. Its stack:\n"
+                    f"the first {self.describe} ended; the wait goes on until it ends. Its stack:\n"
                     f"{stack}",
                     RuntimeWarning,
                     stacklevel=4,

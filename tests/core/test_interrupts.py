@@ -63,7 +63,7 @@ def test_an_interrupt_at_any_point_releases_the_members_of_run_in_threads(interr
         assert run_in_threads(calls, abort=master.abort) == [2, 2]
         return bool(cut)
 
-    every_point(scenario, interrupt, least=100)
+    every_point(scenario, interrupt, least=50)
 
 
 @pytest.mark.parametrize("who", ["master", "slave"])

@@ -1,4 +1,4 @@
-"""Layers under other projects' replication callbacks, whose context is a bare object."""
+"""Layers under wrappers of other projects: bare contexts, and callbacks executed by hand."""
 
 import copy
 import threading
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from syncbn_core.comm import set_default_timeout
-from syncbn_core.errors import CommTimeout
-from syncbn_torch import SynchronizedBatchNorm1d
+from syncbn_core.comm import run_in_threads, set_default_timeout
+from syncbn_core.errors import CommAborted, CommTimeout
+from syncbn_torch import SynchronizedBatchNorm1d, execute_replication_callbacks
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
@@ -137,3 +137,74 @@ def test_the_deadline_ends_the_wait_for_a_copy_that_failed_and_names_the_layer()
         set_default_timeout(None)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+# ------------------------------------------------------------------------ callbacks by hand
+
+
+def forward_by_hand(model: nn.Module, parts: list[Tensor]) -> Tensor:
+    """As docs/own-wrappers.md shows it, with copies as torch makes them."""
+    copies = [replicated(model, copy_id) for copy_id in range(len(parts))]
+    contexts = execute_replication_callbacks(copies)
+
+    def abort(error: BaseException) -> None:
+        for context in contexts:
+            context.abort(error)
+
+    calls = [lambda own=own, part=part: own(part) for own, part in zip(copies, parts, strict=True)]
+    return torch.cat(run_in_threads(calls, abort=abort))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_callbacks_by_hand_train_for_many_steps_with_unlike_numbers_of_copies(
+    checkpointed: bool,
+) -> None:
+    model = Net(SynchronizedBatchNorm1d, checkpointed=checkpointed)
+    twin = Net(nn.BatchNorm1d)
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, twin)]
+    for sizes in ([2, 3], [4], [1, 2, 3, 2], [5, 0, 1], [2, 2]):
+        x, cotangent = torch.randn(sum(sizes), 3, **DOUBLE), torch.randn(sum(sizes), 4, **DOUBLE)
+        y, expected = forward_by_hand(model, list(x.split(sizes))), twin(x)
+        torch.testing.assert_close(y, expected)
+        for output, optimizer in zip((y, expected), optimizers, strict=True):
+            optimizer.zero_grad()
+            output.backward(cotangent)
+            optimizer.step()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, twin.state_dict()[name], msg=name)
+    model.eval()
+    twin.eval()
+    x = torch.randn(6, 3, **DOUBLE)
+    torch.testing.assert_close(forward_by_hand(model, list(x.split(2))), twin(x))
+
+
+def test_a_copy_that_fails_by_hand_ends_the_others_and_the_next_step_is_right() -> None:
+    model = Net(SynchronizedBatchNorm1d)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(6, 3, **DOUBLE)
+    bad = x.clone()
+    bad[4] = 7
+    with pytest.raises(KeyError, match="bad sample"):
+        forward_by_hand(model, list(bad.split(2)))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    twin = Net(nn.BatchNorm1d)
+    twin.load_state_dict(model.state_dict())
+    torch.testing.assert_close(forward_by_hand(model, list(x.split(2))), twin(x))
+
+
+def test_contexts_of_callbacks_by_hand_release_a_copy_that_waits() -> None:
+    model = Net(SynchronizedBatchNorm1d)
+    copies = [replicated(model, copy_id) for copy_id in range(2)]
+    contexts = execute_replication_callbacks(copies)
+
+    def fail() -> None:
+        for context in contexts:
+            context.abort(KeyError("stop"))
+
+    def wait() -> None:
+        with pytest.raises(CommAborted, match="stop"):
+            copies[0](torch.randn(4, 3, **DOUBLE))
+
+    run_in_threads([wait, fail])

@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -196,6 +197,42 @@ def test_a_copy_of_a_replicas_layer_is_refused_within_it_and_stands_alone_after(
         DataParallelWithCallback(Copies(use=True), replicas=2)(x)
     DataParallelWithCallback(Copies(use=False), replicas=2)(x)
     torch.testing.assert_close(copies[-1](x), nn.BatchNorm1d(3)(x))
+
+
+class Nested(nn.Module):
+    """Calls its layer through a wrapper that it makes itself, maybe in a thread or a checkpoint."""
+
+    def __init__(self, how: str, inner: int) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(3).double()
+        self.how, self.inner = how, inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrapper = DataParallelWithCallback(nn.Sequential(self.bn), replicas=self.inner)
+        if self.how == "checkpoint":
+            return checkpoint(wrapper, x, use_reentrant=False)  # type: ignore[no-any-return]
+        if self.how == "thread":
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(wrapper, x).result()
+        return wrapper(x) if self.how == "always" or (x > 1e3).any() else self.bn(x)
+
+
+@pytest.mark.parametrize("inner", [1, 2, 5])
+@pytest.mark.parametrize("how", ["always", "in one replica", "thread", "checkpoint"])
+def test_a_wrapper_made_within_a_replica_synchronizes_over_the_whole_batch(
+    how: str, inner: int
+) -> None:
+    model, twin = Nested(how, inner), nn.BatchNorm1d(3).double()
+    x = torch.randn(9, 3, dtype=torch.float64)
+    x[0] = 1e4
+    cotangent = torch.randn_like(x)
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    y, expected = DataParallelWithCallback(model, replicas=3)(ours), twin(theirs)
+    torch.testing.assert_close(y, expected)
+    y.backward(cotangent)
+    expected.backward(cotangent)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(model.bn.running_var, twin.running_var)
 
 
 @pytest.mark.parametrize("around", [False, True])

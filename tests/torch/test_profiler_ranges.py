@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 from world import on_ranks
 
@@ -39,9 +40,9 @@ def net() -> Any:
     return convert_model(Net())
 
 
-def shown(action: Callable[[], Any]) -> Counter[str]:
+def shown(action: Callable[[], Any], config: Any = None) -> Counter[str]:
     """How often each of our ranges is seen while `action()` runs."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as seen:
         action()
     names = [event.name for event in seen.events() or []]
     return Counter(name for name in names if name.startswith("syncbn."))
@@ -61,11 +62,12 @@ def test_each_layer_has_a_range_forward_and_backward(ours: bool) -> None:
 
 
 def test_replicas_show_the_exchange_of_each_layer() -> None:
-    """The profiler sees the caller's thread, in which replica 0 runs, and the one of backward."""
+    """By default the profiler sees the threads of the caller and of backward alone."""
     model = DataParallelWithCallback(net(), replicas=2)
-    found = shown(lambda: model(torch.randn(4, 3, 5, 5)).sum().backward())
+    all_threads = _ExperimentalConfig(profile_all_threads=True)
+    found = shown(lambda: model(torch.randn(4, 3, 5, 5)).sum().backward(), all_threads)
     assert {name: found[name] for name in FORWARD + EXCHANGE} == dict.fromkeys(
-        FORWARD + EXCHANGE, 1
+        FORWARD + EXCHANGE, 2
     )
     assert {name: found[name] for name in BACKWARD} == dict.fromkeys(BACKWARD, 4)
 

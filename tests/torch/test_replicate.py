@@ -4,9 +4,11 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import signal
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -613,6 +615,42 @@ def test_results_are_bitwise_the_same_in_every_run() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
+class Recurrent(nn.Module):
+    """Uses its parameters several times, so that their gradients are added up in some order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(8, 8), SynchronizedBatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.bn(self.linear(x)).tanh() + x
+        return x
+
+
+def test_gradients_do_not_depend_on_what_the_calling_thread_did_before() -> None:
+    """Autograd adds up gradients in the order of its counts of nodes, one for each thread."""
+
+    def train() -> list[Tensor]:
+        torch.manual_seed(5)
+        model = Recurrent()
+        wrapper = DataParallelWithCallback(model, replicas=4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            wrapper(torch.randn(16, 8)).pow(3).sum().backward()
+            optimizer.step()
+        return [*model.parameters(), *model.buffers()]
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(train).result()  # in a thread that has counted nothing
+    for _ in range(3):
+        x = torch.ones(1, requires_grad=True)
+        for _ in range(3000):
+            x = x + 1
+        assert all(torch.equal(a, b) for a, b in zip(first, train(), strict=True))
+
+
 def test_the_gradient_of_a_split_input_is_put_together_once() -> None:
     x = torch.randn(7, 3, requires_grad=True)
     parts, _ = split((x,), {}, 0, [torch.device("cpu")] * 4)
@@ -716,9 +754,10 @@ def test_the_model_alone_trains_while_a_replica_that_was_given_up_still_runs() -
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.bn(x)
             if self.waits:
-                if threading.current_thread() is threading.main_thread():
-                    raise KeyboardInterrupt
-                go_on.wait(60)
+                if threading.current_thread().name == "replica 0":
+                    signal.raise_signal(signal.SIGINT)  # arrives in the main thread
+                else:
+                    go_on.wait(60)
             return y
 
     model = Stuck()

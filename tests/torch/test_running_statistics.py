@@ -1,6 +1,7 @@
 """Running statistics: one update per forward, of all three or of none."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,39 @@ def on(route: str, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterato
         if route == "plain":
             patch.setattr("syncbn_torch.dispatch.operations_for", lambda x: plain.OPERATIONS)
         yield DataParallelWithCallback(layer, replicas=3) if route == "replicas" else layer
+
+
+class Reader(nn.Module):
+    """Reads running statistics in the forward that has updated them, in three ways."""
+
+    def __init__(self, layer: Callable[..., Any], momentum: float | None) -> None:
+        super().__init__()
+        self.trained = layer(3, momentum=momentum)
+        self.shares = layer(3, momentum=momentum).eval()
+        for name in NAMES:
+            setattr(self.shares, name, getattr(self.trained, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.trained(x) + self.trained(2 * x)
+        self.trained.eval()
+        y = y + self.trained(3 * x)
+        self.trained.train()
+        normalized = x - self.trained.running_mean[:, None, None]
+        return y + self.shares(x) + normalized * self.trained.num_batches_tracked
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_code_in_any_replica_reads_the_running_statistics_of_this_step(
+    momentum: float | None,
+) -> None:
+    model = Reader(SynchronizedBatchNorm2d, momentum).double()
+    twin = Reader(nn.BatchNorm2d, momentum).double()
+    wrapped = DataParallelWithCallback(model, replicas=3)
+    for _ in range(3):
+        x = torch.randn(SMALL, dtype=torch.float64) * 3 + 4
+        torch.testing.assert_close(wrapped(x), twin(x))
+    for name in NAMES:
+        torch.testing.assert_close(getattr(model.trained, name), getattr(twin.trained, name))
 
 
 class Model(nn.Module):
@@ -194,11 +228,11 @@ def test_any_one_integer_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-@ROUTES
+@pytest.mark.parametrize("route", ["torch's kernel", "our kernels", "plain"])
 def test_an_interrupt_leaves_running_statistics_all_old_or_all_new(
     route: str, momentum: float | None, monkeypatch: pytest.MonkeyPatch, interrupt: Any
 ) -> None:
-    """At every step of ours; for replicas, those in the thread that has the buffers."""
+    """At every step of ours. (Replicas are in threads, which no interrupt reaches.)"""
     x = torch.randn(SMALL)
     start = SynchronizedBatchNorm2d(3, momentum=momentum)
     reference = copy.deepcopy(start)
@@ -208,18 +242,11 @@ def test_an_interrupt_leaves_running_statistics_all_old_or_all_new(
         for _ in range(2):
             called(x)
             states.append(buffers(reference))
-    within = ["syncbn_torch", "syncbn_core"]
-    if route == "replicas":  # in exchanges others are interrupted
-        within = [
-            "syncbn_torch/autograd/replicas",
-            "syncbn_torch/backends/cpu",
-            "core/backends/cpu",
-        ]
     step = 0
     while True:
         layer = copy.deepcopy(start)
         with on(route, layer, monkeypatch) as called:
-            if not interrupt(lambda: called(x), step, *within):
+            if not interrupt(lambda: called(x), step, "syncbn_torch", "syncbn_core"):
                 break
             now = buffers(layer)
             seen.append(next(i for i, state in enumerate(states) if equal(state, now)))
@@ -228,6 +255,32 @@ def test_an_interrupt_leaves_running_statistics_all_old_or_all_new(
         step += 1
     assert sorted(set(seen)) == [0, 1]
     assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_an_interrupt_of_replicas_leaves_running_statistics_all_old_or_all_new(
+    momentum: float | None, interrupt: Any
+) -> None:
+    x = torch.randn(SMALL)
+    start = SynchronizedBatchNorm2d(3, momentum=momentum)
+    reference = copy.deepcopy(start)
+    states = [buffers(reference)]
+    for _ in range(2):
+        DataParallelWithCallback(reference, replicas=3)(x)
+        states.append(buffers(reference))
+    step = 0
+    while True:
+        layer = copy.deepcopy(start)
+        wrapper = DataParallelWithCallback(layer, replicas=3)
+        call = functools.partial(wrapper, x)
+        if not interrupt(call, step, "core/comm/threads", "data_parallel/replicate"):
+            break
+        now = buffers(layer)
+        before = next(i for i, state in enumerate(states[:2]) if equal(state, now))
+        wrapper(x)
+        assert equal(buffers(layer), states[before + 1])
+        step += 1
+    assert step > 50
 
 
 @pytest.mark.parametrize("sizes", [(SMALL, LARGE), (LARGE, SMALL), (SMALL, SMALL)])

@@ -180,6 +180,48 @@ def test_restored_forward_ad_gives_a_thread_the_mode_of_its_caller(enabled: bool
         assert in_thread(enabled_there) == enabled
 
 
+def test_InheritedModes_has_the_modes_and_hooks_of_the_thread_that_made_it() -> None:  # noqa: N802
+    """Without it, replica 0 ignores the default device, modes and hooks of its caller."""
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append("function")
+            return function(*args, **(kwargs or {}))
+
+    class Dispatches(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append("dispatch")
+            return function(*args, **(kwargs or {}))
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append("hook")
+        return tensor
+
+    leaf = torch.ones(2, requires_grad=True)
+
+    def work() -> tuple[str, int]:
+        with modes:
+            device = torch.ones(1).device.type
+            leaf.exp()
+            inside = len(seen)
+        leaf.exp()
+        assert len(seen) == inside, "the modes stay in the thread"
+        return device, inside
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.device("meta"), Functions(), Dispatches(), hooks:
+        modes = private.InheritedModes()
+    device, inside = in_thread(work)
+    assert device == "meta"
+    assert inside > 0
+    assert {"function", "dispatch", "hook"} <= set(seen)
+
+
 def test_cudnn_enabled_follows_the_public_flag() -> None:
     """Without it, a layer alone on a GPU ignores `torch.backends.cudnn.enabled`."""
     for enabled in (True, False):

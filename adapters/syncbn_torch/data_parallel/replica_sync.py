@@ -14,7 +14,7 @@ from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_core.moments import NormRule
 from syncbn_torch import ranges
-from syncbn_torch._torch_private import backward_task, profiler
+from syncbn_torch._torch_private import profiler
 from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.replicas import (
     ReplicaMessage,
@@ -23,7 +23,7 @@ from syncbn_torch.autograd.replicas import (
     merge_replicas,
     normalize,
 )
-from syncbn_torch.data_parallel.replicate import CallbackContext
+from syncbn_torch.data_parallel.replicate import CallbackContext, OpenContext
 from syncbn_torch.module_names import name_of
 
 __all__ = ["ReplicaSync", "Unconnected", "context_of"]
@@ -61,7 +61,9 @@ class ReplicaSync:
         processes: Processes | None,
         running: RunningStatistics | None,
     ) -> Tensor:
-        """y by the statistics of all replicas; only the master replica updates `running`."""
+        """y by the statistics of all replicas; each updates its own `running`."""
+        if self.context.recomputes:
+            running = None
         record, edge = measure(operations, x)
         if profiler._is_profiler_enabled:
             ranges.name_backward(edge, self._name)
@@ -81,7 +83,6 @@ class ReplicaSync:
                     edge, exchange = self.context.sync_master.run_master(message)
                 else:
                     edge, exchange = self.pipe.run_slave(message)
-                    running = None
             self._history.append((record.part, exchange, torch.is_grad_enabled()))
         return normalize(x, edge, affine, record, exchange, running)
 
@@ -159,15 +160,11 @@ class _LazyName:
         return name_of(self.layer)
 
 
-class _BareContext(CallbackContext):
-    """For wrappers of other projects, which report neither the size nor the end of a forward."""
+class _BareContext(OpenContext):
+    """For wrappers of other projects, which do not report the number of copies either."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(cast(str, _LazyName(layer)))
-
-    def is_over(self) -> bool:
-        """Whether a backward pass runs, in which a forward must be a recomputation."""
-        return backward_task() != -1
 
 
 def context_of(context: Any, layer: nn.Module) -> CallbackContext:

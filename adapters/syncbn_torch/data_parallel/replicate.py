@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
-from syncbn_torch._torch_private import HOOK_OPTIONS, HOOKS, disable_tracing
+from syncbn_torch._torch_private import HOOK_OPTIONS, HOOKS, backward_task, disable_tracing
 from syncbn_torch.conversion_registry import conversion_of
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.batch_sizes import BatchSizes, check_batch_sizes
@@ -34,6 +34,7 @@ from syncbn_torch.replacement import class_of, modules_of
 __all__ = [
     "CallbackContext",
     "DataParallelWithCallback",
+    "OpenContext",
     "execute_replication_callbacks",
     "patch_replication_callback",
 ]
@@ -48,6 +49,8 @@ class CallbackContext:
         sync_master: the `SyncMaster` that copy 0 sets. Setting it starts a new round, so one
             object may serve many forwards; it is aborted when a replica fails.
         closed: True after the forward, when the other copies can't be reached any more.
+        recomputes: True if the forward runs within a backward pass, for activation checkpointing:
+            then running statistics have been updated before.
         disowned: the error with which the caller gave up the forward, as text, or "". Some
             copies may still run then; their results are dropped.
     """
@@ -56,6 +59,7 @@ class CallbackContext:
         self.name = name
         self.size = size
         self.closed = False
+        self.recomputes = backward_task() != -1
         self.disowned = ""
         self._sync_master: SyncMaster | None = None
         self._siblings: Siblings | None = None  # of all submodules in one forward
@@ -99,22 +103,38 @@ class CallbackContext:
             self._sync_master.leave(copy_id)
 
 
+class OpenContext(CallbackContext):
+    """For wrappers that do not report the end of a forward."""
+
+    def is_over(self) -> bool:
+        """Whether a backward pass runs, in which a forward must be a recomputation."""
+        return backward_task() != -1
+
+
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[CallbackContext]:
     """Call `__data_parallel_replicate__(context, copy_id)` on every submodule that has it.
 
     `modules`: copies of one model, the master copy first; its callbacks run first. Submodules at
     the same position in `modules()` get the same context. Returns the contexts in that order.
     Raises `CommError` if the copies differ in their number of submodules.
+
+    Call it before each forward of the copies. If one of them fails, call `abort(error)` of all
+    contexts: then the others stop at once, else they wait until the deadline.
     """
     if not modules:
         return []
-    return _execute(modules[0], [list(module.modules()) for module in modules])
+    copies = [list(module.modules()) for module in modules]
+    return _execute(modules[0], copies, OpenContext)
 
 
-def _execute(first: nn.Module, copies: Sequence[Sequence[nn.Module]]) -> list[CallbackContext]:
+def _execute(
+    first: nn.Module,
+    copies: Sequence[Sequence[nn.Module]],
+    kind: type[CallbackContext] = CallbackContext,
+) -> list[CallbackContext]:
     """Call the callbacks of all copies, given as lists of modules; names come from `first`."""
     names = [name or type(first).__name__ for name, _ in first.named_modules()]
-    contexts = [CallbackContext(name, len(copies)) for name in names]
+    contexts = [kind(name, len(copies)) for name in names]
     siblings = Siblings()
     for context in contexts:
         context._siblings = siblings
@@ -330,7 +350,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
     def _within_replica(self) -> bool:
         """Whether another wrapper has already split the batch."""
-        return originals.current() is not None or getattr(self, "_is_replica", False)
+        return originals.current() is not None or any(
+            getattr(module, "_is_replica", False) for module in self.modules()
+        )
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Replicas of `module`, one per device, after their replication callbacks."""
@@ -366,7 +388,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
         found: list[originals.Replica] = getattr(replicas, "found", [])
         siblings = contexts[0]._siblings if contexts else None
-        modes = modes_of_caller()
+        modes, of_replica_0 = modes_of_caller() if len(replicas) > 1 else ([], [])
         places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
         def member(index: int) -> Callable[[], Any]:
@@ -375,10 +397,10 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
             def call() -> Any:
                 run = partial(replicas[index], *inputs[index], **kwargs[index])
-                own = modes if index > 0 else []  # replica 0 runs in the caller's thread
                 if siblings is not None:
                     siblings.enter(index)
-                return call_within([*own, *places[index]], run)
+                alone = of_replica_0 if index == 0 else []
+                return call_within([*modes, *alone, *places[index]], run)
 
             if not found:
                 return lambda: variables.run(call)

@@ -1,4 +1,8 @@
-"""The modes, device and stream that replica threads take over from the calling thread."""
+"""The modes, device and stream that replica threads take over from the calling thread.
+
+No replica runs in the calling thread. Autograd counts nodes per thread, and that count decides in
+which order it adds up the gradients of shared parameters; in new threads it is the same every time.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,19 @@ from typing import Any
 
 import torch
 
-from syncbn_torch._torch_private import restored_forward_ad
+from syncbn_torch._torch_private import InheritedModes, restored_forward_ad
 
 __all__ = ["call_within", "modes_of_caller", "place_of"]
 
 Modes = list[Callable[[], AbstractContextManager[Any]]]
 
 
-def modes_of_caller() -> Modes:
-    """Gradient, inference, forward AD and autocast modes, which other threads don't inherit."""
+def modes_of_caller() -> tuple[Modes, Modes]:
+    """The modes for all replicas, and those for replica 0 alone, which other threads don't inherit.
+
+    All have the gradient, inference, forward AD and autocast modes. Torch's function and dispatch
+    modes and hooks for saved tensors need not be safe in several threads at the same time.
+    """
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     modes: Modes = [
         partial(torch.inference_mode, torch.is_inference_mode_enabled()),
@@ -31,7 +39,8 @@ def modes_of_caller() -> Modes:
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
         modes.append(partial(torch.autocast, kind, **settings))
-    return modes
+    inherited = InheritedModes()
+    return modes, [lambda: inherited]
 
 
 def place_of(device: torch.device) -> Modes:
