@@ -20,7 +20,7 @@ from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.checks import check_eps, check_eps_mode, check_momentum
-from syncbn_core.errors import DTypeError, ShapeError, StateError
+from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch import dispatch
 from syncbn_torch._torch_private import HOOKS, disable_tracing
@@ -32,6 +32,7 @@ from syncbn_torch.data_parallel.replicate import CallbackContext
 from syncbn_torch.dispatch import always_ours
 from syncbn_torch.process_group import communicator_for
 from syncbn_torch.replacement import modules_of
+from syncbn_torch.validation import not_a_tensor
 
 __all__ = [
     "SyncBatchNorm",
@@ -192,10 +193,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         """
         path_of_module = getattr(getattr(input, "tracer", None), "path_of_module", None)
         if path_of_module is None or not isinstance(input, fx.Proxy):
-            raise DTypeError(
-                f"expected a torch.Tensor, got {type(input).__module__}.{type(input).__name__}; "
-                "use syncbn_core.BatchNorm for arrays"
-            )
+            raise not_a_tensor(input)
         path = path_of_module(self)
         if self._runs_other_code(forward):
             raise StateError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
-from syncbn_core.comm.process_group import grace_after
+from syncbn_core.comm.process_group import grace_after, whereabouts
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
 from syncbn_torch import message_arrays  # noqa: F401  (registers tensors)
 
@@ -54,6 +55,9 @@ class _GroupTransport:
                 f"{dist.get_rank()} of the world; give each process its own group"
             )
         self._group = weakref.ref(group)
+        with suppress(Exception):  # there is no store, or none that forgets
+            # torchrun may keep the store over restarts
+            _store_of(group).delete_key(_report_of(group, self.rank))
         types = getattr(group, "_device_types", None) or ()
         self._types = {device.type for device in types}
 
@@ -96,13 +100,10 @@ class _GroupTransport:
             text = str(error).partition("\n")[0]
             who = f"rank {self.rank} of {self.size}{_in_world(group, self.rank)}"
             seconds = time.monotonic() - begin
-            silent = _silent_ranks(group, self.rank, self.size, call, grace_after(seconds))
+            where = _where_others_are(group, self.rank, self.size, call, grace_after(seconds))
             if "timed out" in text.lower() or "timeout" in text.lower():
-                raise CommTimeout(
-                    f"{who} waited {seconds:.3g} s in {call}; {silent}; look there for the first "
-                    "error, or run with SYNCBN_CHECK_ORDER=1"
-                ) from error
-            raise CommAborted(f"{who} lost its group in {call}: {text}; {silent}") from error
+                raise CommTimeout(f"{who} waited {seconds:.3g} s in {call}; {where}") from error
+            raise CommAborted(f"{who} lost its group in {call}: {text}; {where}") from error
 
 
 def _gather(rows: Tensor, own: Tensor, group: Any) -> None:
@@ -138,20 +139,19 @@ def _in_world(group: Any, rank: int) -> str:
     return "" if in_world == rank else f" (rank {in_world} of the world)"
 
 
-def _silent_ranks(group: Any, rank: int, size: int, call: CollectiveCall, grace: float) -> str:
-    """Text that names the ranks which don't report the failure in the group's store in time."""
-    heard: dict[int, int] = {}
+def _where_others_are(group: Any, rank: int, size: int, call: CollectiveCall, grace: float) -> str:
+    """Text that says which ranks report the failure in the group's store in time, and where."""
+    heard: dict[int, str] = {}
     others = [other for other in range(size) if other != rank]
 
     def ask() -> None:
         store = _store_of(group)
-        name = f"syncbn/{group.group_name}"
-        store.set(f"{name}/{rank}", str(call.number))
+        store.set(_report_of(group, rank), str(call))
         deadline = time.monotonic() + grace
         while len(heard) < len(others) and time.monotonic() < deadline:
             for other in others:
-                if other not in heard and store.check([f"{name}/{other}"]):
-                    heard[other] = int(store.get(f"{name}/{other}"))
+                if other not in heard and store.check([_report_of(group, other)]):
+                    heard[other] = store.get(_report_of(group, other)).decode()
             time.sleep(0.01)
 
     gone = []
@@ -168,15 +168,14 @@ def _silent_ranks(group: Any, rank: int, size: int, call: CollectiveCall, grace:
     if gone or thread.is_alive():
         return "the missing ranks are not known, because the group's store is gone too"
     said = dict(heard)
-    missing = [f"{other}{_in_world(group, other)}" for other in others if other not in said]
-    missing += [
-        f"{other}{_in_world(group, other)} (which waited in call {number})"
-        for other, number in said.items()
-        if number != call.number
-    ]
-    if not missing:
-        return "all other ranks report that they waited in the same call"
-    return f"no sign in this call of rank {', '.join(missing)}"
+    return whereabouts(
+        call, {f"{other}{_in_world(group, other)}": said.get(other) for other in others}
+    )
+
+
+def _report_of(group: Any, rank: int) -> str:
+    """The key in the group's store under which a rank says in which call it has failed."""
+    return f"syncbn/{group.group_name}/{rank}"
 
 
 def _store_of(group: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
@@ -26,6 +27,7 @@ __all__ = [
     "check_savable",
     "checked_running",
     "checked_running_once",
+    "not_a_tensor",
 ]
 
 _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -37,6 +39,11 @@ def check_input(layer: _SynchronizedBatchNorm, x: Tensor, weight: Tensor | None)
 
     `weight`: that of the layer, which is read only once because `nn.Module` takes long to find it.
     """
+    if x.is_nested:
+        raise DTypeError(
+            "expected a dense tensor, got a nested one; for parts of shape (length, C) normalize "
+            "all their rows at once, layer(torch.cat(input.unbind()))"
+        )
     layer._check_input_dim(x)
     if x.shape[1] != layer.num_features:
         raise ShapeError(
@@ -44,9 +51,10 @@ def check_input(layer: _SynchronizedBatchNorm, x: Tensor, weight: Tensor | None)
             f"{layer.num_features}), got shape {tuple(x.shape)}; check the layer before"
         )
     if not x.is_floating_point():
-        raise DTypeError(
-            f"expected a floating dtype, got {x.dtype}; convert it first with input.float()"
-        )
+        remedy = "convert it first with input.float()"
+        if x.is_complex():  # float() would drop the imaginary part
+            remedy = "normalize input.real and input.imag, with a layer each"
+        raise DTypeError(f"expected a floating dtype, got {x.dtype}; {remedy}")
     own = layer.running_mean if weight is None else weight
     if own is None:
         return
@@ -64,6 +72,26 @@ def check_input(layer: _SynchronizedBatchNorm, x: Tensor, weight: Tensor | None)
         )
 
 
+def not_a_tensor(x: object) -> DTypeError:
+    """The error for an input that is no tensor."""
+    if isinstance(x, PackedSequence):
+        remedy = (
+            "normalize its values, which have no padding, and keep the rest: "
+            "input._replace(data=layer(input.data))"
+        )
+    elif hasattr(type(x), "__dlpack__"):
+        remedy = "pass torch.from_dlpack(input), or use syncbn_core.BatchNorm for arrays"
+    elif isinstance(x, (list, tuple, dict)):
+        remedy = (
+            "pass its tensors, as one batch (torch.cat, torch.stack) if they shall have common "
+            "statistics"
+        )
+    else:
+        remedy = "check what computes the input"
+    kind = "None" if x is None else f"{type(x).__module__}.{type(x).__name__}"
+    return DTypeError(f"expected a torch.Tensor, got {kind.removeprefix('builtins.')}; {remedy}")
+
+
 def check_for_processes(name: Callable[[], str], x: Tensor, affine: Affine) -> None:
     """Find, before ranks exchange anything, what would otherwise fail after the exchange.
 
@@ -71,9 +99,10 @@ def check_for_processes(name: Callable[[], str], x: Tensor, affine: Affine) -> N
     for a weight or bias whose storage is too small. `name()`: what errors call the layer.
     """
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        plain = "its local tensor, x.to_local()" if hasattr(x, "to_local") else "a plain tensor"
         raise DTypeError(
             f"expected a tensor with values of its own in {name()}, which synchronizes over "
-            f"processes, got {type(x).__name__}; pass its local tensor (of a DTensor x.to_local())"
+            f"processes, got {type(x).__name__}; pass {plain}"
         )
     check_storage(*affine)
 

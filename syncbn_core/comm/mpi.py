@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.process_group import ProcessCommunicator, grace_after
+from syncbn_core.comm.process_group import ProcessCommunicator, grace_after, whereabouts
 from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import BackendError, CommError, CommTimeout, DeviceError, DTypeError
@@ -28,6 +28,7 @@ Array = Any
 
 BUSY_POLLS = 1000  # polls (about 1 ms) before it starts to sleep between polls
 POLL_INTERVAL = 50e-6  # seconds between later polls
+REPORT = 1024  # bytes of the message that says in which call a rank has waited
 
 
 class MPICommunicator(ProcessCommunicator):
@@ -106,10 +107,9 @@ class _MPITransport:
             request = collective(values, result)
             with self._aborting(request, values, result):
                 if not _done(request, seconds):
-                    silent = self._silent_ranks(call, grace_after(seconds))
+                    where = self._where_others_are(call, grace_after(seconds))
                     raise CommTimeout(
-                        f"rank {self.rank} of {self.size} waited {seconds:g} s in {call}; "
-                        f"no sign of {silent}; look there for the first error"
+                        f"rank {self.rank} of {self.size} waited {seconds:g} s in {call}; {where}"
                     )
         except self._mpi.Exception as error:
             raise CommError(
@@ -127,10 +127,11 @@ class _MPITransport:
             atexit.register(self._abort)
             raise
 
-    def _silent_ranks(self, call: CollectiveCall, grace: float) -> str:
-        """The ranks, as text, that don't report within `grace` seconds that they wait here too."""
+    def _where_others_are(self, call: CollectiveCall, grace: float) -> str:
+        """Text that says which ranks report within `grace` seconds, and where they wait."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        mine, theirs = np.array([call.number]), np.zeros((self.size, 1), np.int64)
+        mine = np.frombuffer(str(call).encode()[:REPORT].ljust(REPORT), np.uint8)
+        theirs = np.zeros((self.size, REPORT), np.uint8)
         tag = 1
         sent = [self._comm.Isend(mine, rank, tag) for rank in others]
         received = {rank: self._comm.Irecv(theirs[rank], rank, tag) for rank in others}
@@ -140,9 +141,8 @@ class _MPITransport:
         while silent and time.monotonic() < deadline:
             silent = [rank for rank in silent if not received[rank].Test()]
             time.sleep(POLL_INTERVAL)
-        behind = [rank for rank in others if rank not in silent and theirs[rank] != call.number]
-        missing = [*silent, *(f"{rank} (which waits in call {theirs[rank, 0]})" for rank in behind)]
-        return f"rank {', '.join(map(str, missing))}" if missing else "a rank that was only late"
+        reports = {str(rank): None if rank in silent else _text(theirs[rank]) for rank in others}
+        return whereabouts(call, reports)
 
     def _abort(self) -> None:
         self._comm.Abort(1)
@@ -158,6 +158,10 @@ def _done(request: Any, seconds: float) -> bool:
             if time.monotonic() > deadline:
                 return False
     return True
+
+
+def _text(report: np.ndarray[Any, Any]) -> str:
+    return report.tobytes().decode(errors="replace").rstrip()
 
 
 def _import_mpi() -> Any:

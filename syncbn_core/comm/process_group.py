@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +28,7 @@ from syncbn_core.errors import (
     StateError,
 )
 
-__all__ = ["ProcessCommunicator", "Transport", "grace_after"]
+__all__ = ["ProcessCommunicator", "Transport", "grace_after", "whereabouts"]
 
 Array = Any
 
@@ -228,6 +228,31 @@ def grace_after(seconds: float) -> float:
     tenth of the timeout `seconds`, but 1 to 30.
     """
     return min(max(1.0, 0.1 * seconds), 30.0)
+
+
+def whereabouts(call: CollectiveCall, reports: Mapping[str, str | None]) -> str:
+    """Where the other ranks were when `call` failed, and what to do, as text.
+
+    `reports`: the other ranks, as the text shall name them, each with `str` of the call in which it
+    waited, or None if it has not reported.
+    """
+    silent = [rank for rank, text in reports.items() if text is None]
+    elsewhere: dict[str, list[str]] = {}
+    for rank, text in reports.items():
+        if text is not None and not _same_names([text, str(call)]):
+            elsewhere.setdefault(text, []).append(rank)
+    parts = [f"rank {', '.join(ranks)} waited in {text}" for text, ranks in elsewhere.items()]
+    if elsewhere:
+        parts.append(call.remedy)
+    if silent:
+        parts.append(f"no sign in this call of rank {', '.join(silent)}")
+        parts.append("look there for the first error")
+    if not parts:
+        return (
+            "the other ranks waited in the same call, so one was only late; if it needs that long, "
+            "give the group a longer timeout"
+        )
+    return f"{'; '.join(parts)}; set {CHECK_ORDER_VARIABLE}=1 to see which calls differ"
 
 
 def _check_order_by_default() -> bool:

@@ -116,7 +116,8 @@ class Round:
         if gone:
             error = CommAborted(
                 f"{self.where(call)} can't complete: {named(gone)} left without taking part; "
-                "make the same calls on every member"
+                "every member has to make the same number of calls; one without data passes an "
+                "empty input (x[:0])"
             )
             self.fail_call(call, Cause(error, f"CommAborted: {error}"))
             try:
@@ -219,7 +220,8 @@ class Round:
         if threading.active_count() == 1 and len(sys._current_frames()) == 1:
             raise ProtocolError(
                 f"expected each member in its own thread, got only one thread: {named([member])} "
-                f"would wait forever in {self.where(call)}; use run_in_threads"
+                f"would wait forever in {self.where(call)}; start the members by run_in_threads, "
+                "and make the same number of calls in each"
             )
         waits = None if self.siblings is None else self.siblings.everybody_waits()
         if waits is None or waits != before:

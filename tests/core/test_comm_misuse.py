@@ -239,6 +239,31 @@ def test_members_called_one_after_the_other_from_one_thread_are_told_at_once() -
     assert "got only one thread: the master would wait" in lines[2]
 
 
+def test_a_member_that_is_left_over_is_told_to_make_as_many_calls_as_the_others() -> None:
+    program = """
+from syncbn_core.comm import run_in_threads, thread_group
+
+import numpy as np
+
+first, second = thread_group(2)
+calls = lambda: [first.all_reduce(np.ones(1)) for _ in range(2)]
+try:
+    run_in_threads([calls, lambda: second.all_reduce(np.ones(1))])
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "SYNCBN_TIMEOUT": "600", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "the master would wait forever in call 2" in done.stdout, done.stdout
+    assert "make the same number of calls" in done.stdout, done.stdout
+
+
 def test_a_member_that_computes_is_waited_for_and_named_once(short_deadline: float) -> None:
     go_on = threading.Event()
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from syncbn_core.errors import (
     ArgumentError,
@@ -551,6 +552,46 @@ def test_infinite_gradients_and_overflow_raise_no_warning(
         DataParallelWithCallback(model, replicas=replicas)(x * 1e30)
     assert x.grad[:, ::2].isfinite().all()
     assert not x.grad[:, 1].isfinite().all()
+
+
+def remedy_for(layer: nn.Module, input: Any) -> str:
+    """The code in the error that the layer raises."""
+    with pytest.raises(DTypeError, match="; ") as caught:
+        layer(input)
+    return str(caught.value).partition("; ")[2]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_the_error_for_sequences_advises_normalizes_all_their_rows(training: bool) -> None:
+    layer = SynchronizedBatchNorm1d(4).train(training)
+    parts = [torch.randn(length, 4) for length in (2, 5, 3)]
+    expected = copy.deepcopy(layer)(torch.cat(parts)).split([2, 5, 3])
+    input: Any = pack_sequence(parts, enforce_sorted=False)
+    remedy = remedy_for(layer, input)
+    packed = eval(remedy.rpartition(": ")[2], {"layer": copy.deepcopy(layer), "input": input})
+    for actual, part in zip(unpack_sequence(packed), expected, strict=True):
+        torch.testing.assert_close(actual, part)
+    for layout in (torch.jagged, torch.strided):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a prototype
+            input = torch.nested.nested_tensor(parts, layout=layout)
+        remedy = remedy_for(layer, input)
+        names = {"layer": copy.deepcopy(layer), "input": input, "torch": torch}
+        torch.testing.assert_close(eval(remedy.rpartition("once, ")[2], names), torch.cat(expected))
+    assert layer.num_batches_tracked == 0
+
+
+def test_the_error_for_other_objects_advises_what_fits_them() -> None:
+    layer = SynchronizedBatchNorm1d(3)
+    arrays = "torch.from_dlpack(input), or use syncbn_core.BatchNorm"
+    tensors = torch.ones(2, 3), torch.ones(1, 3)
+    assert arrays in remedy_for(layer, np.ones((6, 3), np.float32))
+    for objects in (tensors, list(tensors), {"x": tensors[0]}):
+        assert "torch.cat" in remedy_for(layer, objects)
+    for thing in (None, 1.0, nn.Identity()):
+        assert remedy_for(layer, thing) == "check what computes the input"
+    assert "input.imag" in remedy_for(layer, torch.ones(2, 3, dtype=torch.complex64))
+    assert "input.float()" in remedy_for(layer, torch.ones(2, 3).int())
 
 
 @pytest.mark.parametrize("argument", [{"eps": 0}, {"eps": -1.0}, {"momentum": 2}, {"momentum": -1}])

@@ -157,8 +157,9 @@ def test_a_subclass_whose_forward_would_run_twice_is_named() -> None:
 
 def test_inputs_of_another_kind_are_still_refused() -> None:
     layer = SynchronizedBatchNorm2d(3)
-    for thing in ([1.0], None, fx.Proxy(fx.Graph().placeholder("x"))):
-        with pytest.raises(DTypeError, match=r"expected a torch\.Tensor, got"):
+    proxy = fx.Proxy(fx.Graph().placeholder("x"))
+    for thing, kind in (([1.0], "list"), (None, "None"), (proxy, "torch.fx.proxy.Proxy; check")):
+        with pytest.raises(DTypeError, match=rf"expected a torch\.Tensor, got {kind}"):
             layer(thing)
 
 

@@ -17,6 +17,7 @@ from syncbn_torch import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     forward_together,
+    revert_model,
 )
 
 BOUNDS = (0, 1, 3, 6)
@@ -158,3 +159,23 @@ def test_batched_gradients_are_refused_and_plain_ones_of_the_same_graph_succeed(
     ys = forward_together(layers, [leaf, leaf])
     batched = partial(torch.autograd.grad, ys, leaf, [dys, dys], is_grads_batched=True)
     raises(StateError, "over processes", call=batched)
+
+
+@on_ranks(2)
+def test_second_derivatives_are_refused_and_succeed_as_the_error_advises(
+    rank: int, size: int
+) -> None:
+    x, _ = whole_batch((6, 3))
+    part = x[rows_of(rank, (0, 2, 6))].requires_grad_()
+    model = nn.Sequential(SynchronizedBatchNorm1d(3)).double()
+
+    def penalty() -> Tensor:
+        (dx,) = torch.autograd.grad(model(part).pow(3).sum(), part, create_graph=True)
+        return dx.square().sum()
+
+    words = ("0 (SynchronizedBatchNorm1d)", "over 2 processes", "in eval", "revert_model")
+    raises(StateError, *words, call=penalty)
+    model.eval()
+    penalty().backward()
+    revert_model(model.train())
+    penalty().backward()

@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from world import (
     close,
     equals_undivided,
@@ -206,7 +208,9 @@ def test_tensors_without_values_of_their_own_are_refused_before_anything_is_exch
 ) -> None:
     x, _ = whole_batch((4, 3, 2, 2))
     layer = SyncBatchNorm(3).double()
-    raises(DTypeError, "values of its own", "to_local()", call=lambda: layer(Wrapper(x)))
+    raises(DTypeError, "values of its own", "a plain tensor", call=lambda: layer(Wrapper(x)))
+    part = distribute_tensor(x, dist.init_device_mesh("cpu", (size,)), [Shard(0)])
+    raises(DTypeError, "values of its own", "x.to_local()", call=lambda: layer(part))
     assert int(layer.num_batches_tracked) == 0
     close(layer(x[2 * rank : 2 * rank + 2]), nn.BatchNorm2d(3).double()(x)[2 * rank : 2 * rank + 2])
 

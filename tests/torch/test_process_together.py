@@ -115,7 +115,7 @@ def test_inputs_that_layers_together_refuse_change_nothing_and_the_next_batch_is
     assert communicator_for(None).calls == before
     raises(
         DTypeError,
-        "torch.Tensor, got builtins.list",
+        "torch.Tensor, got list",
         call=lambda: forward_together(freed, [[1], [2]]),
     )
     parallel = DataParallelWithCallback(SumOfTwo(layers), replicas=2)

@@ -445,6 +445,29 @@ def test_a_replica_that_skips_a_layer_ends_the_wait_of_the_others() -> None:
         DataParallelWithCallback(Fails("skips"), replicas=4)(x)
 
 
+class Loops(nn.Module):
+    """Calls a layer for each block of two samples that begins with a positive value."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.bn, self.least = SynchronizedBatchNorm1d(1), least
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = [block for block in x.split(2) if block[0, 0] > 0]
+        blocks += [x[:0]] * (self.least - len(blocks))
+        return torch.cat([self.bn(block) for block in blocks])
+
+
+def test_a_replica_with_fewer_calls_is_named_and_goes_along_with_empty_inputs() -> None:
+    x = torch.tensor([1.0, 2, 3, 5, 4, 1, -1, 8]).view(8, 1)  # two blocks, and one
+    with pytest.raises(CommAborted, match=r"call 2 of bn .* slave 1 left .* input \(x\[:0\]\)"):
+        DataParallelWithCallback(Loops(least=0), replicas=2)(x)
+    y = DataParallelWithCallback(Loops(least=2), replicas=2)(x)
+    twin = nn.BatchNorm1d(1)
+    first, second = twin(torch.cat([x[0:2], x[4:6]])), twin(x[2:4])
+    torch.testing.assert_close(y, torch.cat([first[:2], second, first[2:]]))
+
+
 def test_deadline_ends_the_wait_for_a_replica_that_is_stuck() -> None:
     """The caller gets the error while the stuck replica is still at it."""
     release = threading.Event()

@@ -19,11 +19,14 @@ BEFORE = "import torch\n\ntorch.set_default_dtype(torch.float64)\n"
 AFTER = """
 import os
 import torch
+import torch.distributed
 from torch.nn.modules.batchnorm import _BatchNorm
 
 layers = sum(isinstance(module, _BatchNorm) for module in model.modules())
 saved = {"state": model.state_dict(), "layers": layers}
 torch.save(saved, f"rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+if torch.distributed.is_initialized():  # else gloo may abort the process as it exits
+    torch.distributed.destroy_process_group()
 """
 
 

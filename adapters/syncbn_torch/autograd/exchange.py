@@ -43,8 +43,10 @@ class Processes(NamedTuple):
         """Add up `sums` over all processes; `call` is the number of the forward's exchange."""
         if torch.is_grad_enabled():
             raise StateError(
-                "second derivatives (create_graph=True) don't go through a process group; "
-                "compute them in one process, or use layers without process_group there"
+                f"expected a backward without create_graph=True in {self.site.name()}, which "
+                f"synchronizes over {self.communicator.size} processes, got one with it; for "
+                "second derivatives call the layer in eval, or use layers of torch (revert_model), "
+                "which take the statistics of one process"
             )
         with ranges.span("exchange", self.site.name):
             return exchange_sums(self.communicator, sums, self.site, call)
