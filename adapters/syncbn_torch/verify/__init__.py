@@ -16,6 +16,7 @@ from syncbn_torch.data_parallel.containers import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.scatter import moved
 from syncbn_torch.replacement import modules_of
+from syncbn_torch.verify.agreement import description, plain_values, with_plain_values
 from syncbn_torch.verify.figures import difference, tensors_of, tolerance
 from syncbn_torch.verify.judge import judge_layer, model_differences
 from syncbn_torch.verify.prepare import (
@@ -84,9 +85,13 @@ def verify_sync(
     undivided batch. What it raises for the split batch is in the report.
     """
     ranks = _ranks(replicas, process_group)
-    inner, note = _together(ranks, lambda: _checked(model), "a model that can be checked")
     if batch_sizes is None and isinstance(model, DataParallelWithCallback):
         batch_sizes = model.batch_sizes
+    inner, note = _together(ranks, lambda: _checked(model), "a model that can be checked")
+    if ranks is not None:
+        ranks.agree(
+            description(inner, batch, dtype=dtype, loss="none" if loss is None else "a function")
+        )
     notes = [note] if note else []
     with random_state_kept(), torch.inference_mode(False), torch.enable_grad():
         report = _report(
@@ -141,13 +146,17 @@ def _report(
     what = "a model and a batch that can be copied"
     base, arguments = _together(ranks, lambda: _prepared(model, batch, dtype), what)
     if ranks is not None:
-        ranks.share(_tensors(base), "model")
-        ranks.share({str(i): t for i, t in enumerate(tensors_in(arguments))}, "batch")
+        ranks.share(_tensors(base))
+        values = ranks.from_first(plain_values(arguments))
+        arguments = with_plain_values(arguments, iter(values))
+        ranks.share(tensors_in(arguments))
     division = _together(
         ranks,
         lambda: divided(arguments, count, _device(base), batch_sizes),
         "a batch that can be split",
     )
+    if ranks is not None:
+        ranks.agree({"division of the batch": str(division.sizes)})
     if len(division.parts) < (2 if ranks is None else count):
         raise ArgumentError(
             f"expected a batch of at least {count} samples, got {sum(division.sizes)}; "
@@ -223,15 +232,13 @@ def _prepared(
     return base, arguments
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, also those of modules in plain lists."""
-    return {
-        f"{name}.{key}": tensor
-        for module, name in modules_of(model).items()
-        for key, tensor in chain(
-            module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-        )
-    }
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, also those of modules in plain lists."""
+    return [
+        tensor
+        for module in modules_of(model)
+        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    ]
 
 
 def _random(

@@ -22,7 +22,7 @@ from syncbn_torch._torch_private import backward_task
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.replacement import modules_of
 
-__all__ = ["Call", "Recorder", "norm_layers", "places_of_random_numbers"]
+__all__ = ["Call", "Recorder", "is_norm", "norm_layers", "places_of_random_numbers"]
 
 
 @dataclass
@@ -123,10 +123,11 @@ def _recording(base: type[nn.Module], name: str, recorder: Recorder) -> type[nn.
 
 def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The batch norm layers by name, also those that the model holds without registering them."""
-    return {name: module for module, name in modules_of(model).items() if _is_norm(module)}
+    return {name: module for module, name in modules_of(model).items() if is_norm(module)}
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is batch norm, also of an unknown class; not one of torch.jit."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     tracks = hasattr(module, "running_mean") and hasattr(module, "running_var")

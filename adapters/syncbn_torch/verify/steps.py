@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -170,9 +170,7 @@ def split_over_ranks(
     if not split.error:
         everyone = ranks.gather([y.cpu() for y in _kept(outputs)])
         _join(split, whole, everyone, sizes)
-        split.gradients = _gradients(model, whole.gradients)
-        for gradient in split.gradients.values():
-            ranks.add_up(gradient)
+        split.gradients = ranks.add_up(_gradients(model), dict(model.named_parameters()))
     split.out_of_step = bool(split.error) and split.error == ranks.stopped
     split.buffers = ranks.gather({name: b.cpu() for name, b in _buffers(model).items()})
     return split
@@ -246,17 +244,9 @@ def _kept(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def _gradients(model: nn.Module, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The gradients of parameters; those that `like` has and a parameter does not are zero."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name] = parameter.grad
-        elif like is not None and name in like:
-            found[name] = torch.zeros_like(like[name])
-    if like is None:
-        return found
-    return {name: gradient for name, gradient in found.items() if name in like}
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of those parameters that have one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
