@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from world import Net, on_ranks, raises
 
 from syncbn_core.errors import ArgumentError
 from syncbn_torch import (
+    DataParallelWithCallback,
     SynchronizedBatchNorm2d,
     SyncReport,
     convert_model,
@@ -180,6 +182,46 @@ def test_two_groups_of_the_same_ranks_are_told_apart(rank: int, size: int) -> No
     assert "another one on some ranks" in str(report)
     model.bn.process_group = groups[0]
     assert checked(model, batch()).ok
+
+
+class SetsAndCalls(Net):
+    """Sets mode and momentum in forward, calls by keyword, and holds a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DataParallelWithCallback(nn.BatchNorm2d(3), replicas=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bn_left.eval()
+        self.bn.momentum = 0.3
+        x = self.bn(input=self.conv(self.inner(x)))
+        self.bn.momentum = 0.7
+        out: Tensor = self.bn(self.bn_left(x)).mean((2, 3))
+        return out
+
+
+@on_ranks(2)
+def test_a_right_model_that_changes_its_layers_is_not_accused(rank: int, size: int) -> None:
+    model = sync_net(SetsAndCalls)
+    model.bn.register_forward_hook(lambda layer, args, y: 2 * y)
+    report = checked(model, batch(6))
+    assert report.conclusion == "ok", report
+
+
+class Functional(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.batch_norm(x, None, None, training=True))
+
+
+@on_ranks(2)
+def test_functional_and_compiled_batch_norm_are_named_on_all_ranks(rank: int, size: int) -> None:
+    report = checked(sync_net(Functional), batch())
+    assert report.functional == ("the model itself",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.jit.script(nn.BatchNorm2d(3))
+    report = checked(nn.Sequential(compiled, sync_net()), batch())
+    assert [layer.name for layer in report.faulty] == ["0"]
 
 
 class Scaled(Net):
