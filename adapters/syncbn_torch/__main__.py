@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 
 from syncbn_core.errors import ArgumentError
-from syncbn_torch.verify import verify_sync
+from syncbn_torch.verify import Conclusion, verify_sync
 from syncbn_torch.verify.ranks import Ranks
 
 __all__ = ["main"]
 
+_STATUS: dict[Conclusion, int] = {"ok": 0, "wrong": 1, "incomplete": 3}
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "own")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0 if all is well, 1 if not, 2 if it can't be told."""
+    """Run a command; the exit status is 0 if all is well, else as in `_STATUS`, 2 for errors."""
     parser, verify = _parsers()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -55,7 +56,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         description="Check that a training step of your model over parts of a batch is that of the "
         "undivided batch, and name the layers for which it is not. Under torchrun the processes "
         "take the parts, else replicas in threads.",
-        epilog="Exit status: 0 if it is, 1 if it is not, 2 if that could not be checked.",
+        epilog="Exit status: 0 if it is, 1 if it is not, 2 if that could not be checked, 3 if "
+        "nothing is wrong in what was compared, but not all could be compared.",
     )
     verify.add_argument(
         "factory",
@@ -119,7 +121,7 @@ def _verify(
         print(report, flush=True)
     if begun:
         dist.destroy_process_group()
-    return 0 if report.ok else 1
+    return _STATUS[report.conclusion]
 
 
 def _join_world() -> None:

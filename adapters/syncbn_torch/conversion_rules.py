@@ -30,6 +30,7 @@ from syncbn_torch.replacement import (
     modules_of,
     swap_modules,
 )
+from syncbn_torch.scripted import name_of_scripted, scripted_batch_norm
 
 __all__ = ["Choice", "Keep", "apply_target", "change_modules", "synchronize"]
 
@@ -83,7 +84,9 @@ def change_modules(
         report.layers.append(
             ReportedLayer(
                 names[module] or "the model itself",
-                name_of_class(before),
+                name_of_scripted(module)
+                if isinstance(module, torch.jit.ScriptModule)
+                else name_of_class(before),
                 after,
                 kept.reason,
                 kept.expected,
@@ -137,6 +140,8 @@ def synchronize(
 def _choose(
     module: nn.Module, extra: Mapping[type[nn.Module], Target], ours: type[nn.Module]
 ) -> Choice:
+    if isinstance(module, torch.jit.ScriptModule):
+        return _kept_of_jit(module)
     kind = class_of(module)
     if kind in extra:
         return apply_target(module, extra[kind], "extra=")
@@ -197,11 +202,21 @@ def _unknown(module: nn.Module, kind: type[nn.Module]) -> Choice:
     return None
 
 
+def _kept_of_jit(module: torch.jit.ScriptModule) -> Keep | None:
+    """A module that was scripted or traced: torch can't change it, and its code can't wait."""
+    statistics = scripted_batch_norm(module)
+    if statistics == "never":
+        return Keep("compiled by torch.jit; it uses its running statistics only", expected=True)
+    if statistics is None:
+        return None
+    return Keep(
+        "compiled by torch.jit, so it can't synchronize; convert the model as it was before "
+        "torch.jit.script or trace, and train that"
+    )
+
+
 def _kept_of_torch(module: nn.Module, kind: type[nn.Module]) -> Keep | None:
-    """Layers of torch.ao and torch.jit that can't be converted, or not yet."""
-    if isinstance(module, torch.jit.ScriptModule):
-        scripted = "BatchNorm" in str(getattr(module, "original_name", ""))
-        return Keep("scripted; convert before torch.jit.script") if scripted else None
+    """Layers of torch.ao that can't be converted, or not yet."""
     where = kind.__module__
     if not where.startswith("torch.ao.nn."):
         return None

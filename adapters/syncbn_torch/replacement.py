@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["become", "class_of", "forward_replaced", "modules_of", "swap_modules"]
@@ -40,6 +41,8 @@ def modules_of(root: nn.Module) -> dict[nn.Module, str]:
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The class of `module`; of a parametrized module the one that it had before."""
     kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):  # keeps its submodules elsewhere
+        return kind
     # not by torch.nn.utils.parametrize, which asks for an attribute: that may run the user's code
     if isinstance(vars(module)["_modules"].get("parametrizations"), nn.ModuleDict):
         return kind.__bases__[0]
@@ -81,6 +84,8 @@ def swap_modules(holders: Mapping[nn.Module, str], new: Mapping[nn.Module, nn.Mo
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    if isinstance(module, torch.jit.ScriptModule):  # a traced one holds itself once more
+        return []
     return [(key, value) for key, value in vars(module).items() if key not in _ORDINARY]
 
 

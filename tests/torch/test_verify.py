@@ -108,7 +108,10 @@ def test_a_model_in_its_own_dtype_is_judged_with_wider_limits() -> None:
     report = verify_sync(wrong, batch(), dtype=None)
     assert report.dtype == "float32"
     assert [layer.name for layer in report.faulty] == ["bn_left"]
-    assert verify_sync(right.bfloat16(), batch().bfloat16(), dtype=None).ok
+    report = verify_sync(right.bfloat16(), batch().bfloat16(), dtype=None)
+    assert report.conclusion == "incomplete"
+    assert set(verdicts(report).values()) == {"ok"}
+    assert "in bfloat16 only its layers are judged" in str(report)
 
 
 # ----------------------------------------------------------------------- the model stays as it is
@@ -346,15 +349,20 @@ def test_replicas_record_their_calls_one_at_a_time() -> None:
 
 
 def test_a_layer_whose_calls_cannot_be_recorded_is_unclear_for_that_reason() -> None:
-    class ByKeyword(nn.Module):
+    class OfLists(SynchronizedBatchNorm2d):
+        def forward(self, inputs: Any) -> Any:
+            return super().forward(inputs[0])
+
+    class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bn = SynchronizedBatchNorm2d(3)
+            self.bn = OfLists(3)
 
         def forward(self, x: Tensor) -> Any:
-            return self.bn(input=x)
+            return self.bn([x])
 
-    report = verify_sync(ByKeyword(), batch())
+    report = verify_sync(Listed(), batch())
+    assert report.conclusion == "incomplete"
     assert verdicts(report) == {"bn": "unclear"}
     assert "not all of its calls could be recorded" in str(report)
     assert "not a tensor" not in str(report)
@@ -551,7 +559,7 @@ def test_other_random_numbers_are_reported_and_layers_still_judged(right: bool) 
     report = verify_sync(model, batch())
     assert report.random == ("1",)
     assert report.model_differs
-    assert report.ok is right
+    assert report.conclusion == ("incomplete" if right else "wrong")
     assert verdicts(report) == {"2": "ok" if right else "not synchronized"}
     assert "draws random numbers (1)" in str(report)
 
@@ -676,8 +684,8 @@ def test_an_output_without_tensors_is_not_said_to_be_compared() -> None:
 
     report = verify_sync(sync_net(Hides), batch())
     assert report.output is None
-    assert report.ok, report
-    assert "OK: 3 layers give the forward results of the undivided batch" in str(report)
+    assert report.conclusion == "incomplete"
+    assert "INCOMPLETE: 3 layers give the forward results of the undivided batch" in str(report)
     assert "outputs and gradients were not compared" in str(report)
 
 
@@ -770,10 +778,13 @@ def test_the_gradient_of_a_layer_is_told_from_that_of_others_with_the_same_input
     assert report.layers[0].gradient is not None
 
 
-def test_nan_equals_nan_only() -> None:
+def test_nan_in_both_steps_is_not_compared_and_nan_in_one_is_wrong() -> None:
     model, x = sync_net(), batch()
     x[0, 0, 0, 0] = float("nan")
-    assert verify_sync(model, x).ok
+    report = verify_sync(model, x)
+    assert report.conclusion == "incomplete"
+    assert set(verdicts(report).values()) == {"unclear"}
+    assert "- output, the gradient of conv.weight and 18 more (NaN in both steps)" in str(report)
 
     class Late(Net):
         def forward(self, x: Tensor) -> Any:

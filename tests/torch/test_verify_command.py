@@ -24,6 +24,13 @@ def right():
     model, batch = plain()
     return convert_model(model), batch
 
+def draws():
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x)
+    model, batch = right()
+    return nn.Sequential(model, Noise()), batch
+
 def raises():
     return 1 / 0
 
@@ -70,6 +77,13 @@ def test_the_status_is_1_for_a_wrong_model_and_the_layer_is_named(tmp_path: Path
     assert "2 replicas with 2 + 2 samples, float32" in done.stdout
     assert "- 1: a plain nn.BatchNorm2d" in done.stdout
     assert not done.stderr
+
+
+def test_the_status_is_3_for_a_model_that_could_not_be_compared_as_a_whole(tmp_path: Path) -> None:
+    done = run(tmp_path, "verify", "mine.models:draws")
+    assert done.returncode == 3, done.stderr
+    assert "INCOMPLETE: 1 layer gives the results of the undivided batch" in done.stdout
+    assert "- the whole model: it draws random numbers (1)" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import contextlib
 import io
 import os
 import pickle
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from world import Net, on_ranks, raises
 
 from syncbn_core.errors import ArgumentError
 from syncbn_torch import (
+    DataParallelWithCallback,
     SynchronizedBatchNorm2d,
     SyncReport,
     convert_model,
@@ -79,6 +82,158 @@ def test_different_batches_or_models_are_refused_on_all_ranks(rank: int, size: i
     raises(ArgumentError, "same model on all", call=lambda: verify_sync(other, batch()))
     raises(ArgumentError, "at least 2", call=lambda: verify_sync(sync_net(), batch(1)))
     assert checked(sync_net(), batch()).ok
+
+
+def frozen(model: Any) -> Any:
+    model.conv.weight.requires_grad_(False)
+    return model
+
+
+def with_layer(make: Callable[[], nn.Module]) -> Callable[[Any], Any]:
+    def change(model: Any) -> Any:
+        model.bn_left = make()
+        return model
+
+    return change
+
+
+# What differs on rank 1: the model, the batch and the arguments; and what the error says of it.
+UNLIKE: list[tuple[Callable[[Any], Any], Callable[[Tensor], Any], dict[str, Any], str]] = [
+    (
+        frozen,
+        lambda x: x,
+        {},
+        "on all ranks, got conv.weight: (8, 3, 3, 3) float32 on cpu, requires_grad on",
+    ),
+    (lambda model: model.bn.eval() and model, lambda x: x, {}, "got bn: training mode"),
+    (lambda model: model.head.eval() and model, lambda x: x, {}, "got head: training mode"),
+    (
+        with_layer(lambda: nn.BatchNorm2d(8)),
+        lambda x: x,
+        {},
+        "SynchronizedBatchNorm2d(num_features=8",
+    ),
+    (with_layer(lambda: SynchronizedBatchNorm2d(8, eps=1)), lambda x: x, {}, "eps=1e-05"),
+    (with_layer(lambda: SynchronizedBatchNorm2d(8, eps_mode="clamp")), lambda x: x, {}, "clamp"),
+    (with_layer(lambda: SynchronizedBatchNorm2d(8, affine=False)), lambda x: x, {}, "affine=True"),
+    (lambda model: model.to(torch.bfloat16), lambda x: x, {}, "float32 on cpu"),
+    (lambda model: model, lambda x: (x, x), {}, "same batch on all ranks"),
+    (lambda model: model, lambda x: {"x": x}, {}, "same batch on all ranks"),
+    (lambda model: model, lambda x: x.double(), {}, "same batch on all ranks"),
+    (lambda model: model, lambda x: x, {"dtype": None}, "argument dtype"),
+    (lambda model: model, lambda x: x, {"loss": torch.sum}, "argument loss"),
+    (lambda model: model, lambda x: x, {"batch_sizes": [5, 1]}, "division of the batch"),
+]
+
+
+@on_ranks(2, 3)
+def test_whatever_decides_the_messages_has_to_be_the_same_on_all_ranks(
+    rank: int, size: int
+) -> None:
+    for change, change_batch, options, words in UNLIKE:
+        model, x = sync_net(), batch(6)
+        own: dict[str, Any] = options
+        if "batch_sizes" in options and size == 3:
+            own = {"batch_sizes": [4, 1, 1]}
+        if rank == 1:
+            model, x = change(model), change_batch(x)
+        else:
+            own = {}
+
+        def call(model: Any = model, x: Any = x, own: Any = own) -> Any:
+            return verify_sync(model, x, **own)
+
+        raises(ArgumentError, words, call=call)
+    assert checked(sync_net(), batch(6)).ok  # the group can go on
+
+
+class Sometimes(Net):
+    """Only rank 0 uses the parameters of `head`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn_left(self.bn(self.conv(x))).mean((2, 3))
+        return self.head(y) if dist.get_rank() == 0 else y[:, :5]
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_rank_alone_uses_is_no_end_of_the_processes(
+    rank: int, size: int
+) -> None:
+    report = checked(sync_net(Sometimes), batch())
+    assert not report.error
+    assert report.model_differs
+
+
+@on_ranks(2)
+def test_an_invalid_group_on_one_rank_ends_on_all(rank: int, size: int) -> None:
+    model = sync_net()
+    if rank == 1:
+        model.bn.process_group = "mine"
+    raises(ArgumentError, "process_group", call=lambda: verify_sync(model, batch()))
+
+
+@on_ranks(2)
+def test_two_groups_of_the_same_ranks_are_told_apart(rank: int, size: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    model = sync_net()
+    model.bn.process_group = groups[rank]
+    report = checked(model, batch())
+    assert verdicts(report)["bn"] == "wrong group"
+    assert "another one on some ranks" in str(report)
+    model.bn.process_group = groups[0]
+    assert checked(model, batch()).ok
+
+
+class SetsAndCalls(Net):
+    """Sets mode and momentum in forward, calls by keyword, and holds a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DataParallelWithCallback(nn.BatchNorm2d(3), replicas=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bn_left.eval()
+        self.bn.momentum = 0.3
+        x = self.bn(input=self.conv(self.inner(x)))
+        self.bn.momentum = 0.7
+        out: Tensor = self.bn(self.bn_left(x)).mean((2, 3))
+        return out
+
+
+@on_ranks(2)
+def test_a_right_model_that_changes_its_layers_is_not_accused(rank: int, size: int) -> None:
+    model = sync_net(SetsAndCalls)
+    model.bn.register_forward_hook(lambda layer, args, y: 2 * y)
+    report = checked(model, batch(6))
+    assert report.conclusion == "ok", report
+
+
+class Functional(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.batch_norm(x, None, None, training=True))
+
+
+@on_ranks(2)
+def test_functional_and_compiled_batch_norm_are_named_on_all_ranks(rank: int, size: int) -> None:
+    report = checked(sync_net(Functional), batch())
+    assert report.functional == ("the model itself",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.jit.script(nn.BatchNorm2d(3))
+    report = checked(nn.Sequential(compiled, sync_net()), batch())
+    assert [layer.name for layer in report.faulty] == ["0"]
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor, scale: float, name: str) -> Tensor:  # type: ignore[override]
+        assert name == "0"
+        return super().forward(x) * scale
+
+
+@on_ranks(2)
+def test_numbers_and_strings_of_the_first_rank_are_used(rank: int, size: int) -> None:
+    report = checked(sync_net(Scaled), (batch(), 1.0 + rank, str(rank)))
+    assert report.ok, report
 
 
 @on_ranks(2)
@@ -241,8 +396,8 @@ def test_what_one_rank_refuses_ends_on_all(rank: int, size: int) -> None:
     words = "on rank 1 it raised" if rank == 0 else "deepcopy can copy"
     raises(ArgumentError, words, call=lambda: verify_sync(other, batch()))
     given = "path" if rank else batch()
-    words = "on rank 1 it raised" if rank == 0 else "a batch with tensors"
-    raises(ArgumentError, words, call=lambda: verify_sync(sync_net(), given))
+    raises(ArgumentError, "same batch on all", call=lambda: verify_sync(sync_net(), given))
+    raises(ArgumentError, "a batch with tensors", call=lambda: verify_sync(sync_net(), "path"))
     assert checked(sync_net(), batch()).ok
 
 

@@ -30,6 +30,7 @@ from syncbn_torch.data_parallel.gather import join
 from syncbn_torch.data_parallel.scatter import Parts, moved, split
 from syncbn_torch.data_parallel.thread_modes import call_within, modes_of_caller, place_of
 from syncbn_torch.replacement import class_of, modules_of
+from syncbn_torch.scripted import name_of_scripted, uses_batch
 
 __all__ = [
     "CallbackContext",
@@ -231,15 +232,23 @@ def _stays_on_purpose(layer: nn.Module) -> bool:
     return conversion is not None and conversion.to is None
 
 
+def _is_plain_layer(module: nn.Module) -> bool:
+    """Whether a layer of torch, scripted ones too, would take statistics of its input now."""
+    if not isinstance(module, _BatchNorm):
+        return uses_batch(module)
+    return (
+        (module.training or module.running_mean is None)
+        and not hasattr(module, "__data_parallel_replicate__")
+        and not _stays_on_purpose(module)
+    )
+
+
 def _warn_of_plain_layers(model: nn.Module) -> None:
     """Warn if torch's layers in `model` would take statistics of one replica's part each."""
     plain = [
-        f"{name or 'the model itself'} ({type(module).__name__})"
+        f"{name or 'the model itself'} ({name_of_scripted(module)})"
         for module, name in modules_of(model).items()
-        if isinstance(module, _BatchNorm)
-        and (module.training or module.running_mean is None)
-        and not hasattr(module, "__data_parallel_replicate__")
-        and not _stays_on_purpose(module)
+        if _is_plain_layer(module)
     ]
     if plain:
         more = f" and {len(plain) - 1} more layers" if len(plain) > 1 else ""

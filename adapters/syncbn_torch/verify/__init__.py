@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeVar
@@ -16,8 +17,10 @@ from syncbn_torch.data_parallel.containers import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.scatter import moved
 from syncbn_torch.replacement import modules_of
-from syncbn_torch.verify.figures import difference, tensors_of, tolerance
-from syncbn_torch.verify.judge import judge_layer, model_differences
+from syncbn_torch.scripted import scripted_batch_norm
+from syncbn_torch.verify.agreement import description, plain_values, with_plain_values
+from syncbn_torch.verify.figures import Tolerance, difference, scale_of, tolerance
+from syncbn_torch.verify.judge import judge_layer, judge_scripted, model_differences
 from syncbn_torch.verify.prepare import (
     Arguments,
     arguments_of,
@@ -25,24 +28,25 @@ from syncbn_torch.verify.prepare import (
     converted,
     copy_of,
     duplicate,
-    make_alone,
     random_state_kept,
-    seed_everything,
     unwrapped,
 )
 from syncbn_torch.verify.ranks import Ranks, first_line
 from syncbn_torch.verify.recording import norm_layers
-from syncbn_torch.verify.report import LayerReport, SyncReport, Verdict
+from syncbn_torch.verify.report import Conclusion, LayerReport, SyncReport, Verdict
 from syncbn_torch.verify.steps import (
+    Division,
     Split,
     Whole,
     divided,
+    functional_calls,
+    shaken_step,
     split_over_ranks,
     split_over_replicas,
     whole_step,
 )
 
-__all__ = ["LayerReport", "SyncReport", "Verdict", "verify_sync"]
+__all__ = ["Conclusion", "LayerReport", "SyncReport", "Verdict", "verify_sync"]
 
 T = TypeVar("T")
 
@@ -84,9 +88,13 @@ def verify_sync(
     undivided batch. What it raises for the split batch is in the report.
     """
     ranks = _ranks(replicas, process_group)
-    inner, note = _together(ranks, lambda: _checked(model), "a model that can be checked")
     if batch_sizes is None and isinstance(model, DataParallelWithCallback):
         batch_sizes = model.batch_sizes
+    inner, note = _together(ranks, lambda: _checked(model), "a model that can be checked")
+    if ranks is not None:
+        ranks.agree(
+            description(inner, batch, dtype=dtype, loss="none" if loss is None else "a function")
+        )
     notes = [note] if note else []
     with random_state_kept(), torch.inference_mode(False), torch.enable_grad():
         report = _report(
@@ -141,13 +149,17 @@ def _report(
     what = "a model and a batch that can be copied"
     base, arguments = _together(ranks, lambda: _prepared(model, batch, dtype), what)
     if ranks is not None:
-        ranks.share(_tensors(base), "model")
-        ranks.share({str(i): t for i, t in enumerate(tensors_in(arguments))}, "batch")
+        ranks.share(_tensors(base))
+        values = ranks.from_first(plain_values(arguments))
+        arguments = with_plain_values(arguments, iter(values))
+        ranks.share(tensors_in(arguments))
     division = _together(
         ranks,
         lambda: divided(arguments, count, _device(base), batch_sizes),
         "a batch that can be split",
     )
+    if ranks is not None:
+        ranks.agree({"division of the batch": str(division.sizes)})
     if len(division.parts) < (2 if ranks is None else count):
         raise ArgumentError(
             f"expected a batch of at least {count} samples, got {sum(division.sizes)}; "
@@ -167,11 +179,14 @@ def _report(
             "in its own dtype, in which small differences are not seen."
         )
         return _report(model, batch, replicas, ranks, loss, None, batch_sizes, notes)
-    random = _together(
+    own = dtype or next((t.dtype for t in base.parameters()), torch.get_default_dtype())
+    allowed = tolerance(own)
+    random, functional = _together(
         ranks,
-        lambda: _random(base, arguments, loss, whole),
+        lambda: _second_look(base, arguments, division, loss, whole, allowed),
         "a model that takes the undivided batch twice",
     )
+    other = shaken_step(duplicate(base), _again(arguments), loss, whole, allowed.shake)
     layers = norm_layers(base)
     wrong, can_run = ({}, True) if ranks is None else ranks.wrong_groups(layers)
     if not can_run:
@@ -185,25 +200,42 @@ def _report(
         judge_layer(name, layer, whole, split, name in registered, wrong.get(name, ""))
         for name, layer in layers.items()
     ]
-    output, gradient, buffer = model_differences(whole, split)
-    own = dtype or next((t.dtype for t in base.parameters()), torch.get_default_dtype())
+    model_wide = model_differences(whole, other, split, allowed)
+    differs = any(
+        figure is not None and figure > allowed.model
+        for figure in (model_wide.output, model_wide.gradient, model_wide.buffer)
+    )
+    judged += [
+        judge_scripted(name, module, split, differs)
+        for module, name in modules_of(base).items()
+        if scripted_batch_norm(module) is not None
+    ]
+    missing = [*model_wide.not_compared]
     if split.mismatch:
         notes.append(f"outputs of the parts do not join to those of the batch: {split.mismatch}.")
-    if not whole.outputs:
-        notes.append(
-            "no floating tensor was found in what the model (or loss) returned, so outputs and "
-            "gradients were not compared; pass a loss that returns the tensors to compare."
+    if whole.hidden:
+        notes.append("pass a loss that returns the tensors to compare.")
+    if not whole.gradients and any(p.requires_grad for p in base.parameters()):
+        missing.append(
+            "the gradients: nothing that the model (or loss) returned has any, so outputs and "
+            "gradients were not compared; pass a loss that returns the tensors to compare"
+            if not whole.outputs
+            else "the gradients: nothing that the model (or loss) returned has any; pass a loss"
         )
+    if math.isinf(allowed.model):
+        missing.append(f"the whole model: in {_short(own)} only its layers are judged")
     return SyncReport(
         parts=f"{len(division.parts)} {'replicas' if ranks is None else 'ranks'}",
         sizes=tuple(division.sizes),
         dtype=_short(own),
         layers=tuple(judged),
-        output=output,
-        gradient=gradient,
-        buffer=buffer,
-        tolerance=tolerance(own).model,
+        output=model_wide.output,
+        gradient=model_wide.gradient,
+        buffer=model_wide.buffer,
+        tolerance=allowed.model,
         random=random,
+        functional=functional,
+        not_compared=tuple(missing),
         error=split.error,
         notes=tuple(notes),
     )
@@ -223,31 +255,32 @@ def _prepared(
     return base, arguments
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, also those of modules in plain lists."""
-    return {
-        f"{name}.{key}": tensor
-        for module, name in modules_of(model).items()
-        for key, tensor in chain(
-            module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-        )
-    }
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, also those of modules in plain lists."""
+    return [
+        tensor
+        for module in modules_of(model)
+        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    ]
 
 
-def _random(
-    base: nn.Module, arguments: Arguments, loss: Callable[[Any], Any], whole: Whole
-) -> tuple[str, ...]:
-    """Where the model draws random numbers that change its output; empty if it does not."""
-    model = make_alone(duplicate(base))
-    args, kwargs = _again(arguments)
-    seed_everything(1)
-    with torch.no_grad():
-        outputs = tensors_of(loss(model(*args, **kwargs)))
+def _second_look(
+    base: nn.Module,
+    arguments: Arguments,
+    division: Division,
+    loss: Callable[[Any], Any],
+    whole: Whole,
+    allowed: Tolerance,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Where the model draws random numbers that change its output, and calls `F.batch_norm`."""
+    part = converted(division.parts[0])
+    outputs, functional = functional_calls(duplicate(base), _again(arguments), part, loss)
     same = [y.shape for y in outputs] == [y.shape for y in whole.outputs] and all(
-        difference(y, expected) <= tolerance(y.dtype).model
+        difference(y, expected, scale_of(expected, allowed.model, allowed)) <= allowed.model
         for y, expected in zip(outputs, whole.outputs, strict=True)
     )
-    return () if same else tuple(whole.random) or ("where is not known",)
+    random = () if same else tuple(whole.random) or ("where is not known",)
+    return random, functional
 
 
 def _not_run(count: int) -> Split:

@@ -3,101 +3,211 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from syncbn_torch.data_parallel.containers import node
+from syncbn_torch.data_parallel.containers import PLAIN, node
+from syncbn_torch.data_parallel.hidden_tensors import find_tensor
 
 __all__ = [
+    "Found",
     "Tolerance",
+    "both_nan",
     "buffer_difference",
     "difference",
+    "found_in",
     "join_axis",
     "joined",
+    "largest",
     "moments",
-    "tensors_of",
+    "scale_of",
+    "shaken",
     "tolerance",
 ]
 
 
+@dataclass(frozen=True)
 class Tolerance:
-    """What counts as rounding, as a share of the largest value: of a layer, of the whole model.
+    """What counts as rounding.
 
-    Rounding errors grow from layer to layer, so the whole model may differ by more. In 16 bits
-    they grow so much that nothing can be said about the whole model.
+    Attributes:
+        layer, model: the largest difference of a layer's results, and of the whole model's, as a
+            share of the scale that `scale_of` gives. In 16 bits rounding grows so much that nothing
+            can be said about the whole model.
+        shake: the relative size of the random changes that show how far rounding can lead.
+        factor: how many times their effect a difference may be.
     """
 
-    def __init__(self, layer: float, model: float) -> None:
-        self.layer = layer
-        self.model = model
+    layer: float
+    model: float
+    shake: float
+    factor: float
 
 
-_TOLERANCES = {torch.float64: Tolerance(1e-8, 1e-6), torch.float32: Tolerance(2e-4, 1e-2)}
+def _tolerance(
+    dtype: torch.dtype, layer: float, model: float, steps: int, factor: float
+) -> Tolerance:
+    return Tolerance(layer, model, steps * torch.finfo(dtype).eps, factor)
+
+
+_TOLERANCES: dict[torch.dtype, Tolerance] = {
+    torch.float64: _tolerance(torch.float64, 1e-8, 1e-6, 64, 1000),
+    torch.float32: _tolerance(torch.float32, 2e-4, 1e-2, 16, 100),
+    torch.float16: _tolerance(torch.float16, 2e-2, math.inf, 2, 4),
+}
 
 
 def tolerance(dtype: torch.dtype) -> Tolerance:
     """The tolerance for tensors of `dtype`; types of 16 bits have the widest."""
-    return _TOLERANCES.get(dtype, Tolerance(2e-2, math.inf))
+    return _TOLERANCES.get(dtype) or _tolerance(torch.bfloat16, 2e-2, math.inf, 2, 4)
 
 
-def tensors_of(output: Any) -> list[Tensor]:
-    """The floating tensors in what a model returns: in containers, or attributes of an object."""
-    found: list[Tensor] = []
-    _collect(output, found, ())
-    if not found and not isinstance(output, Tensor):
-        _collect(getattr(output, "__dict__", None), found, (output,))
-    return [tensor for tensor in found if tensor.is_floating_point()]
+@dataclass
+class Found:
+    """The tensors in what a model returns, with the paths to them.
+
+    Complex ones are seen as pairs of real numbers, NumPy arrays as tensors. `hidden`: the paths to
+    tensors which can't be compared, since nothing is known about the class of what holds them.
+    """
+
+    tensors: list[Tensor]
+    paths: list[str]
+    hidden: list[str]
 
 
-def _collect(tree: Any, found: list[Tensor], around: tuple[Any, ...]) -> None:
-    """Append the tensors in `tree`. `around`: the containers that it lies in, which it may hold."""
+def found_in(output: Any) -> Found:
+    """What can be compared in a model's output: in containers, or attributes of one object."""
+    found = Found([], [], [])
+    _collect(output, "", found, ())
+    attributes = getattr(output, "__dict__", None)
+    if not found.tensors and not isinstance(output, Tensor) and attributes:
+        found.hidden.clear()
+        for name, value in attributes.items():
+            _collect(value, f".{name}", found, (output,))
+    return found
+
+
+def _collect(tree: Any, path: str, found: Found, around: tuple[Any, ...]) -> None:
+    """Append what is in `tree`. `around`: the containers that it lies in, which it may hold."""
+    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
+        tree = torch.from_numpy(np.array(tree))
     if isinstance(tree, Tensor):
-        found.append(tree)
+        real = _real(tree)
+        if real is None:
+            found.hidden.append(f"output{path} ({tree.layout}, {tree.dtype})")
+        else:
+            found.tensors.append(real)
+            found.paths.append(f"output{path}")
         return
-    container = None if any(tree is outer for outer in around) else node(tree)
-    for value in () if container is None else container.values:
-        _collect(value, found, (*around, tree))
+    if any(tree is outer for outer in around):
+        return
+    container = node(tree)
+    if container is not None:
+        for key, value in zip(container.keys, container.values, strict=True):
+            _collect(value, path + key, found, (*around, tree))
+    elif type(tree) not in PLAIN:
+        place = find_tensor(tree, around)
+        if place is not None:
+            found.hidden.append(f"output{path}{place} (in a {type(tree).__name__})")
 
 
-def difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """The largest difference, as a share of the largest value of `expected` or of `floor`.
+def _real(tensor: Tensor) -> Tensor | None:
+    """A dense tensor with the same values, of complex ones real and imaginary parts, or None."""
+    if tensor.is_nested or tensor.is_quantized:
+        return None
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def shaken(tensor: Tensor, amount: float, generator: torch.Generator) -> Tensor:
+    """`tensor` with each value changed by a random share of at most `amount`, as rounding does."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return tensor
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    changes = 2 * torch.rand(real.shape, generator=generator, dtype=torch.float64) - 1
+    real = real * (1 + amount * changes).to(real)
+    return torch.view_as_complex(real) if tensor.is_complex() else real
+
+
+def scale_of(
+    expected: Tensor, limit: float, tolerance: Tolerance, other: Tensor | None = None
+) -> Tensor:
+    """What differences of each value are shares of; shape of `expected`, float64.
+
+    It is the value itself, or a usual one of the tensor if that is larger. So one huge value hides
+    nothing. A value of rounding alone has a larger scale: `limit` times it is `tolerance.factor`
+    times the effect of small changes. `other`: the result with such changes of what went in.
+    """
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.zeros((), dtype=torch.float64, device=expected.device)
+    values = _doubled(expected).abs()
+    scale = values + _usual(values)
+    noise = torch.zeros_like(values)
+    if other is not None and other.shape == expected.shape:
+        noise = (_doubled(other).to(values.device) - _doubled(expected)).abs()
+        noise = noise.nan_to_num(0.0, 0.0)
+    floor = tolerance.shake / tolerance.factor  # nothing may go in, as where the model makes ones
+    return scale + tolerance.factor / limit * (noise + _usual(noise) + floor)
+
+
+def _usual(values: Tensor) -> float:
+    """The median of finite values that are at least 0."""
+    finite = values[values.isfinite()]
+    return finite.median().item() if finite.numel() else 0.0
+
+
+def difference(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
+    """The largest difference, each as a share of its `scale`.
 
     NaN and infinity equal themselves. Different shapes, or NaN in one only, give infinity.
     """
     if actual.shape != expected.shape:
-        return float("inf")
-    actual, expected = actual.detach().double(), expected.detach().double()
-    if not actual.numel():
+        return math.inf
+    actual, expected = _doubled(actual).to(expected.device), _doubled(expected)
+    differs = (actual != expected) & ~(actual.isnan() & expected.isnan())
+    if not differs.any():
         return 0.0
-    apart = (actual - expected).abs().max().item()
-    if math.isfinite(apart):
-        return apart and apart / (max(expected.abs().max().item(), floor) or 1.0)
-    differing = (actual != expected) & ~(actual.isnan() & expected.isnan())
-    if not differing.any():
-        return 0.0
-    largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0
-    apart = (actual - expected)[differing].abs().max().item() / (max(largest, floor) or 1.0)
-    return apart if apart == apart else float("inf")
+    shares = ((actual - expected).abs() / scale.expand_as(expected))[differs]
+    # infinity minus infinity of another sign, or NaN in one only
+    return shares.nan_to_num(math.inf, math.inf).max().item()
 
 
-def buffer_difference(after: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float | None:
-    """The largest difference of buffers with the same names; None if there are none.
+def buffer_difference(
+    after: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    limit: float,
+    allowed: Tolerance,
+) -> float | None:
+    """The largest difference of tensors by name; `other`: after small changes."""
+    return largest(
+        difference(after[name], tensor, scale_of(tensor, limit, allowed, other.get(name)))
+        for name, tensor in expected.items()
+        if name in after
+    )
 
-    A running mean may be rounding alone, after a layer whose output has mean 0. So it is compared
-    with the running standard deviation, if that is larger.
-    """
-    found = []
-    for name, buffer in expected.items():
-        if name in after:
-            place, is_mean, _ = name.rpartition("running_mean")
-            var = expected.get(f"{place}running_var") if is_mean else None
-            floor = 0.0 if var is None or not var.numel() else var.abs().max().item() ** 0.5
-            floor = floor if math.isfinite(floor) else 0.0
-            found.append(difference(after[name].to(buffer.device), buffer, floor))
-    return max(found, default=None)
+
+def both_nan(actual: Tensor, expected: Tensor) -> bool:
+    """Whether some value is NaN in both, so that it can't be compared."""
+    return actual.shape == expected.shape and bool(
+        (actual.isnan().to(expected.device) & expected.isnan()).any()
+    )
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def largest(figures: Iterable[float | None]) -> float | None:
+    """The largest figure that is known; None if none is."""
+    return max((figure for figure in figures if figure is not None), default=None)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +18,30 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.convert import convert_model
-from syncbn_torch.verify.figures import buffer_difference, difference, joined, moments, tolerance
-from syncbn_torch.verify.prepare import duplicate, make_alone
+from syncbn_torch.scripted import name_of_scripted, uses_batch
+from syncbn_torch.verify.figures import (
+    Tolerance,
+    both_nan,
+    buffer_difference,
+    difference,
+    joined,
+    largest,
+    moments,
+    scale_of,
+)
+from syncbn_torch.verify.prepare import duplicate
 from syncbn_torch.verify.recording import Call
+from syncbn_torch.verify.replay import KNOWN, Buffers, Replay, replayed
 from syncbn_torch.verify.report import LayerReport, Verdict
 from syncbn_torch.verify.steps import Split, Whole
 
-__all__ = ["judge_layer", "model_differences"]
+__all__ = ["judge_layer", "judge_scripted", "model_differences"]
 
-Buffers = Sequence[Mapping[str, Tensor]]
-
-_KNOWN = (_SynchronizedBatchNorm, nn.SyncBatchNorm)
+_COMPILED = (
+    "compiled by torch.jit, so it uses the statistics of each part alone. Convert and train the "
+    "model as it was before torch.jit.script or trace."
+)
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """Differences of a layer to its replay over the joined input, and their limit.
-
-    `separate`: how far the output would be off if each part used its own statistics; 0 for
-    classes that are known to synchronize. `frozen`: whether the layer computes with its running
-    statistics also in training mode; asked only where `separate` is small.
-    """
-
-    output: float
-    gradient: float | None
-    running: float | None
-    separate: float
-    limit: float
-    frozen: bool = False
-
-    @property
-    def right(self) -> bool:
-        figures = (self.output, self.gradient, self.running)
-        return all(figure is None or figure <= self.limit for figure in figures)
 
 
 def judge_layer(
@@ -64,7 +55,7 @@ def judge_layer(
     begun, calls = split.begun(name), split.calls(name)
     found = LayerReport(name, _kind(layer), tuple(begun), "ok")
     complete = len({*begun, *map(len, calls)}) == 1 and bool(begun[0])
-    figures: _Replay | None = None
+    figures: Replay | None = None
     unable = "its output is not a tensor"
     if not complete:
         unable = "not all of its calls could be recorded: its first argument has to be a tensor"
@@ -72,14 +63,17 @@ def judge_layer(
         found = replace(found, statistics=_drift(whole.recorder.calls[name][0], calls))
         buffers = [] if split.error else _of_layer(name, split.buffers)
         try:
-            figures = _replayed(layer, calls, buffers)
+            figures = replayed(layer, calls, buffers)
         except Exception as error:  # a class of the user's, called in a way that is not known
             unable = f"calling the layer by itself raised {type(error).__name__}: {error}"
     if figures is not None:
         found = replace(
             found, output=figures.output, gradient=figures.gradient, running=figures.running
         )
-    verdict, reason = _verdict(layer, begun, figures, split, registered, wrong_group, unable)
+    uses_batch = _uses_batch(layer, calls)
+    verdict, reason = _verdict(
+        layer, begun, figures, split, registered, wrong_group, unable, uses_batch
+    )
     if verdict == "not called" and _changed(name, layer, split):
         verdict = "not synchronized"
         reason = (
@@ -97,13 +91,13 @@ def judge_layer(
 def _verdict(
     layer: nn.Module,
     begun: Sequence[int],
-    figures: _Replay | None,
+    figures: Replay | None,
     split: Split,
     registered: bool,
     wrong_group: str,
     unable: str,
+    uses_batch: bool,
 ) -> tuple[Verdict, str]:
-    uses_batch = layer.training or getattr(layer, "running_mean", None) is None
     if split.error and not split.out_of_step and len(set(begun)) > 1:
         return "not reached", ""
     if not any(begun):
@@ -130,7 +124,7 @@ def _verdict(
             return "not reached", ""
         return "unclear", f"{unable}. Check it by hand."
     if (
-        not isinstance(layer, _KNOWN)
+        not isinstance(layer, KNOWN)
         and isinstance(layer, _BatchNorm)
         and figures.separate <= 10 * figures.limit
     ):
@@ -140,7 +134,18 @@ def _verdict(
             "all parts of the batch have the same statistics here, so nothing can be said about "
             "this class. Use a batch of random values."
         )
+    if figures.nan:
+        return "unclear", (
+            "some of its results are NaN in both steps, so they can't be compared. Use a batch and "
+            "parameters without NaN."
+        )
     return "ok", ""
+
+
+def _uses_batch(layer: nn.Module, calls: Sequence[Sequence[Call]]) -> bool:
+    """Whether the layer took statistics of its input; the model may set its mode in forward."""
+    modes = [call.settings.get("training", layer.training) for own in calls for call in own]
+    return any(modes or [layer.training]) or getattr(layer, "running_mean", None) is None
 
 
 def _why_not(layer: nn.Module, registered: bool) -> str:
@@ -202,79 +207,12 @@ def _drift(whole: Sequence[Call], calls: Sequence[Sequence[Call]]) -> float | No
     """How far mean and standard deviation of the whole input are from the undivided step's."""
     drift = []
     for expected, own in zip(whole, zip(*calls, strict=True), strict=False):
-        (mean, std), now = expected.x.cpu(), moments(joined([call.x for call in own])).cpu()
-        if now.shape != expected.x.shape:
+        before, now = expected.x.cpu(), moments(joined([call.x for call in own])).cpu()
+        if now.shape != before.shape:
             return math.inf
-        scale = torch.stack([mean.abs(), std]).amax().item()
-        drift += [difference(now[0], mean, scale), difference(now[1], std, scale)]
-    return max(drift, default=None)
-
-
-def _replayed(layer: nn.Module, calls: Sequence[Sequence[Call]], buffers: Buffers) -> _Replay:
-    """Call the layer with the joined input of all parts, once for each call of the parts."""
-    home = next((t.device for t in [*layer.parameters(), *layer.buffers()]), None)
-    once = make_alone(duplicate(layer))
-    # normalized values are about 1, times the weight; an input of equal values gives rounding alone
-    weight = getattr(layer, "weight", None)
-    unit = weight.detach().abs().max().item() if isinstance(weight, Tensor) else 1.0
-    output, gradient, separate, limit = 0.0, [], 0.0, 0.0
-    before: nn.Module | None = None
-    for own in zip(*calls, strict=True):
-        given = joined([call.x for call in own])
-        x = given.to(home or given.device).requires_grad_()
-        before = None if isinstance(layer, _KNOWN) else duplicate(once)
-        y = once(x)
-        actual = joined([call.y for call in own if call.y is not None]).to(y.device)
-        output = max(output, difference(actual, y, unit))
-        if before is not None:
-            separate = max(separate, _separate(before, own, y, unit))
-        limit = max(limit, tolerance(x.dtype).layer, tolerance(y.dtype).layer)
-        gradient += _gradient(x, y, own)
-    running = _largest(buffer_difference(after, dict(once.named_buffers())) for after in buffers)
-    frozen = before is not None and separate <= 10 * limit and _is_frozen(before, x, unit, limit)
-    return _Replay(output, _largest(gradient), running, separate, limit, frozen)
-
-
-def _largest(figures: Iterable[float | None]) -> float | None:
-    """The largest figure that is known; None if none is."""
-    return max((figure for figure in figures if figure is not None), default=None)
-
-
-def _gradient(x: Tensor, y: Tensor, calls: Sequence[Call]) -> list[float]:
-    """The difference of the gradient of x, if all parts have one."""
-    dxs = [call.dx for call in calls if call.dx is not None]
-    if len(dxs) < len(calls) or not y.requires_grad:
-        return []
-    dys = [torch.zeros_like(call.x) if call.dy is None else call.dy for call in calls]
-    dy = joined(dys).to(y.device)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    # The gradient may be rounding alone, as that of equal dy is. What it is made of has this size:
-    slope = _spread(y) / (_spread(x) or 1.0)
-    floor = dy.abs().max().item() * slope if dy.numel() else 0.0
-    return [difference(joined(dxs).to(dx.device), dx, floor if math.isfinite(floor) else 0.0)]
-
-
-def _spread(x: Tensor) -> float:
-    """The largest standard deviation of a channel."""
-    return moments(x)[1].max().item() if x.numel() else 0.0
-
-
-def _separate(layer: nn.Module, calls: Sequence[Call], y: Tensor, unit: float) -> float:
-    """How far off the output would be if each part were normalized by itself."""
-    try:
-        with torch.no_grad():
-            alone = [duplicate(layer)(call.x.to(y.device)) for call in calls]
-            return difference(joined(alone), y, unit)
-    except ValueError:  # one value per channel
-        return math.inf
-
-
-def _is_frozen(layer: nn.Module, x: Tensor, unit: float, limit: float) -> bool:
-    """Whether the layer gives for random values of the shape of x what it gives in eval mode."""
-    probe = 3 + 2 * torch.randn_like(x)
-    with torch.no_grad():
-        training, evaluating = duplicate(layer)(probe), duplicate(layer).eval()(probe)
-    return difference(training, evaluating, unit) <= limit
+        scale = before.abs().nan_to_num(0.0, 0.0).amax().clamp_min(1e-300)
+        drift.append(difference(now, before, scale))
+    return largest(drift)
 
 
 def _of_layer(name: str, buffers: Buffers) -> list[dict[str, Tensor]]:
@@ -289,30 +227,94 @@ def _of_layer(name: str, buffers: Buffers) -> list[dict[str, Tensor]]:
 def _changed(name: str, layer: nn.Module, split: Split) -> bool:
     """Whether buffers of the layer have other values than before the step."""
     return any(
-        difference(value.to(before.device), before) > 0
+        difference(value, before, torch.ones((), dtype=torch.float64)) > 0
         for own in _of_layer(name, split.buffers)
         for key, before in layer.named_buffers()
         if (value := own.get(key)) is not None
     )
 
 
-def model_differences(
-    whole: Whole, split: Split
-) -> tuple[float | None, float | None, float | None]:
-    """The largest differences of outputs, of gradients of parameters, and of buffers."""
+def judge_scripted(name: str, module: nn.Module, split: Split, differs: bool) -> LayerReport:
+    """The report of batch norm that torch.jit has compiled, whose calls can't be seen.
+
+    `differs`: whether the whole model's results do.
+    """
+    report = LayerReport(name, name_of_scripted(module), (), "not synchronized", reason=_COMPILED)
+    if not uses_batch(module):
+        return replace(report, verdict="eval mode", reason="in eval mode, compiled by torch.jit.")
     if split.error:
-        return None, None, None
-    outputs = [
-        difference(joint.to(y.device), y)
-        for joint, y in zip(split.joined, whole.outputs, strict=False)
-        if joint is not None
+        return replace(report, verdict="not reached", reason="")
+    if any(True for _ in module.buffers(recurse=False)):
+        if not _changed(name, module, split):
+            return replace(report, verdict="not called", reason="")
+    elif not differs:
+        return replace(report, verdict="unclear", reason=f"{_COMPILED} Or check it by hand.")
+    return report
+
+
+@dataclass(frozen=True)
+class ModelDifferences:
+    """The largest differences of the whole model's results; None: not known.
+
+    `not_compared`: which outputs, gradients and buffers could not be compared, and why.
+    """
+
+    output: float | None = None
+    gradient: float | None = None
+    buffer: float | None = None
+    not_compared: tuple[str, ...] = ()
+
+
+def model_differences(
+    whole: Whole, other: Whole | None, split: Split, allowed: Tolerance
+) -> ModelDifferences:
+    """Differences of outputs, of gradients of parameters, and of buffers.
+
+    `other`: the undivided step after small changes.
+    """
+    if split.error:
+        return ModelDifferences()
+    limit, outputs, missing = allowed.model, [], [*whole.hidden]
+    nan: list[str] = []
+    others = other.outputs if other is not None else [None] * len(whole.outputs)
+    for path, joint, y, shaken_y in zip(
+        whole.paths, split.joined, whole.outputs, others, strict=False
+    ):
+        if joint is None:
+            continue
+        figure = difference(joint, y, scale_of(y, limit, allowed, shaken_y))
+        if figure and not y.is_floating_point() and not y.dim():
+            missing.append(f"{path} (a whole number that is no sum over the parts)")
+        else:
+            outputs.append(figure)
+        if both_nan(joint, y):
+            nan.append(path)
+    gradients = []
+    # a gradient of rounding alone, as of a bias before batch norm, has no scale of its own
+    sizes = [g.abs().max().item() for g in whole.gradients.values() if g.numel()]
+    floor = 1e-3 * median([size for size in sizes if math.isfinite(size)] or [0.0])
+    for name in dict.fromkeys([*whole.gradients, *split.gradients]):
+        actual, expected = split.gradients.get(name), whole.gradients.get(name)
+        actual = torch.zeros_like(expected) if actual is None and expected is not None else actual
+        expected = torch.zeros_like(actual) if expected is None and actual is not None else expected
+        if actual is None or expected is None:
+            continue
+        shaken_one = None if other is None else other.gradients.get(name)
+        scale = scale_of(expected, limit, allowed, shaken_one) + floor
+        gradients.append(difference(actual, expected, scale))
+        if both_nan(actual, expected):
+            nan.append(f"the gradient of {name}")
+    changed = {} if other is None else other.buffers
+    buffers = [
+        buffer_difference(own, whole.buffers, changed, limit, allowed) for own in split.buffers
     ]
-    floor = 1e-3 * max((g.abs().max().item() for g in whole.gradients.values()), default=0.0)
-    gradients = [
-        # a gradient of rounding alone (a bias before batch norm) has no scale of its own
-        difference(split.gradients.get(name, torch.zeros_like(g)), g, floor)
-        for name, g in whole.gradients.items()
+    nan += [
+        name
+        for name, buffer in whole.buffers.items()
+        if any(name in own and both_nan(own[name], buffer) for own in split.buffers)
     ]
-    buffers = _largest(buffer_difference(own, whole.buffers) for own in split.buffers)
-    output = math.inf if split.mismatch else max(outputs, default=None)
-    return output, max(gradients, default=None), buffers
+    if nan:
+        rest = f" and {len(nan) - 2} more" if len(nan) > 2 else ""
+        missing.append(f"{', '.join(nan[:2])}{rest} (NaN in both steps)")
+    output = math.inf if split.mismatch else largest(outputs)
+    return ModelDifferences(output, largest(gradients), largest(buffers), tuple(missing))

@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
 from syncbn_torch.conversion_registry import origin_of
 from syncbn_torch.data_parallel.containers import node
 from syncbn_torch.replacement import modules_of
+from syncbn_torch.scripted import name_of_scripted
 from syncbn_torch.verify.recording import norm_layers
 
 __all__ = [
@@ -110,13 +111,20 @@ def arguments_of(batch: Any) -> Arguments:
 def duplicate(model: nn.Module) -> nn.Module:
     """A deep copy; process groups can't be copied, so layers keep theirs."""
     groups = [getattr(module, "process_group", None) for module in modules_of(model)]
-    return copy.deepcopy(model, {id(group): group for group in groups if group is not None})
+    copied = copy.deepcopy(model, {id(group): group for group in groups if group is not None})
+    for module in modules_of(copied):
+        if isinstance(module, torch.jit.ScriptModule):
+            for parameter in module.parameters():
+                if not parameter.is_leaf:  # torch.jit leaves it in the graph of the original
+                    parameter.detach_().requires_grad_()
+    return copied
 
 
 def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A deep copy in `dtype` without dropout and its relatives, nor gradients.
 
-    Raises `ArgumentError` for a model that can't be copied.
+    A `DataParallel` within it makes no replicas: the check splits the batch itself. Raises
+    `ArgumentError` for a model that can't be copied.
     """
     try:
         copied = duplicate(model)
@@ -128,6 +136,10 @@ def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     registered = set(copied.modules())
     for module in modules_of(copied):
         _silence(module)
+        if isinstance(module, nn.DataParallel):
+            module.device_ids = cast(Any, module.device_ids[:1])
+            if getattr(module, "batch_sizes", None) is not None:
+                module.batch_sizes = cast(Any, "even")
         if dtype is not None and (module is copied or module not in registered):
             # `double` works for complex tensors too
             module.double() if dtype is torch.float64 else module.to(dtype)
@@ -136,13 +148,14 @@ def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 def _silence(module: nn.Module) -> None:
     """Switch off dropout and its relatives."""
-    kind = type(module).__name__
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    kind = name_of_scripted(module)
     is_random = isinstance(module, _DropoutNd) or any(word in kind for word in _RANDOM_KINDS)
     for name in (*_PROBABILITIES, *(("p",) if is_random else ())):
-        if isinstance(getattr(module, name, None), float):
+        if isinstance(getattr(module, name, None), float) and not scripted:
             setattr(module, name, 0.0)
-    is_leaf = not module._modules  # the modules in it are silenced by themselves
-    if (is_random and is_leaf and not norm_layers(module)) or isinstance(module, nn.RReLU):
+    is_leaf = not list(module.children())  # the modules in it are silenced by themselves
+    if (is_random and is_leaf and not norm_layers(module)) or kind.startswith("RReLU"):
         module.training = False
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -69,21 +71,43 @@ class Ranks:
         """The value of rank 0 on every rank."""
         return self.gather(value if self.rank == 0 else None)[0]
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all ranks."""
-        dist.all_reduce(tensor, group=self.group)
+    def add_up(
+        self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The sums over all ranks, by name. A rank may lack some; `like` has all of them."""
+        names = sorted(set().union(*self.gather(list(tensors))))
+        sums = {name: tensors.get(name, torch.zeros_like(like[name])) for name in names}
+        for total in sums.values():
+            dist.all_reduce(total, group=self.group)
+        return sums
 
-    def share(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        """Give the tensors of rank 0 to all ranks, in place."""
-        own = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
-        for rank, theirs in enumerate(self.gather(own)):
-            first = next((pair for pair in zip(own, theirs, strict=False) if len(set(pair)) > 1), 0)
-            if first or len(own) != len(theirs):
-                raise ArgumentError(
-                    f"expected the same {what} on all ranks, got {first or 'fewer tensors'} on "
-                    f"ranks {self.rank} and {rank}; pass the same model and the whole batch"
-                )
-        for tensor in tensors.values():
+    def agree(self, described: Mapping[str, str]) -> None:
+        """Raise `ArgumentError` on every rank unless all ranks describe the same check.
+
+        A digest is sent first: it has the same size everywhere, whatever the ranks are up to.
+        """
+        own = dict(described)
+        digest = hashlib.sha256(repr(own).encode()).hexdigest()
+        if len(set(self.gather(digest))) == 1:
+            return
+        first, *others = self.gather(own)
+        for rank, theirs in enumerate(others, start=1):
+            for place in dict.fromkeys([*first, *theirs]):
+                a, b = first.get(place, "nothing"), theirs.get(place, "nothing")
+                if a != b:
+                    what, _, where = place.partition(", ")
+                    raise ArgumentError(
+                        f"expected the same {what} on all ranks, got {where or what}: {a} on rank "
+                        f"0 and {b} on rank {rank}; pass the same model and the whole batch"
+                    )
+        raise ArgumentError(
+            "expected the same model and batch on all ranks, got their parts in unlike order; "
+            "build the model in the same way everywhere"
+        )
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Give the tensors of rank 0 to all ranks, which have such tensors too, in place."""
+        for tensor in tensors:
             dist.broadcast(tensor.data, self.members[0], group=self.group)
 
     def compare(self, text: str) -> None:
@@ -108,35 +132,46 @@ class Ranks:
 
     def wrong_groups(self, layers: Mapping[str, nn.Module]) -> tuple[dict[str, str], bool]:
         """Why layers do not synchronize over this group, and whether the model can run anyway."""
-        own = {name: self._wrong_group(layer) for name, layer in layers.items()}
+        own = self.together(
+            lambda: {name: self._wrong_group(layer) for name, layer in layers.items()},
+            "layers with a usable process_group",
+        )
         wrong: dict[str, str] = {}
         can_run = True
-        for found in self.gather(own):
-            for name, (reason, runs) in found.items():
+        every = self.gather(own)
+        for found in every:
+            for name, (reason, runs, _) in found.items():
                 can_run = can_run and runs
                 if reason:
                     wrong.setdefault(name, reason)
+        for name in layers:
+            if name not in wrong and len({found[name][2] for found in every}) > 1:
+                wrong[name] = "its process_group is another one on some ranks. Give all the same"
+                can_run = False
         return wrong, can_run
 
-    def _wrong_group(self, layer: nn.Module) -> tuple[str, bool]:
+    def _wrong_group(self, layer: nn.Module) -> tuple[str, bool, str]:
+        """Why its group is wrong, whether it can run, and the name of a right group."""
         if not isinstance(layer, _SynchronizedBatchNorm):
-            return "", True
+            return "", True, ""
         remedy = (
             f"; the batch was split over the ranks {_listed(self.members)}. Give it their group"
         )
         try:
             communicator = communicator_for(layer.process_group)
         except CommError:
-            return f"its process_group does not contain rank {self.rank}{remedy}", False
+            return f"its process_group does not contain rank {self.rank}{remedy}", False, ""
         if isinstance(layer.process_group, Communicator):
             size = 1 if communicator is None else communicator.size
             same = size == self.size
-            return "" if same else f"its communicator has {size} of {self.size} ranks{remedy}", True
-        members = dist.get_process_group_ranks(group_of(layer.process_group))
+            reason = "" if same else f"its communicator has {size} of {self.size} ranks{remedy}"
+            return reason, True, ""
+        group = group_of(layer.process_group)
+        members = dist.get_process_group_ranks(group)
         if set(members) == set(self.members):
-            return "", True
+            return "", True, str(group.group_name)
         inside = set(members) <= set(self.members)
-        return f"its process_group has the ranks {_listed(members)}{remedy}", inside
+        return f"its process_group has the ranks {_listed(members)}{remedy}", inside, ""
 
     def watch(self, layers: Mapping[str, nn.Module]) -> None:
         """Let layers compare their calls on all ranks before they exchange anything."""

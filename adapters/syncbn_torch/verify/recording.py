@@ -6,10 +6,11 @@ A recorded layer has a subclass of its own class, whose forward records. Hooks w
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,24 +21,34 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.data_parallel import originals
+from syncbn_torch.data_parallel.containers import PLAIN
 from syncbn_torch.replacement import modules_of
 
-__all__ = ["Call", "Recorder", "norm_layers", "places_of_random_numbers"]
+__all__ = ["Call", "Recorder", "is_norm", "norm_layers", "places_of_random_numbers"]
 
 
 @dataclass
 class Call:
-    """One call of a layer by one part of the batch; gradients are None until backward."""
+    """One call of a layer by one part of the batch; gradients are None until backward.
+
+    `more`, `named`: the arguments after x. `settings`: the layer's numbers and flags at that time,
+    as `training` and `momentum`, which the model may set in its forward.
+    """
 
     x: Tensor
     y: Tensor | None = None
     dx: Tensor | None = None
     dy: Tensor | None = None
+    more: tuple[Any, ...] = ()
+    named: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def on_cpu(self) -> Call:
         """The same on the CPU, to be sent to other processes."""
-        tensors = (self.x, self.y, self.dx, self.dy)
-        return Call(*[None if t is None else t.cpu() for t in tensors])  # type: ignore[arg-type]
+        tensors = [None if t is None else t.cpu() for t in (self.x, self.y, self.dx, self.dy)]
+        more = tuple(map(_on_cpu, self.more))
+        named = {name: _on_cpu(value) for name, value in self.named.items()}
+        return Call(*tensors, more, named, self.settings)  # type: ignore[arg-type, call-arg]
 
 
 class Recorder:
@@ -46,16 +57,22 @@ class Recorder:
     Args:
         layers: the layers to record, by name; their class changes.
         remember: what to keep of an input; None keeps input, output and gradients.
+        change: what the layers get instead of their inputs; None: these.
     """
 
     def __init__(
-        self, layers: dict[str, nn.Module], remember: Callable[[Tensor], Tensor] | None = None
+        self,
+        layers: dict[str, nn.Module],
+        remember: Callable[[Tensor], Tensor] | None = None,
+        change: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.calls: dict[str, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
         self.begun: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         self.order: list[str] = []  # of the first calls
         self.around: set[str] = set()  # called by a replica through the original layer
+        self.depth = 0  # of the calls that run now; without meaning where replicas run
         self._remember = remember
+        self._change = change
         self._lock = threading.Lock()
         for name, layer in layers.items():
             layer.__class__ = _recording(type(layer), name, self)
@@ -64,6 +81,15 @@ class Recorder:
         self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the forward of a layer and record it."""
+        self.depth += 1
+        try:
+            return self._call(name, layer, run, args, kwargs)
+        finally:
+            self.depth -= 1
+
+    def _call(
+        self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         replica = originals.current()
         part = 0 if replica is None else replica.index
         with self._lock:
@@ -72,20 +98,34 @@ class Recorder:
                 self.order.append(name)
             if replica is not None and not getattr(layer, "_is_replica", False):
                 self.around.add(name)
+        if not args:  # the input by its name?
+            first = next(iter(inspect.signature(run).parameters), "")
+            if first in kwargs:
+                args = (kwargs[first],)
+                kwargs = {name: value for name, value in kwargs.items() if name != first}
         if not args or not isinstance(args[0], Tensor):
             return run(*args, **kwargs)
         given = args[0].detach()
         keep = self._remember is None
         call = Call(given.clone() if self._remember is None else self._remember(given))
+        if keep:
+            call.more = tuple(map(_kept, args[1:]))
+            call.named = {name: _kept(value) for name, value in kwargs.items()}
+            call.settings = {
+                key: value
+                for key, value in vars(layer).items()
+                if type(value) in PLAIN and not key.startswith("_") and key != "process_group"
+            }
         # a view of its own, so that the gradient is that of this call alone
-        x = args[0].view_as(args[0])
+        x = args[0].view_as(args[0]) if self._change is None else self._change(args[0])
         y = run(x, *args[1:], **kwargs)
         if keep and isinstance(y, Tensor):
             call.y = y.detach().clone()
             if x.requires_grad:
                 x.register_hook(partial(setattr, call, "dx"))
-            if y.requires_grad:
-                y.register_hook(partial(setattr, call, "dy"))
+            if y.grad_fn is not None:
+                # what the layer gets in the end: hooks of the user may change the gradient before
+                y.grad_fn.register_prehook(partial(_keep_gradient, call, y.output_nr))
         with self._lock:  # replicas may make the same entry at the same time
             self.calls[name][part].append(call)
         return y
@@ -108,6 +148,20 @@ class Recorder:
             counter.copy_(count)
 
 
+def _keep_gradient(call: Call, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+    call.dy = gradients[number]
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    return value if type(value) in PLAIN else None
+
+
 def _recording(base: type[nn.Module], name: str, recorder: Recorder) -> type[nn.Module]:
     """A subclass of `base` with the same name that records its calls."""
 
@@ -123,10 +177,11 @@ def _recording(base: type[nn.Module], name: str, recorder: Recorder) -> type[nn.
 
 def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The batch norm layers by name, also those that the model holds without registering them."""
-    return {name: module for module, name in modules_of(model).items() if _is_norm(module)}
+    return {name: module for module, name in modules_of(model).items() if is_norm(module)}
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is batch norm, also of an unknown class; not one of torch.jit."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     tracks = hasattr(module, "running_mean") and hasattr(module, "running_var")
@@ -151,6 +206,8 @@ def places_of_random_numbers(model: nn.Module) -> tuple[list[str], list[Any]]:
             names.append(name)
 
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            continue
         handles.append(module.register_forward_pre_hook(before))
         handles.append(module.register_forward_hook(partial(after, name or "the model itself")))
     return names, handles

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from syncbn_core.errors import StateError
 
-__all__ = ["LayerReport", "SyncReport", "Verdict"]
+__all__ = ["Conclusion", "LayerReport", "SyncReport", "Verdict"]
 
 Verdict = Literal[
     "ok",
@@ -20,11 +21,14 @@ Verdict = Literal[
     "unclear",
 ]
 _RIGHT = ("ok", "eval mode", "not called", "not reached")
+Conclusion = Literal["ok", "wrong", "incomplete"]
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What was found for one layer. Differences are shares of the largest value; None: not known.
+    """What was found for one layer. docs/verify.md says what differences are shares of.
+
+    A difference is None if it is not known.
 
     Attributes:
         name, kind: the name in the model, and the name of the class.
@@ -68,6 +72,8 @@ class SyncReport:
             of parameters and buffers to those of the undivided step; None if not known.
         tolerance: the largest difference of outputs and gradients that counts as rounding.
         random: where the model draws random numbers; then the whole model can't be compared.
+        functional: the modules that call `F.batch_norm` in training over the samples of a part.
+        not_compared: which results could not be compared, and why.
         error: what the split step raised, or "".
         notes: further remarks.
     """
@@ -81,13 +87,15 @@ class SyncReport:
     buffer: float | None
     tolerance: float
     random: tuple[str, ...] = ()
+    functional: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
     error: str = ""
     notes: tuple[str, ...] = ()
 
     @property
     def faulty(self) -> tuple[LayerReport, ...]:
         """The layers with which something is wrong."""
-        return tuple(layer for layer in self.layers if not layer.ok)
+        return tuple(x for x in self.layers if not x.ok and x.verdict != "unclear")
 
     @property
     def model_differs(self) -> bool:
@@ -96,12 +104,21 @@ class SyncReport:
         return any(figure is not None and figure > self.tolerance for figure in figures)
 
     @property
-    def ok(self) -> bool:
-        """Whether the step over parts is that of the undivided batch.
+    def conclusion(self) -> Conclusion:
+        """Whether the step over parts is that of the undivided batch ("ok") or not ("wrong").
 
-        For a model with random numbers: whether that holds for each layer.
+        "incomplete": nothing is wrong in what was compared, but not all could be compared.
         """
-        return not (self.error or self.faulty or (self.model_differs and not self.random))
+        differs = self.model_differs and not self.random
+        if self.error or self.faulty or self.functional or differs:
+            return "wrong"
+        unclear = any(layer.verdict == "unclear" for layer in self.layers)
+        return "incomplete" if unclear or self.not_compared or self.random else "ok"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step over parts is that of the undivided batch, and all was compared."""
+        return self.conclusion == "ok"
 
     def raise_if_wrong(self) -> None:
         """Raise `StateError` with the table unless `ok`."""
@@ -144,35 +161,51 @@ class SyncReport:
         said = []
         if self.ok:
             said.append(f"OK: {self._what_is_right()}")
-        else:
+        elif self.conclusion == "wrong":
             said.append("NOT OK:")
             if self.error:
                 said.append(f"- The split step failed: {self.error}")
-            reasons = dict.fromkeys(layer.reason for layer in self.faulty)
-            for reason in reasons:
-                names = [layer.name for layer in self.faulty if layer.reason == reason]
-                said.append(f"- {_listed(names)}: {reason}")
-            if not self.error and not self.faulty:
+            said += _reasons(self.faulty)
+            if self.functional:
+                said.append(
+                    f"- {_listed(list(self.functional))}: calls F.batch_norm in training, which "
+                    "uses the statistics of each part alone. Call a layer that convert_model "
+                    "knows, such as nn.BatchNorm2d."
+                )
+            if len(said) == 1:
                 said.append(f"- {self._what_differs()}")
-        if self.random:
-            where = _listed(list(self.random))
-            said.append(
-                f"Note: the model draws random numbers ({where}), so the split and the undivided "
-                "step differ as a whole; each layer was judged by itself."
-            )
+        else:
+            right = self._what_is_right() if self._checked else "nothing wrong was found."
+            said.append(f"INCOMPLETE: {right}")
+        said += self._what_was_not_compared()
         kinds = dict.fromkeys(x.reason for x in self.layers if x.ok and x.reason)
         for reason in kinds:
             names = [layer.name for layer in self.layers if layer.ok and layer.reason == reason]
             said.append(f"Note: {_listed(names)}: {reason}")
         return said + [f"Note: {note}" for note in self.notes]
 
+    @property
+    def _checked(self) -> int:
+        return sum(layer.verdict == "ok" for layer in self.layers)
+
+    def _what_was_not_compared(self) -> list[str]:
+        said = list(self.not_compared)
+        if self.random:
+            said.append(
+                f"the whole model: it draws random numbers ({_listed(list(self.random))}), so both "
+                "steps differ as a whole. Each layer was judged by itself"
+            )
+        lines = [f"- {text}." for text in said]
+        if not self.error:  # else the error is what matters
+            lines += _reasons(x for x in self.layers if x.verdict == "unclear")
+        return ["Not compared:", *lines] if lines else []
+
     def _what_is_right(self) -> str:
-        checked = sum(layer.verdict == "ok" for layer in self.layers)
+        checked = self._checked
         if not checked:
             return "no batch norm layer used statistics of the batch."
         noun = "layer gives" if checked == 1 else "layers give"
-        # without outputs there are no gradients
-        what = "the results" if self.output is not None else "the forward results"
+        what = "the results" if self.gradient is not None else "the forward results"
         return f"{checked} {noun} {what} of the undivided batch, up to rounding."
 
     def _what_differs(self) -> str:
@@ -189,7 +222,15 @@ class SyncReport:
 
 def _calls(calls: tuple[int, ...]) -> str:
     """A single number if all parts made as many calls."""
-    return str(calls[0]) if len(set(calls)) == 1 else ", ".join(map(str, calls))
+    return str(calls[0]) if len(set(calls)) == 1 else ", ".join(map(str, calls)) or "-"
+
+
+def _reasons(layers: Iterable[LayerReport]) -> list[str]:
+    """A line for each reason, with the layers to which it applies."""
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        names.setdefault(layer.reason, []).append(layer.name)
+    return [f"- {_listed(own)}: {reason}" for reason, own in names.items()]
 
 
 def _figure(figure: float | None) -> str:

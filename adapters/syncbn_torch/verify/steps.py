@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from syncbn_torch.data_parallel.batch_sizes import BatchSizes
 from syncbn_torch.data_parallel.containers import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.scatter import split as split_arguments
-from syncbn_torch.verify.figures import join_axis, moments, tensors_of
+from syncbn_torch.verify.figures import found_in, join_axis, moments, shaken
+from syncbn_torch.verify.functional import FunctionalCalls
 from syncbn_torch.verify.prepare import Arguments, make_alone, seed_everything
 from syncbn_torch.verify.ranks import Ranks
 from syncbn_torch.verify.recording import Call, Recorder, norm_layers, places_of_random_numbers
@@ -28,6 +30,8 @@ __all__ = [
     "Split",
     "Whole",
     "divided",
+    "functional_calls",
+    "shaken_step",
     "split_over_ranks",
     "split_over_replicas",
     "whole_step",
@@ -38,14 +42,20 @@ Loss = Callable[[Any], Any]
 
 @dataclass
 class Whole:
-    """The step of the undivided batch. `random`: the modules that drew random numbers."""
+    """The step of the undivided batch.
+
+    `random`: the modules that drew random numbers. `paths`: of the outputs; `hidden`: of those
+    that can't be compared. `gradients`: of the parameters, as far as they have one.
+    """
 
     outputs: list[Tensor]
     cotangents: list[Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     recorder: Recorder
-    random: list[str]
+    random: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
 
 
 class Division(NamedTuple):
@@ -95,16 +105,75 @@ def whole_step(model: nn.Module, arguments: Arguments, loss: Loss) -> Whole:
     random, handles = places_of_random_numbers(model)
     seed_everything(0)
     try:
-        outputs = tensors_of(loss(model(*arguments[0], **arguments[1])))
+        found = found_in(loss(model(*arguments[0], **arguments[1])))
     finally:
         for handle in handles:
             handle.remove()
+    outputs = found.tensors
     generator = torch.Generator().manual_seed(1)
     cotangents = [
         torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outputs
     ]
     backward(outputs, cotangents)
-    return Whole(_kept(outputs), cotangents, _gradients(model), _buffers(model), recorder, random)
+    gradients, buffers = _gradients(model), _buffers(model)
+    return Whole(
+        _kept(outputs), cotangents, gradients, buffers, recorder, random, found.paths, found.hidden
+    )
+
+
+def shaken_step(
+    model: nn.Module, arguments: Arguments, loss: Loss, whole: Whole, amount: float
+) -> Whole | None:
+    """The step of the undivided batch after small random changes, which show what rounding may do.
+
+    Parameters, buffers, arguments, inputs of layers and cotangents change by a share of at most
+    `amount`. None if the model then raises, or returns something of another form.
+    """
+    generator = torch.Generator().manual_seed(2)
+
+    def change(tensor: Tensor) -> Tensor:
+        return shaken(tensor, amount, generator)
+
+    with torch.no_grad():
+        for tensor in chain(model.parameters(), model.buffers(), tensors_in(arguments)):
+            tensor.copy_(change(tensor))
+    recorder = Recorder(norm_layers(make_alone(model)), lambda x: x[:0], change)
+    seed_everything(0)
+    try:
+        outputs = found_in(loss(model(*arguments[0], **arguments[1]))).tensors
+        if _shapes(outputs) != _shapes(whole.outputs):
+            return None
+        cotangents = [change(dy) for dy in whole.cotangents]
+        backward(outputs, cotangents)
+    except Exception:  # such as a check of a value that has changed
+        return None
+    return Whole(_kept(outputs), cotangents, _gradients(model), _buffers(model), recorder)
+
+
+def functional_calls(
+    model: nn.Module, arguments: Arguments, part: Arguments, loss: Loss
+) -> tuple[list[Tensor], tuple[str, ...]]:
+    """What another seed gives, and the modules that call `F.batch_norm` over parts of the batch.
+
+    An input that has as many rows for a part as for the whole batch, such as a weight that is
+    standardized, is right. `model`: a copy.
+    """
+    calls = FunctionalCalls(make_alone(model))
+    seed_everything(1)
+    with torch.no_grad(), calls:
+        outputs = found_in(loss(model(*arguments[0], **arguments[1]))).tensors
+    whole = list(calls.found)
+    if not whole:
+        return outputs, ()
+    calls.found.clear()
+    with torch.no_grad(), calls, contextlib.suppress(Exception):
+        model(*part[0], **part[1])
+    names = {
+        name
+        for (name, shape), (_, of_part) in zip(whole, calls.found, strict=False)
+        if shape[:1] != of_part[:1]
+    }
+    return outputs, tuple(sorted(names))
 
 
 def split_over_replicas(model: nn.Module, division: Division, whole: Whole, loss: Loss) -> Split:
@@ -127,7 +196,7 @@ def split_over_replicas(model: nn.Module, division: Division, whole: Whole, loss
         replicas = parallel.replicate(model, parallel.device_ids)
         arguments, keywords = [part[0] for part in parts], [part[1] for part in parts]
         results = parallel.parallel_apply(replicas, arguments, keywords)
-        outputs = [tensors_of(loss(result)) for result in results]
+        outputs = [found_in(loss(result)).tensors for result in results]
         cotangents = _cotangents(split, whole, [_shapes(own) for own in outputs], sizes)
         backward(list(chain(*outputs)), list(chain(*cotangents)))
         _join(split, whole, [_kept(own) for own in outputs], sizes)
@@ -155,7 +224,7 @@ def split_over_ranks(
     error = ""
     try:
         arguments, keywords = parts[ranks.rank]
-        outputs = tensors_of(loss(model(*arguments, **keywords)))
+        outputs = found_in(loss(model(*arguments, **keywords))).tensors
     except Exception as raised:
         error = _text(raised)
     split.error = ranks.finish("forward", error)
@@ -170,9 +239,7 @@ def split_over_ranks(
     if not split.error:
         everyone = ranks.gather([y.cpu() for y in _kept(outputs)])
         _join(split, whole, everyone, sizes)
-        split.gradients = _gradients(model, whole.gradients)
-        for gradient in split.gradients.values():
-            ranks.add_up(gradient)
+        split.gradients = ranks.add_up(_gradients(model), dict(model.named_parameters()))
     split.out_of_step = bool(split.error) and split.error == ranks.stopped
     split.buffers = ranks.gather({name: b.cpu() for name, b in _buffers(model).items()})
     return split
@@ -232,10 +299,18 @@ def _join(
             split.joined.append(None)
             continue
         if axis is None:
-            shares = [part * (size / sum(sizes)) for part, size in zip(own, sizes, strict=True)]
-            split.joined.append(torch.stack(shares).sum(0))
+            split.joined.append(_mean(own, sizes, y))
         else:
             split.joined.append(torch.cat(list(own), axis))
+
+
+def _mean(parts: Sequence[Tensor], sizes: Sequence[int], whole: Tensor) -> Tensor:
+    """The mean over samples; of whole numbers the common value, or the sum: they may be counts."""
+    if not whole.is_floating_point():
+        same = all(torch.equal(part, whole.to(part.device)) for part in parts)
+        return parts[0] if same else torch.stack(list(parts)).sum(0)
+    shares = [part * (size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
+    return torch.stack(shares).sum(0)
 
 
 def _shapes(outputs: Sequence[Tensor]) -> list[torch.Size]:
@@ -246,17 +321,9 @@ def _kept(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def _gradients(model: nn.Module, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The gradients of parameters; those that `like` has and a parameter does not are zero."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name] = parameter.grad
-        elif like is not None and name in like:
-            found[name] = torch.zeros_like(like[name])
-    if like is None:
-        return found
-    return {name: gradient for name, gradient in found.items() if name in like}
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of those parameters that have one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,78 @@
+"""What all ranks must have in common before a check: it decides which messages they send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.data_parallel.containers import PLAIN, node
+from syncbn_torch.replacement import modules_of
+from syncbn_torch.verify.recording import is_norm
+
+__all__ = ["description", "plain_values", "with_plain_values"]
+
+_SETTINGS = ("num_features", "eps", "momentum", "affine", "track_running_stats", "eps_mode")
+
+
+def description(model: nn.Module, batch: Any, **arguments: Any) -> dict[str, str]:
+    """Text by what it describes, such as "model, conv.weight"; values of tensors are left out.
+
+    Devices count by their type, since ranks have devices of their own.
+    """
+    described = {f"argument {name}": str(value) for name, value in arguments.items()}
+    for module, name in modules_of(model).items():
+        place = f"model, {name or 'the model itself'}"
+        described[place] = "training mode" if module.training else "eval mode"
+        if is_norm(module):
+            described[place] += f", {_settings(module)}"
+        for held in (module.named_parameters, module.named_buffers):
+            for key, tensor in held(recurse=False):
+                where = f"model, {name}.{key}" if name else f"model, {key}"
+                described[where] = _of_tensor(tensor)
+    for place, value in _leaves(batch, ""):
+        described[f"batch, {place or 'the batch itself'}"] = (
+            _of_tensor(value) if isinstance(value, Tensor) else type(value).__name__
+        )
+    return described
+
+
+def plain_values(tree: Any) -> list[Any]:
+    """The numbers and strings in nested containers, in their order."""
+    return [value for _, value in _leaves(tree, "") if type(value) in PLAIN]
+
+
+def with_plain_values(tree: Any, values: Iterator[Any]) -> Any:
+    """The same containers with other numbers and strings, those of `plain_values`."""
+    if type(tree) in PLAIN:
+        return next(values)
+    container = node(tree)
+    if container is None:
+        return tree
+    return container.make([with_plain_values(value, values) for value in container.values])
+
+
+def _leaves(tree: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Tensors and other things in nested containers, with their places; empty containers too."""
+    container = None if isinstance(tree, Tensor) else node(tree)
+    if container is None or not container.values:
+        yield place, tree
+        return
+    for key, value in zip(container.keys, container.values, strict=True):
+        yield from _leaves(value, place + key)
+
+
+def _settings(layer: nn.Module) -> str:
+    kind = type(layer)
+    said = [f"{name}={getattr(layer, name)}" for name in _SETTINGS if hasattr(layer, name)]
+    if isinstance(layer, _SynchronizedBatchNorm):
+        said.append(f"effective_eps_mode={layer.effective_eps_mode}")
+    return f"{kind.__module__}.{kind.__qualname__}({', '.join(said)})"
+
+
+def _of_tensor(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    needs = ", requires_grad" if tensor.requires_grad else ""
+    return f"{tuple(tensor.shape)} {dtype} on {tensor.device.type}{needs}"

@@ -1,0 +1,356 @@
+"""`verify_sync` accuses no right model, and says what it did not compare."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from syncbn_torch import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm2d,
+    SyncReport,
+    convert_model,
+    verify_sync,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),  # deprecated
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+X = torch.randn(6, 3, 8, 8)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3)
+        self.conv2, self.bn2 = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Any:
+        return F.relu_(self.bn2(self.conv2(F.relu(self.bn(self.conv(x)), inplace=True))) + x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.gru = nn.BatchNorm1d(3), nn.GRU(3, 4, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.gru(self.bn(x.flatten(2)).transpose(1, 2))
+
+
+class Many(Block):
+    """Outputs of all kinds."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x).mean((2, 3))
+        scores = y.masked_fill(torch.tensor([True, False, False]), float("-inf"))
+        return {
+            "nested": [y, (scores, y.argmax(1), y > 0)],
+            "complex": torch.complex(y, 2 * y),
+            "sparse": y.to_sparse(),
+            "count": torch.tensor(len(x)),
+            "classes": torch.tensor(3),
+            "loss": y.square().mean(),
+            "array": y.detach().numpy(),
+        }
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Again(Block):
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(3):
+            x = self.bn(self.conv(x)).tanh()
+        return x
+
+
+class Hooked(Block):
+    """Hooks change input, output and gradient of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn.register_forward_pre_hook(lambda layer, args: (args[0] * 3 + 0.5,))
+        self.bn.register_forward_hook(lambda layer, args, y: 2 * y + 1)
+        self.bn.register_full_backward_hook(lambda layer, dx, dy: (dx[0] / 2,))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.bn2(self.conv2(self.bn(self.conv(x))))
+        if y.requires_grad:
+            y.register_hook(lambda dy: dy / 3)
+        return y.sin()
+
+
+class Inner(Block):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.parallel = DataParallelWithCallback(Block(), replicas=2, **options)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.parallel(x))
+
+
+class SetsMode(Block):
+    def forward(self, x: Tensor) -> Any:
+        self.bn.eval()
+        return super().forward(x)
+
+
+class ByKeyword(Block):
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(input=self.conv(x))
+
+
+class SetsMomentum(Block):
+    def forward(self, x: Tensor) -> Any:
+        self.bn.momentum = 0.3
+        x = self.bn(self.conv(x))
+        self.bn.momentum = 0.7
+        return self.bn(self.conv(x))
+
+
+class CallsForward(Block):
+    def forward(self, x: Tensor) -> Any:
+        return self.bn.forward(self.conv(x))
+
+
+class Constant(Block):
+    """A branch with a constant input, and outputs that are rounding alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        same = self.bn(self.conv(torch.full_like(x, 0.3)))
+        constant = torch.full_like(x, 0.1)
+        return (
+            super().forward(x) + same,
+            same.mean((1, 2, 3)),
+            x - x.mean((2, 3), keepdim=True),
+            constant - constant.mean(),
+        )
+
+
+class Standardized(nn.Conv2d):
+    """Weight standardization, as in timm: `F.batch_norm` of a weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(rows, None, None, training=True).reshape_as(self.weight)
+        return F.conv2d(input, weight, self.bias)
+
+
+class OfEachSample(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(1, -1, *x.shape[2:])
+        return F.batch_norm(rows, None, None, training=True).reshape_as(x)
+
+
+class Conditional(SynchronizedBatchNorm2d):
+    def forward(self, input: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input) * scale[:, None, None, None]
+
+
+class UsesConditional(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = Conditional(3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.conv(x), scale=x.mean((1, 2, 3)))
+
+
+class Activated(nn.BatchNorm2d):
+    act = nn.SiLU()
+
+
+def scripted(module: nn.Module) -> Any:
+    return torch.jit.script(module)
+
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "residual": (lambda: nn.Sequential(Block(), nn.MaxPool2d(2), Block()), X),
+    "recurrent": (Recurrent, X),
+    "outputs": (Many, X),
+    "checkpoint": (Checkpointed, X),
+    "called again": (Again, X),
+    "hooks": (Hooked, X),
+    "inner wrapper": (Inner, X),
+    "inner wrapper with sizes": (lambda: Inner(batch_sizes=[3, 3]), X),
+    "mode in forward": (SetsMode, X),
+    "keyword": (ByKeyword, X),
+    "momentum in forward": (SetsMomentum, X),
+    "forward": (CallsForward, X),
+    "constant": (Constant, X),
+    "constant input": (Block, torch.full_like(X, 0.37)),
+    "offset": (lambda: nn.Sequential(nn.BatchNorm2d(3), Block()), X.double() + 1e5),
+    "offset in a block": (Block, X.double() + 1e5),
+    "small": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()), X * 1e-8),
+    "weight standardization": (lambda: nn.Sequential(Standardized(3, 3, 1), Block()), X),
+    "norm of samples": (lambda: nn.Sequential(Block(), OfEachSample()), X),
+    "more arguments": (UsesConditional, X),
+    "activation": (lambda: nn.Sequential(Activated(3), Block()), X),
+    "scripted": (lambda: nn.Sequential(scripted(nn.Conv2d(3, 3, 1)), nn.BatchNorm2d(3)), X),
+    "scripted dropout": (lambda: nn.Sequential(scripted(nn.Dropout()), nn.BatchNorm2d(3)), X),
+    "scripted in eval": (lambda: nn.Sequential(scripted(nn.BatchNorm2d(3)).eval(), Block()), X),
+}
+
+
+def checked(model: nn.Module, x: Tensor = X, replicas: int = 2) -> SyncReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that can't be converted
+        return verify_sync(convert_model(model), x, replicas)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(("make", "x"), RIGHT.values(), ids=RIGHT.keys())
+def test_a_right_model_is_not_accused(
+    make: Callable[[], nn.Module], x: Tensor, replicas: int
+) -> None:
+    report = checked(make(), x, replicas)
+    assert report.conclusion == "ok", report
+
+
+def test_a_layer_that_the_model_sets_to_eval_is_said_to_be_in_eval_mode() -> None:
+    assert [layer.verdict for layer in checked(SetsMode()).layers] == ["eval mode", "ok"]
+
+
+# -------------------------------------------------------------------------- what is not compared
+
+
+class Opaque:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def mixed(y: Tensor) -> Tensor:
+    """A mistake of about a tenth."""
+    return y + y.mean(0) / 10
+
+
+# What the model makes of its output, and what the report says of it.
+HIDDEN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "NaN": (lambda y: (y, torch.full_like(y, float("nan"))), "output[1] (NaN in both steps)"),
+    "some NaN": (lambda y: y + torch.tensor([float("nan"), 0, 0]), "output (NaN in both steps)"),
+    "unknown": (
+        lambda y: {"y": y, "more": Opaque(mixed(y))},
+        'output["more"].tensor (in',
+    ),
+    "in an unknown": (lambda y: [y, Opaque(y)], "output[1].tensor"),
+    "nested": (lambda y: (y, torch.nested.as_nested_tensor([y, y])), "output[1] ("),
+    "no gradient": (lambda y: y.detach(), "the gradients: nothing that the model"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("change", "words"), HIDDEN.values(), ids=HIDDEN.keys())
+def test_what_was_not_compared_is_named_and_not_ok(
+    change: Callable[[Tensor], Any], words: str
+) -> None:
+    class Changed(Block):
+        def forward(self, x: Tensor) -> Any:
+            return change(super().forward(x).mean((2, 3)))
+
+    report = checked(Changed())
+    assert report.conclusion == "incomplete", report
+    assert not report.ok
+    assert "INCOMPLETE: 2 layers" in str(report)
+    assert words in str(report)
+
+
+WRONG: dict[str, Callable[[Tensor], Any]] = {
+    "complex": lambda y: torch.complex(torch.ones_like(y), mixed(y)),
+    "one huge value": lambda y: torch.cat(
+        [torch.full((1, 1), 1e12).expand(len(y), 1), mixed(y)], 1
+    ),
+    "huge column": lambda y: mixed(y) * torch.tensor([1e20, 1.0, 1.0]),
+    "sparse": lambda y: (y, mixed(y).to_sparse()),
+    "integers": lambda y: (y, (1e4 * mixed(y)).long()),
+    "array": lambda y: (y, mixed(y).detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+def test_a_mistake_is_found_in_every_kind_of_output(change: Callable[[Tensor], Any]) -> None:
+    class Changed(Block):
+        def forward(self, x: Tensor) -> Any:
+            return change(super().forward(x).mean((2, 3)))
+
+    report = checked(Changed())
+    assert report.conclusion == "wrong"
+    assert report.model_differs
+    assert not report.faulty
+
+
+def test_a_mistake_in_a_channel_beside_one_of_huge_weight_is_found() -> None:
+    class Half(SynchronizedBatchNorm2d):
+        """Synchronizes its first channel only."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            whole = super().forward(input)
+            alone = F.batch_norm(input, None, None, self.weight, self.bias, training=True)
+            return torch.cat([whole[:, :1], alone[:, 1:]], 1)
+
+    model = nn.Sequential(Half(3))
+    with torch.no_grad():
+        model[0].weight[0] = 1e12
+    assert [layer.verdict for layer in checked(model).layers] == ["not synchronized"]
+
+
+class Functional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+
+def test_functional_batch_norm_is_named_with_the_module_that_calls_it() -> None:
+    model = nn.Sequential(Block(), nn.ModuleDict({"norm": Functional()})["norm"], nn.ReLU())
+    report = checked(model)
+    assert report.conclusion == "wrong"
+    assert report.functional == ("1",)
+    assert "- 1: calls F.batch_norm in training" in str(report)
+    assert "mixes samples" not in str(report)
+    assert checked(Functional()).functional == ("the model itself",)
+
+
+# ------------------------------------------------------------------------------- torch.jit
+
+
+def traced(module: nn.Module) -> Any:
+    return torch.jit.trace(module, (X,), check_trace=False)
+
+
+@pytest.mark.parametrize("compiled", [scripted, traced])
+@pytest.mark.parametrize("within", [True, False])
+def test_compiled_batch_norm_is_blamed_and_the_model_stays_as_it_is(
+    compiled: Callable[[nn.Module], Any], within: bool
+) -> None:
+    model = compiled(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    report = checked(nn.Sequential(model, nn.BatchNorm2d(3)) if within else model)
+    name = "0.1" if within else "1"
+    assert [layer.name for layer in report.faulty] == [name]
+    assert f"{name}: compiled by torch.jit, so it uses the statistics of each part" in str(report)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_compiled_batch_norm_that_is_not_called_is_no_fault() -> None:
+    class Spare(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = scripted(nn.BatchNorm2d(3))
+
+    report = checked(Spare())
+    assert report.ok, report
+    assert report.layers[-1].verdict == "not called"
+
+
+def test_a_compiled_module_that_calls_batch_norm_itself_is_blamed() -> None:
+    report = checked(nn.Sequential(scripted(Functional()), nn.BatchNorm2d(3)))
+    assert [layer.name for layer in report.faulty] == ["0"]
