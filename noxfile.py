@@ -5,6 +5,7 @@ Versions and groups come from pyproject.toml, tested pins from constraints.txt.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -107,6 +108,19 @@ def fresh_numba_cache(session: nox.Session) -> None:
     session.env["NUMBA_CACHE_DIR"] = str(fresh_directory(session, "numba-cache"))
 
 
+def kept_numba_cache(session: nox.Session) -> Path:
+    """A folder for compiled kernels, kept as long as the sources of the kernels are the same."""
+    digest = hashlib.sha256()
+    for source in sorted((ROOT / "syncbn_core" / "kernels" / "cpu").rglob("*.py")):
+        digest.update(source.read_bytes())
+    home = Path(session.virtualenv.location).resolve()
+    folder = home / f"numba-cache-{digest.hexdigest()[:16]}"
+    for older in home.glob("numba-cache-*"):
+        if older != folder:
+            shutil.rmtree(older, ignore_errors=True)
+    return folder
+
+
 @nox.session(python=TORCH_PYTHON)
 def tests(session: nox.Session) -> None:
     """All tests, with torch, and with ranks of MPI; of the benchmarks what docs are made of."""
@@ -119,6 +133,15 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", "-k", "session or docs or model", BENCHMARKS)
         others = ["--ignore", "tests/core", "--ignore", BENCHMARKS, "--ignore", "tests/works_with"]
         session.run("pytest", *SIDE_BY_SIDE, "tests", *others)
+
+
+@nox.session(python=TORCH_PYTHON)
+def test(session: nox.Session) -> None:
+    """Every promise once, in five minutes: one dtype, one number of ranks and replicas for each."""
+    install(session, "-e", ".[torch]", *groups("test"))
+    session.env["NUMBA_CACHE_DIR"] = str(kept_numba_cache(session))
+    quick = [*SIDE_BY_SIDE, "--quick", "tests/core", "tests/torch", "--ignore", BENCHMARKS]
+    session.run("pytest", *(session.posargs or quick))
 
 
 @nox.session(python=TORCH_PYTHON)

@@ -1,4 +1,4 @@
-"""Shared by all tests: an interrupt at every point of a call."""
+"""Shared by all tests: the option `--quick`, and an interrupt at every point of a call."""
 
 import sys
 from collections.abc import Callable
@@ -6,6 +6,34 @@ from types import FrameType
 from typing import Any
 
 import pytest
+
+# With --quick a test runs with one value of each of these parameters.
+ONE_OF = ("dtype", "size", "replicas")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="one dtype and one number of ranks or replicas for each case; no test marked slow",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    seen: set[Any] = set()
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        chosen = getattr(getattr(item, "callspec", None), "params", {})
+        others = tuple((name, id(value)) for name, value in chosen.items() if name not in ONE_OF)
+        case = (item.path, getattr(item, "originalname", item.name), others)
+        again = case in seen or item.get_closest_marker("slow") is not None
+        (dropped if again else kept).append(item)
+        seen.add(case)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")
