@@ -28,6 +28,7 @@ __all__ = [
     "checked_running_once",
 ]
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMES = ("weight", "bias", "running_mean", "running_var")
 
@@ -43,9 +44,10 @@ def check_input(layer: _SynchronizedBatchNorm, x: Tensor, weight: Tensor | None)
             f"expected {layer.num_features} channels on axis 1 (num_features="
             f"{layer.num_features}), got shape {tuple(x.shape)}; check the layer before"
         )
-    if not x.is_floating_point():
+    if x.dtype not in FLOATS:
         raise DTypeError(
-            f"expected a floating dtype, got {x.dtype}; convert it first with input.float()"
+            f"expected an input of float16, bfloat16, float32 or float64, got {x.dtype}; convert "
+            "it first with input.float()"
         )
     own = layer.running_mean if weight is None else weight
     if own is None:
@@ -117,7 +119,7 @@ def check_operands(
                 f"expected {name} on {x.device}, the input's device, got {own.device}; "
                 "move the layer with .to(device)"
             )
-        if not own.is_floating_point():
+        if own.dtype not in FLOATS:
             raise _not_floating(name, own)
         if by_address and type(own) not in PLAIN:
             raise DTypeError(
@@ -193,14 +195,14 @@ def _check_writable(own: Tensor) -> None:
 
 
 def check_floating(*tensors: Tensor | None) -> None:
-    """Raise `DTypeError` unless weight, bias, running_mean, running_var are None or floating."""
+    """Raise `DTypeError` unless weight, bias, running_mean, running_var are None or in `FLOATS`."""
     for name, own in zip(_NAMES, tensors, strict=True):
-        if own is not None and not own.is_floating_point():
+        if own is not None and own.dtype not in FLOATS:
             raise _not_floating(name, own)
 
 
 def _not_floating(name: str, own: Tensor) -> DTypeError:
     return DTypeError(
-        f"expected {name} of a floating dtype, got {own.dtype}; convert the layer with "
-        ".to(torch.float32), or replace the tensor"
+        f"expected {name} of float16, bfloat16, float32 or float64, got {own.dtype}; convert the "
+        "layer with .to(torch.float32), or replace the tensor"
     )

@@ -247,9 +247,9 @@ def test_gradient_whose_storage_is_cut_is_refused(layout: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
-def test_parameters_of_no_floating_dtype_are_refused_by_name(
+def test_parameters_of_no_supported_dtype_are_refused_by_name(
     name: str, dtype: torch.dtype, training: bool, ours: bool
 ) -> None:
     layer = SyncBatchNorm(3).train(training)
@@ -258,10 +258,18 @@ def test_parameters_of_no_floating_dtype_are_refused_by_name(
         setattr(layer, name, torch.nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False))
     else:
         setattr(layer, name, torch.ones(3, dtype=dtype))
-    words = f"expected {name} of a floating dtype, got {dtype}; "
+    words = f"expected {name} of float16, bfloat16, float32 or float64, got {dtype}; "
     with always_ours(ours), pytest.raises(DTypeError, match=words):
         layer(torch.randn(8, 3, 5))
     assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e5m2])
+def test_input_of_no_supported_dtype_is_refused(dtype: torch.dtype) -> None:
+    words = f"expected an input of float16, bfloat16, float32 or float64, got {dtype}; "
+    for layer in (SyncBatchNorm(3), SyncBatchNorm(3, affine=False)):
+        with pytest.raises(DTypeError, match=words):
+            layer(torch.ones(8, 3, 5).to(dtype))
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
