@@ -167,3 +167,41 @@ def test_child_of_the_one_that_compiles_does_not_keep_the_lock(tmp_path: Path) -
             printed = other.communicate("\n", timeout=100)[0]
         assert "compiled share" in printed
         assert "waiting" not in printed
+
+
+# A CUDA kernel in place of `share`; the compiler waits for a line, and says when a process waits.
+CUDA = """
+import time, types
+from syncbn_core.backends.cuda import driver
+def compile_source(source, capability):
+    print("holds", flush=True)
+    sys.stdin.readline()
+    return driver.Code("entry", "", b"\\x7fELF machine code")
+def sleep(seconds):
+    if not waited:
+        waited.append(print("waits", flush=True))
+    time.sleep(seconds)
+waited = []
+driver.compile_source = compile_source
+disk_cache.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+os.environ["SYNCBN_CACHE_DIR"] = os.environ["NUMBA_CACHE_DIR"]
+source = driver.Source("kernel", None, "q", 256)
+numerics.share = lambda *arguments: driver._code_of(source, (9, 0)).entry
+"""
+
+
+@pytest.mark.parametrize("end", ["compiles", "is killed"])
+def test_one_process_compiles_a_cuda_kernel(end: str, tmp_path: Path) -> None:
+    with process(tmp_path, CUDA) as first, process(tmp_path, CUDA) as second:
+        for each, says in ((first, "holds"), (second, "waits")):
+            assert line_of(each) == "ready"
+            go(each)
+            assert line_of(each) == says
+        if end == "compiles":
+            go(first)
+            assert first.communicate(timeout=100)[0] == "share entry\n"
+            assert second.communicate(timeout=100)[0] == "share entry\n"
+        else:
+            first.kill()
+            assert line_of(second) == "holds"
+            assert second.communicate("\n", timeout=100)[0] == "share entry\n"

@@ -32,6 +32,7 @@ from syncbn_core.backends.cuda.compiler import (
     store,
     stored,
 )
+from syncbn_core.disk_cache import load_or_claim
 from syncbn_core.errors import BackendError
 
 __all__ = [
@@ -235,7 +236,7 @@ def description(device: int) -> str:
 _lock = threading.Lock()
 _kernels: dict[tuple[str, int], Kernel] = {}
 _loaded: dict[tuple[str, tuple[int, int]], _Loaded] = {}
-_compiled: dict[tuple[str, tuple[int, int]], Code] = {}  # by `compile_failure`, not yet loaded
+_compiled: dict[tuple[str, tuple[int, int]], Code] = {}  # for `compile_failure`, not loaded
 
 
 class _Loaded(NamedTuple):
@@ -315,11 +316,8 @@ def _load(source: Source, device: int) -> Kernel:
     driver.adopt(device)
     loaded = _loaded.get((source.key, capability))
     if loaded is None:
-        path = cache_file(source, capability)
-        kept = stored(path)
-        made = _compiled.pop((source.key, capability), None)
         try:
-            code = kept or made or compile_source(source, capability)
+            code = _compiled.pop((source.key, capability), None) or _code_of(source, capability)
         except BackendError as error:
             failure = KernelFailure(str(error))
             failure.unexpected = False
@@ -337,10 +335,27 @@ def _load(source: Source, device: int) -> Kernel:
                 "driver is older than the CUDA packages, update the driver",
                 error.result,
             ) from error
-        if kept is None:  # stored only now: the driver has accepted it
-            store(path, code)
         _loaded[source.key, capability] = loaded
     return Kernel(source, device, loaded)
+
+
+def _code_of(source: Source, capability: tuple[int, int]) -> Code:
+    """The compiled kernel, from the disk if it is there; one of many processes compiles it.
+
+    Only the compilation is claimed. To load or to check a kernel may wait for the device, whose
+    work may wait for another process.
+    """
+    path = cache_file(source, capability)
+    if path is None:
+        return compile_source(source, capability)
+    kept, release = load_or_claim(path.parent, path.name, lambda: stored(path))
+    try:
+        if kept is None:
+            kept = compile_source(source, capability)
+            store(path, kept)
+    finally:
+        release()
+    return kept
 
 
 def missing() -> list[str]:
@@ -370,12 +385,10 @@ def compile_failure(capability: tuple[int, int]) -> str | None:
     from syncbn_core.kernels.cuda.constants import THREADS
 
     smallest = source("merge_parts", "float64", 1, False, THREADS)
-    code = stored(cache_file(smallest, capability))
-    if code is None:
-        try:
-            code = _compiled[smallest.key, capability] = compile_source(smallest, capability)
-        except BackendError as error:
-            return str(error)
+    try:
+        code = _compiled[smallest.key, capability] = _code_of(smallest, capability)
+    except BackendError as error:
+        return str(error)
     return _refused(code)
 
 
