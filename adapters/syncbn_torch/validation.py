@@ -10,6 +10,7 @@ from torch import Tensor
 
 from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
+from syncbn_core.layout import shares_memory
 from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.backends.memory import PLAIN, check_storage
@@ -137,7 +138,7 @@ def checked_running_once(layer: _SynchronizedBatchNorm) -> RunningStatistics | N
 def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
     """The running statistics that a training batch updates; None if the layer tracks none.
 
-    Raises `StateError` if one of them can't be written.
+    Raises `StateError` if one of them can't be written, or two share memory.
     """
     if not (layer.training and layer.track_running_stats):
         return None
@@ -159,7 +160,37 @@ def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
             f"{counter.dtype} and shape {tuple(counter.shape)}; set it to torch.tensor(0)"
         )
     check_storage(mean, var, counter)
+    if mean is not None and var is not None:
+        _check_apart(mean, var)
     return running
+
+
+def _check_apart(mean: Tensor, var: Tensor) -> None:
+    """Raise `StateError` if running mean and variance share memory: each would hold the other."""
+    if type(mean) not in PLAIN or type(var) not in PLAIN:  # such as FakeTensor
+        return
+    try:
+        places = mean.data_ptr(), var.data_ptr()
+    except RuntimeError:  # in function transforms tensors have no address
+        return
+    far = abs(places[0] - places[1]) >= max(mean.nbytes, var.nbytes)
+    if far and mean.is_contiguous() and var.is_contiguous():
+        return
+    if 0 in places or mean.device != var.device:  # without memory, as on the meta device
+        return
+    if shares_memory(places[0], _Strides(mean), places[1], _Strides(var)):
+        raise StateError(
+            "expected running_mean and running_var with memory of their own, got tensors that "
+            "overlap; clone() one of them"
+        )
+
+
+class _Strides:
+    """What `shares_memory` asks of an array, for a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.itemsize = tuple(tensor.shape), tensor.element_size()
+        self.strides = tuple(stride * self.itemsize for stride in tensor.stride())
 
 
 def check_savable(x: Tensor, affine: Affine, kept: Affine) -> None:

@@ -109,7 +109,7 @@ def may_import(part: str) -> list[str]:
             "layout",
             "moments",
         ],
-        "checks": ["backends", "errors", "moments"],
+        "checks": ["backends", "errors", "layout", "moments"],
         "dlpack": ["backends", "errors", "layout"],
         "functional": [
             "backends",

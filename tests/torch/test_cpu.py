@@ -1,11 +1,13 @@
 """CPU tensors reach the kernels as they lie in memory, whatever lies there."""
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
@@ -243,6 +245,46 @@ def test_gradient_whose_storage_is_cut_is_refused(layout: str, dtype: torch.dtyp
         OURS.backward_single(*operands)
     with pytest.raises(StateError, match=r"expected a storage of .*undo the untyped_storage"):
         OURS.serial.backward_reduce(*operands)
+
+
+def test_running_statistics_without_memory_do_not_overlap() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meta = SyncBatchNorm(3, device="meta")
+        assert meta(torch.ones(4, 3, 5, device="meta")).shape == (4, 3, 5)
+        with FakeTensorMode():
+            assert SyncBatchNorm(3)(torch.ones(4, 3, 5)).shape == (4, 3, 5)
+
+
+OVERLAPPING = {
+    "the same": lambda memory: (memory[:3], memory[:3]),
+    "shifted by one": lambda memory: (memory[:3], memory[2:5]),
+    "interleaved": lambda memory: (memory[0:5:2], memory[4:9:2]),
+}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_running_statistics_that_overlap_are_refused(kind: str, ours: bool) -> None:
+    layer = SyncBatchNorm(3)
+    layer.running_mean, layer.running_var = OVERLAPPING[kind](torch.ones(9))
+    with always_ours(ours), pytest.raises(StateError, match=r"memory of their own.*clone\(\)"):
+        layer(torch.randn(8, 3, 5))
+    assert layer.num_batches_tracked == 0
+    assert (layer.running_mean == 1).all()
+    layer.eval()(torch.randn(8, 3, 5))  # writes nothing
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_running_statistics_may_be_views_of_one_tensor(ours: bool) -> None:
+    x, expected = torch.randn(8, 3, 5), SyncBatchNorm(3)
+    with always_ours(ours):
+        expected(x)
+        for both in (torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(2, 5)[:, 1:4]):
+            layer = SyncBatchNorm(3)
+            layer.running_mean, layer.running_var = both.copy_(torch.tensor([[0.0], [1.0]]))
+            layer(x)
+            torch.testing.assert_close(layer.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("ours", [True, False])
