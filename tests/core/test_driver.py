@@ -389,6 +389,21 @@ def test_driver_that_does_not_start_has_no_devices(machine: Machine) -> None:
     assert driver.device_count() == 1
 
 
+def test_zeros_are_of_no_pool_and_written_on_the_stream(machine: Machine) -> None:
+    address = driver.lasting_zeros(0, 5000, 7)
+    assert address is not None
+    assert not any((ctypes.c_int32 * 5000).from_address(address))
+    assert machine.stub.memory_stream == 7
+    mode = ctypes.c_int(0)
+    machine.stub.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == 0, "the thread captures as before"
+
+
+def test_without_memory_there_are_no_zeros(machine: Machine) -> None:
+    machine.stub.memory_fails = OUT_OF_MEMORY
+    assert driver.lasting_zeros(0, 5000, 7) is None
+
+
 # -------------------------------------------------------------------------- disk cache
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +44,7 @@ __all__ = [
     "device_count",
     "failure_of",
     "kernel_for",
+    "lasting_zeros",
     "missing",
     "multiprocessor_count",
     "not_ready",
@@ -58,6 +59,7 @@ _INVALID_CONTEXT = 201  # CUresult
 # Errors of a load or launch that the kernel causes, by its image, its PTX or its resources. Others
 # have other causes, such as full memory, or an illegal address in an earlier kernel.
 _OF_THE_KERNEL = (1, 98, 200, 209, 218, 220, 221, 222, 223, 300, 302, 303, 500, 701)
+_RELAXED = 2  # CUstreamCaptureMode: this thread may allocate while another one captures a stream
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 
 # The newest PTX of each CUDA 12; CUDA 13.m has PTX 9.m (release notes of the PTX ISA).
@@ -77,6 +79,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxGetCurrent": (c_void_p,),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuMemAlloc_v2": (c_void_p, c_size_t),
+    "cuMemsetD32Async": (c_void_p, c_uint, c_size_t, c_void_p),
+    "cuThreadExchangeStreamCaptureMode": (c_void_p,),
     "cuLibraryLoadData": (c_void_p, c_char_p, *[c_void_p, c_void_p, c_uint] * 2),
     "cuLibraryGetKernel": (c_void_p, c_void_p, c_char_p),
     "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
@@ -356,6 +361,25 @@ def _code_of(source: Source, capability: tuple[int, int]) -> Code:
     finally:
         release()
     return kept
+
+
+def lasting_zeros(device: int, size: int, stream: int) -> int | None:
+    """Address of `size` int32 zeros for work on `stream`; they are of no pool, and never freed.
+
+    None if the device has no memory left outside the pools.
+    """
+    driver = _driver()
+    driver.adopt(device)
+    mode = c_int(_RELAXED)
+    driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))  # and what it was
+    try:
+        address = driver.handle("cuMemAlloc_v2", 4 * size)
+        driver.call("cuMemsetD32Async", address, 0, size, stream)
+    except DriverError:
+        return None
+    finally:
+        driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+    return address
 
 
 def missing() -> list[str]:
