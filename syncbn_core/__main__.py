@@ -57,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _warm_up(dtypes: Sequence[str]) -> int:
     if os.cpu_count() == 1:  # compile the parallel builds too: the cache may be for other machines
         os.environ.setdefault("NUMBA_NUM_THREADS", "2")
+    import numba
+
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        print("expected kernels that may be compiled: unset NUMBA_DISABLE_JIT", file=sys.stderr)
+        return 1
     from syncbn_core.backends.cpu.warmup import cache_folder, warm_up
 
     printed = _Printed()

@@ -9,6 +9,8 @@ import math
 from numbers import Real
 from typing import Any, get_args
 
+import numpy as np
+
 from syncbn_core.backends import operations_for
 from syncbn_core.errors import (
     ArgumentError,
@@ -17,6 +19,7 @@ from syncbn_core.errors import (
     ReadOnlyError,
     ShapeError,
 )
+from syncbn_core.layout import layout_of, overlaps_itself, shares_memory
 from syncbn_core.moments import EpsMode, NormRule
 
 __all__ = [
@@ -183,6 +186,24 @@ def check_running(
                 f"expected {name} with its own memory for each value, got strides {array.strides}; "
                 "copy it first"
             )
+    if running_mean is not None and _share_memory(running_mean, running_var):
+        raise ArgumentError(
+            "expected running_mean and running_var with memory of their own, got arrays that "
+            "overlap; copy one of them"
+        )
+
+
+def _share_memory(one: Array, other: Array) -> bool:
+    """Whether two arrays of one library and device share memory of an element."""
+    if isinstance(one, np.ndarray):  # bounds first, which takes no time
+        return np.may_share_memory(one, other) and np.shares_memory(one, other)
+    places = one.data.ptr, other.data.ptr
+    bytes_apart = abs(places[0] - places[1])
+    if bytes_apart >= max(one.nbytes, other.nbytes) and (
+        one.flags.c_contiguous and other.flags.c_contiguous
+    ):
+        return False
+    return shares_memory(places[0], one, places[1], other)
 
 
 def check_dy(x: Array, dy: Array) -> None:
@@ -198,7 +219,7 @@ def check_dy(x: Array, dy: Array) -> None:
 
 
 def check_out(x: Array, out: Array | None) -> None:
-    """Check that `out` is None or a writable array like x.
+    """Check that `out` is None or a writable array like x, whose values do not overlap.
 
     Raises `DeviceError`, `ShapeError` or `ReadOnlyError`.
     """
@@ -212,3 +233,8 @@ def check_out(x: Array, out: Array | None) -> None:
         )
     if not _is_writable(out):
         raise ReadOnlyError("expected a writable out, got a read-only array; pass another")
+    if layout_of(out) is None and overlaps_itself(out.shape, out.strides, out.itemsize):
+        raise ReadOnlyError(
+            "expected out with its own memory for each value, got shape "
+            f"{tuple(out.shape)} with strides {tuple(out.strides)}; pass another"
+        )

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
+from syncbn_core.layout import shares_memory
 from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.backends.memory import PLAIN, check_storage
@@ -30,6 +31,7 @@ __all__ = [
     "not_a_tensor",
 ]
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMES = ("weight", "bias", "running_mean", "running_var")
 
@@ -50,11 +52,13 @@ def check_input(layer: _SynchronizedBatchNorm, x: Tensor, weight: Tensor | None)
             f"expected {layer.num_features} channels on axis 1 (num_features="
             f"{layer.num_features}), got shape {tuple(x.shape)}; check the layer before"
         )
-    if not x.is_floating_point():
+    if x.dtype not in FLOATS:
         remedy = "convert it first with input.float()"
         if x.is_complex():  # float() would drop the imaginary part
             remedy = "normalize input.real and input.imag, with a layer each"
-        raise DTypeError(f"expected a floating dtype, got {x.dtype}; {remedy}")
+        raise DTypeError(
+            f"expected an input of float16, bfloat16, float32 or float64, got {x.dtype}; {remedy}"
+        )
     own = layer.running_mean if weight is None else weight
     if own is None:
         return
@@ -146,7 +150,7 @@ def check_operands(
                 f"expected {name} on {x.device}, the input's device, got {own.device}; "
                 "move the layer with .to(device)"
             )
-        if not own.is_floating_point():
+        if own.dtype not in FLOATS:
             raise _not_floating(name, own)
         if by_address and type(own) not in PLAIN:
             raise DTypeError(
@@ -164,7 +168,7 @@ def checked_running_once(layer: _SynchronizedBatchNorm) -> RunningStatistics | N
 def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
     """The running statistics that a training batch updates; None if the layer tracks none.
 
-    Raises `StateError` if one of them can't be written.
+    Raises `StateError` if one of them can't be written, or two share memory.
     """
     if not (layer.training and layer.track_running_stats):
         return None
@@ -186,7 +190,37 @@ def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
             f"{counter.dtype} and shape {tuple(counter.shape)}; set it to torch.tensor(0)"
         )
     check_storage(mean, var, counter)
+    if mean is not None and var is not None:
+        _check_apart(mean, var)
     return running
+
+
+def _check_apart(mean: Tensor, var: Tensor) -> None:
+    """Raise `StateError` if running mean and variance share memory: each would hold the other."""
+    if type(mean) not in PLAIN or type(var) not in PLAIN:  # such as FakeTensor
+        return
+    try:
+        places = mean.data_ptr(), var.data_ptr()
+    except RuntimeError:  # in function transforms tensors have no address
+        return
+    far = abs(places[0] - places[1]) >= max(mean.nbytes, var.nbytes)
+    if far and mean.is_contiguous() and var.is_contiguous():
+        return
+    if 0 in places or mean.device != var.device:  # without memory, as on the meta device
+        return
+    if shares_memory(places[0], _Strides(mean), places[1], _Strides(var)):
+        raise StateError(
+            "expected running_mean and running_var with memory of their own, got tensors that "
+            "overlap; clone() one of them"
+        )
+
+
+class _Strides:
+    """What `shares_memory` asks of an array, for a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.itemsize = tuple(tensor.shape), tensor.element_size()
+        self.strides = tuple(stride * self.itemsize for stride in tensor.stride())
 
 
 def check_savable(x: Tensor, affine: Affine, kept: Affine) -> None:
@@ -222,14 +256,14 @@ def _check_writable(own: Tensor) -> None:
 
 
 def check_floating(*tensors: Tensor | None) -> None:
-    """Raise `DTypeError` unless weight, bias, running_mean, running_var are None or floating."""
+    """Raise `DTypeError` unless weight, bias, running_mean, running_var are None or in `FLOATS`."""
     for name, own in zip(_NAMES, tensors, strict=True):
-        if own is not None and not own.is_floating_point():
+        if own is not None and own.dtype not in FLOATS:
             raise _not_floating(name, own)
 
 
 def _not_floating(name: str, own: Tensor) -> DTypeError:
     return DTypeError(
-        f"expected {name} of a floating dtype, got {own.dtype}; convert the layer with "
-        ".to(torch.float32), or replace the tensor"
+        f"expected {name} of float16, bfloat16, float32 or float64, got {own.dtype}; convert the "
+        "layer with .to(torch.float32), or replace the tensor"
     )

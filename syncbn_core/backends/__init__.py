@@ -18,6 +18,7 @@ Array = Any
 
 # Root package of the array type -> module that holds `OPERATIONS` for it.
 _MODULES = {"cupy": "syncbn_core.backends.cuda.cupy", "numpy": "syncbn_core.backends.cpu.numpy"}
+_PLAIN = "syncbn_core.backends.cpu.plain"  # for NumPy where no kernel can be compiled
 # Types of NumPy that are rejected: masks would be ignored, matrices are always 2-D, and scalars
 # can't be written in place.
 _UNLIKE_ARRAYS = {"MaskedArray", "matrix", "generic"}
@@ -35,6 +36,8 @@ def _operations_for_type(kind: type) -> Operations:
     for base in bases:
         name = _MODULES.get(base.__module__.partition(".")[0])
         if name is not None:
+            if name == _MODULES["numpy"] and import_module(_PLAIN).kernels_forbidden():
+                name = _PLAIN
             found: Operations = import_module(name).OPERATIONS
             return found
     raise BackendError(

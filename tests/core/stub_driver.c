@@ -6,6 +6,7 @@
  */
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { OK, INVALID_VALUE = 1, NO_DEVICE = 100, INVALID_DEVICE, INVALID_CONTEXT = 201,
@@ -78,6 +79,33 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
 int cuCtxGetCurrent(void **context) { *context = current; return OK; }
 
 int cuCtxSetCurrent(void *context) { current = context; return OK; }
+
+/* Memory is the host's; a thread that may not allocate while others capture is refused. */
+static __thread int capture_mode;
+int stub_memory_fails, stub_memory_stream;
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return OK;
+}
+
+int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
+    if (stub_memory_fails)
+        return stub_memory_fails;
+    if (!current)
+        return INVALID_CONTEXT;
+    *address = (uint64_t)malloc(bytes);
+    return capture_mode == 2 ? OK : INVALID_VALUE;
+}
+
+int cuMemsetD32Async(uint32_t *address, unsigned value, size_t count, void *stream) {
+    stub_memory_stream = (int)(uint64_t)stream;
+    for (size_t k = 0; k < count; k++)
+        address[k] = value;
+    return current ? OK : INVALID_CONTEXT;
+}
 
 int cuLibraryLoadData(void **library, const char *image, void *a, void *b, unsigned options,
                       void *c, void *d, unsigned others) {

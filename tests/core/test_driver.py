@@ -26,6 +26,7 @@ import pytest
 
 from syncbn_core.backends.cuda import compiler, driver, grid
 from syncbn_core.backends.cuda.compiler import Code, Source
+from syncbn_core.disk_cache import LOCK_FILE
 from syncbn_core.errors import BackendError
 
 C_FILE = Path(__file__).with_name("stub_driver.c")
@@ -331,9 +332,9 @@ def test_failed_load_is_forgotten(machine: Machine) -> None:
     machine.stub.load_fails = OUT_OF_MEMORY
     with pytest.raises(BackendError, match=r"kernel .*CUDA_ERROR_OUT_OF_MEMORY"):
         driver.kernel_for(source_of(), 0)
-    assert not machine.cache.exists()
     machine.stub.load_fails = 0
     driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    assert len(machine.compiler.calls) == 1, "its code was not at fault"
     assert machine.stub.loads == machine.stub.launched == 1
 
 
@@ -341,7 +342,7 @@ def test_failed_compilation_is_forgotten(machine: Machine) -> None:
     machine.compiler.error = BackendError("no compiler today")
     with pytest.raises(BackendError, match="no compiler today"):
         driver.kernel_for(source_of(), 0)
-    assert not machine.cache.exists()
+    assert files_in(machine.cache) == []
     machine.compiler.error = None
     driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
 
@@ -388,11 +389,26 @@ def test_driver_that_does_not_start_has_no_devices(machine: Machine) -> None:
     assert driver.device_count() == 1
 
 
+def test_zeros_are_of_no_pool_and_written_on_the_stream(machine: Machine) -> None:
+    address = driver.lasting_zeros(0, 5000, 7)
+    assert address is not None
+    assert not any((ctypes.c_int32 * 5000).from_address(address))
+    assert machine.stub.memory_stream == 7
+    mode = ctypes.c_int(0)
+    machine.stub.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == 0, "the thread captures as before"
+
+
+def test_without_memory_there_are_no_zeros(machine: Machine) -> None:
+    machine.stub.memory_fails = OUT_OF_MEMORY
+    assert driver.lasting_zeros(0, 5000, 7) is None
+
+
 # -------------------------------------------------------------------------- disk cache
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    return sorted(path for path in folder.iterdir() if path.name != LOCK_FILE)
 
 
 def test_next_process_does_not_compile(machine: Machine) -> None:

@@ -1,5 +1,7 @@
 """What a user hears of compilation: one line when it starts, one warning if it can't be kept."""
 
+import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -8,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from syncbn_core.disk_cache import write_checked
+
 Function = Callable[..., Any]
 
 # `strict` functions compile in a tenth of a second each
@@ -15,6 +19,7 @@ COMPILE = """
 import logging, sys
 {setup}
 logging.basicConfig(level=logging.{level}, format="%(name)s %(levelname)s %(message)s")
+logging.getLogger("numba").setLevel(logging.WARNING)
 import numpy as np
 from syncbn_core.kernels.cpu.numerics import blend, share
 
@@ -92,11 +97,10 @@ def test_home_that_cannot_be_written_is_said_once(fresh_python: Function, tmp_pa
 
 
 FULL = """
-import errno, tempfile
-from numba.core.caching import IndexDataCacheFile
+import errno, os
 def full(*arguments):
     raise OSError(errno.ENOSPC, "No space left on device")
-IndexDataCacheFile._save_data = full
+os.replace = full
 """
 
 
@@ -123,18 +127,48 @@ def test_folder_that_can_only_be_read_is_used(fresh_python: Function, tmp_path: 
     assert printed.splitlines() == ["share (5, 10)", "blend [0.5 0.5 0.5]"]
 
 
-@pytest.mark.parametrize("kind", ["*.nbc", "*.nbi"])
-def test_damaged_file_in_the_cache_fails_no_call(
-    kind: str, fresh_python: Function, tmp_path: Path
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut short": lambda content: content[: len(content) // 2],
+    "one bit": lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+    "something else": lambda content: b"\x80",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_compiled_anew_once(
+    damage: str, fresh_python: Function, tmp_path: Path
 ) -> None:
     outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
-    damaged = list(tmp_path.rglob(kind))
-    assert damaged
-    for file in damaged:
-        file.write_bytes(b"\x80")
-    printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
-    assert "syncbn INFO compiling" in printed
+    files = list(tmp_path.rglob("*.kernel"))
+    assert len(files) == 3
+    for file in files:
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    printed = outcome(fresh_python, "DEBUG", NUMBA_CACHE_DIR=str(tmp_path))
+    assert printed.count("syncbn DEBUG compiled") == 3
+    assert "Warning" not in printed
     assert "blend [0.5 0.5 0.5]\n" in printed
+    assert "syncbn" not in outcome(fresh_python, "DEBUG", NUMBA_CACHE_DIR=str(tmp_path))
+
+
+def test_intact_file_that_this_numba_does_not_understand_is_compiled_anew_once(
+    fresh_python: Function, tmp_path: Path
+) -> None:
+    outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
+    for file in tmp_path.rglob("*.kernel"):
+        write_checked(file, pickle.dumps(("made", "by", "another")))
+    printed = outcome(fresh_python, "DEBUG", NUMBA_CACHE_DIR=str(tmp_path))
+    assert printed.count("syncbn DEBUG compiled") == 3
+    assert "Warning" not in printed
+    assert "syncbn" not in outcome(fresh_python, "DEBUG", NUMBA_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+def test_other_users_may_read_the_files_as_umask_says(
+    fresh_python: Function, tmp_path: Path
+) -> None:
+    outcome(fresh_python, setup="import os; os.umask(0o022)", NUMBA_CACHE_DIR=str(tmp_path))
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*.kernel")} == {0o644}
 
 
 def test_frozen_program_without_sources_compiles(fresh_python: Function, tmp_path: Path) -> None:

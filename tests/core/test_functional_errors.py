@@ -231,6 +231,71 @@ def test_arrays_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_refused(lambda: batch_norm_forward(**given), given, DeviceError, *words)
 
 
+@pytest.mark.parametrize("kind", ["the same", "shifted by one", "byte by byte", "interleaved"])
+def test_running_statistics_that_overlap_are_refused(kind: str) -> None:
+    memory = np.ones(13, F4)
+    mean, var = {
+        "the same": (memory[:3], memory[:3]),
+        "shifted by one": (memory[:3], memory[2:5]),
+        "byte by byte": (memory[:3], memory.view(np.uint8)[10:22].view(F4)),
+        "interleaved": (memory[0:5:2], memory[4:9:2]),
+    }[kind]
+    given = arguments(running_mean=mean, running_var=var)
+    words = ("running_mean and running_var with memory of their own",)
+    assert_refused(lambda: batch_norm_forward(**given), given, ArgumentError, *words)
+
+
+def test_running_statistics_may_be_views_of_one_array() -> None:
+    x = arguments()["x"]
+    expected = np.zeros(3, F4), np.ones(3, F4)
+    batch_norm_forward(x, running_mean=expected[0], running_var=expected[1])
+    for mean, var in (
+        np.zeros((2, 3), F4),
+        np.zeros((3, 2), F4).T,
+        (np.zeros(6, F4)[0::2], np.zeros(6, F4)[1::2]),
+        np.zeros(6, F4)[::-1].reshape(2, 3),
+    ):
+        var[...] = 1
+        batch_norm_forward(x, running_mean=mean, running_var=var)
+        np.testing.assert_array_equal(mean, expected[0])
+        np.testing.assert_array_equal(var, expected[1])
+
+
+def strided(strides: tuple[int, int, int]) -> Array:
+    """`(4, 3, 5)` float32 with these strides in elements."""
+    memory = np.zeros(200, F4)
+    return np.lib.stride_tricks.as_strided(memory, (4, 3, 5), tuple(4 * s for s in strides))
+
+
+OVERLAPPING = [(0, 5, 1), (15, 0, 1), (15, 5, 0), (5, 5, 1), (1, 1, 1), (10, 4, 1), (4, 5, 1)]
+
+
+@pytest.mark.parametrize("strides", OVERLAPPING, ids=str)
+def test_out_that_overlaps_itself_is_refused(strides: tuple[int, int, int]) -> None:
+    x, out = arguments()["x"], strided(strides)
+    mean, var = np.zeros(3, F4), np.ones(3, F4)
+    _, saved = batch_norm_forward(x)
+    for step in (
+        lambda: batch_norm_forward(x, out=out, running_mean=mean, running_var=var),
+        lambda: batch_norm_eval(x, mean, var, out=out),
+        lambda: batch_norm_backward(x, saved, out=out),
+    ):
+        with pytest.raises(ReadOnlyError, match="expected out with its own memory for each value"):
+            step()
+    assert not mean.any()
+    assert not out.any()
+
+
+@pytest.mark.parametrize("strides", [(15, 5, 1), (1, 4, 12), (30, 10, 2), (12, 4, 13)], ids=str)
+def test_out_of_any_strides_that_keep_values_apart_is_written(
+    strides: tuple[int, int, int],
+) -> None:
+    x, out = arguments()["x"], strided(strides)
+    y, _ = batch_norm_forward(x, out=out)
+    assert y is out
+    np.testing.assert_array_equal(out, batch_norm_forward(x)[0])
+
+
 EVAL: dict[str, tuple[dict[str, Any], type[SyncBNError], tuple[str, ...]]] = {
     "x of rank 1": ({"x": zeros(4)}, ShapeError, ("rank 2 or more", "shape (4,)")),
     "x of integers": ({"x": zeros(4, 3, 5, dtype=np.int64)}, DTypeError, ("got int64",)),

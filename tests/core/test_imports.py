@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,34 @@ print([name for name in {HEAVY} if name in sys.modules])
         assert f"'{name}'" not in printed
 
 
+WITHOUT_TORCH = """
+import sys
+{setup}
+try:
+    import syncbn_torch
+except ImportError as error:
+    print(type(error).__name__, error.name, error)
+"""
+
+
+def test_adapter_without_torch_says_what_to_install(fresh_python: Callable[..., str]) -> None:
+    if importlib.util.find_spec("syncbn_torch") is None:
+        pytest.skip("the core alone")
+    printed = fresh_python(WITHOUT_TORCH.format(setup='sys.modules["torch"] = None'))
+    assert printed.startswith("ModuleNotFoundError torch expected PyTorch")
+    assert 'pip install "syncbn[torch]"' in printed
+
+
+def test_module_that_torch_lacks_is_not_taken_for_torch(
+    fresh_python: Callable[..., str], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec("syncbn_torch") is None:
+        pytest.skip("the core alone")
+    (tmp_path / "torch.py").write_text("import no_such_module")
+    printed = fresh_python(WITHOUT_TORCH.format(setup=f"sys.path.insert(0, {str(tmp_path)!r})"))
+    assert printed.strip() == "ModuleNotFoundError no_such_module No module named 'no_such_module'"
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Every module that the file imports, at its head or later."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -67,12 +96,21 @@ def may_import(part: str) -> list[str]:
         "layout": ["errors"],
         "moments": ["errors"],
         "device_moments": ["moments"],
-        "kernels": ["kernels"],
+        "disk_cache": [],
+        "kernels": ["disk_cache", "kernels"],
         "comm": ["comm", "errors"],
         "layer_labels": ["comm", "errors"],
         "moment_exchange": ["comm", "errors", "layer_labels", "moments", "device_moments"],
-        "backends": ["backends", "kernels", "errors", "layout", "moments", "device_moments"],
-        "checks": ["backends", "errors", "moments"],
+        "backends": [
+            "backends",
+            "device_moments",
+            "disk_cache",
+            "errors",
+            "kernels",
+            "layout",
+            "moments",
+        ],
+        "checks": ["backends", "errors", "layout", "moments"],
         "dlpack": ["backends", "errors", "layout"],
         "functional": [
             "backends",

@@ -205,6 +205,24 @@ def test_capture_in_a_graph(dtype, channels_last, momentum, device, only_cuda):
             assert torch.equal(actual, wanted)
 
 
+def test_block_counters_are_in_no_pool_of_the_user(device, only_cuda):
+    if not hasattr(torch.cuda, "use_mem_pool"):
+        pytest.skip("this torch has no pools to choose")
+    layer, x = layer_for(8, device), batch((16, 8, 40, 40), "float32", device)
+    cuda.OPERATIONS.counters.clear()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        layer(x)
+    torch.cuda.synchronize()
+    (kept,) = cuda.OPERATIONS.counters.values()
+    pools = [
+        segment["segment_pool_id"]
+        for segment in torch.cuda.memory_snapshot()
+        if 0 <= kept.data_ptr() - segment["address"] < segment["total_size"]
+    ]
+    assert pools == [], "not torch's memory at all"
+
+
 def test_streams_do_not_disturb_each_other(device, only_cuda):
     streams = [torch.cuda.Stream() for _ in range(4)]
     layers = [layer_for(8, device) for _ in streams]

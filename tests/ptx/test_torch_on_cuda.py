@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import itertools
 import subprocess
 import sys
@@ -163,6 +164,9 @@ class Memory(cuda.TensorDeviceMemory):
 
     def zeros(self, shape, dtype, index):
         return self._held(torch.zeros(shape, dtype=getattr(torch, dtype)))
+
+    def lasting_zeros(self, size, index, stream):
+        return self.zeros((size,), "int32", index)
 
     def upload(self, values, dtype, index):
         return self._held(torch.from_numpy(values).to(getattr(torch, dtype)))
@@ -564,6 +568,29 @@ def test_a_captured_graph_has_counters_of_its_own(gpu):
     step()
     assert not gpu.operations.counters
     assert splits(gpu) > 1
+
+
+def test_without_lasting_memory_each_launch_has_counters_of_its_own(gpu, monkeypatch):
+    memory = gpu.operations.memory
+    real = functools.partial(cuda.TensorDeviceMemory.lasting_zeros, memory)  # has no memory here
+    monkeypatch.setattr(memory, "lasting_zeros", real)
+    gpu.here.stream = 5
+    step()
+    assert not gpu.operations.counters
+    assert splits(gpu) > 1
+
+
+def test_counters_that_stay_are_not_torch_s(gpu, monkeypatch):
+    """A pool of the user, or of a graph that is warmed up, would take them back."""
+    memory, kept = gpu.operations.memory, torch.zeros(BLOCK_COUNTERS, dtype=torch.int32)
+    real = functools.partial(cuda.TensorDeviceMemory.lasting_zeros, memory)
+    monkeypatch.setattr(memory, "lasting_zeros", real)
+    monkeypatch.setattr(driver, "lasting_zeros", lambda *asked: asked[0] == 0 and kept.data_ptr())
+    monkeypatch.setattr(memory, "pointer", lambda array: array.data_ptr())
+    monkeypatch.setattr(memory, "zeros", None)
+    run = gpu.operations.launcher(0)
+    for _ in range(2):
+        assert run.block_counters(10)[0] == kept.data_ptr()
 
 
 def test_counters_grow(gpu):

@@ -1,11 +1,13 @@
 """CPU tensors reach the kernels as they lie in memory, whatever lies there."""
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
@@ -245,11 +247,51 @@ def test_gradient_whose_storage_is_cut_is_refused(layout: str, dtype: torch.dtyp
         OURS.serial.backward_reduce(*operands)
 
 
+def test_running_statistics_without_memory_do_not_overlap() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meta = SyncBatchNorm(3, device="meta")
+        assert meta(torch.ones(4, 3, 5, device="meta")).shape == (4, 3, 5)
+        with FakeTensorMode():
+            assert SyncBatchNorm(3)(torch.ones(4, 3, 5)).shape == (4, 3, 5)
+
+
+OVERLAPPING = {
+    "the same": lambda memory: (memory[:3], memory[:3]),
+    "shifted by one": lambda memory: (memory[:3], memory[2:5]),
+    "interleaved": lambda memory: (memory[0:5:2], memory[4:9:2]),
+}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_running_statistics_that_overlap_are_refused(kind: str, ours: bool) -> None:
+    layer = SyncBatchNorm(3)
+    layer.running_mean, layer.running_var = OVERLAPPING[kind](torch.ones(9))
+    with always_ours(ours), pytest.raises(StateError, match=r"memory of their own.*clone\(\)"):
+        layer(torch.randn(8, 3, 5))
+    assert layer.num_batches_tracked == 0
+    assert (layer.running_mean == 1).all()
+    layer.eval()(torch.randn(8, 3, 5))  # writes nothing
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_running_statistics_may_be_views_of_one_tensor(ours: bool) -> None:
+    x, expected = torch.randn(8, 3, 5), SyncBatchNorm(3)
+    with always_ours(ours):
+        expected(x)
+        for both in (torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(2, 5)[:, 1:4]):
+            layer = SyncBatchNorm(3)
+            layer.running_mean, layer.running_var = both.copy_(torch.tensor([[0.0], [1.0]]))
+            layer(x)
+            torch.testing.assert_close(layer.state_dict(), expected.state_dict())
+
+
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
-def test_parameters_of_no_floating_dtype_are_refused_by_name(
+def test_parameters_of_no_supported_dtype_are_refused_by_name(
     name: str, dtype: torch.dtype, training: bool, ours: bool
 ) -> None:
     layer = SyncBatchNorm(3).train(training)
@@ -258,10 +300,18 @@ def test_parameters_of_no_floating_dtype_are_refused_by_name(
         setattr(layer, name, torch.nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False))
     else:
         setattr(layer, name, torch.ones(3, dtype=dtype))
-    words = f"expected {name} of a floating dtype, got {dtype}; "
+    words = f"expected {name} of float16, bfloat16, float32 or float64, got {dtype}; "
     with always_ours(ours), pytest.raises(DTypeError, match=words):
         layer(torch.randn(8, 3, 5))
     assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e5m2])
+def test_input_of_no_supported_dtype_is_refused(dtype: torch.dtype) -> None:
+    words = f"expected an input of float16, bfloat16, float32 or float64, got {dtype}; "
+    for layer in (SyncBatchNorm(3), SyncBatchNorm(3, affine=False)):
+        with pytest.raises(DTypeError, match=words):
+            layer(torch.ones(8, 3, 5).to(dtype))
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])

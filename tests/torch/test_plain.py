@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -273,3 +276,40 @@ def test_second_derivatives_on_a_cpu_have_the_range_of_float64(scale: float) -> 
         (dx,) = torch.autograd.grad(layer(x), x, dy, create_graph=again)
         found.append(dx.detach())
     torch.testing.assert_close(*found, rtol=1e-4, atol=float(found[0].abs().max()) * 1e-5)
+
+
+FORBIDDEN = """
+import warnings
+import torch
+from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
+from syncbn_torch.dispatch import always_ours
+
+torch.manual_seed(0)
+x = torch.rand(8, 3, 5, 5, dtype=torch.float64)
+ours, theirs = SyncBatchNorm(3).double(), torch.nn.BatchNorm2d(3).double()
+grads = []
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for run in (ours, DataParallelWithCallback(ours, replicas=2), theirs, theirs):
+        part = x.clone().requires_grad_()
+        with always_ours():
+            (run(part) ** 3).sum().backward()
+        grads.append(part.grad)
+for got, due in zip(grads[:2], grads[2:]):
+    torch.testing.assert_close(got, due)
+torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+print(*(warning.message for warning in caught), sep="\\n")
+"""
+
+
+def test_tensors_are_computed_where_numba_may_not_compile() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORBIDDEN],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("syncbn uses plain operations instead of CPU kernels")
+    assert done.stdout.count("\n") == 1, "one warning"

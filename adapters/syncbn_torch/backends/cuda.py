@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -103,6 +103,16 @@ def _warn(tensors: str, reason: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
+class _Counters(NamedTuple):
+    """Memory that is no tensor's."""
+
+    address: int
+    shape: tuple[int, ...]
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class TensorDeviceMemory:
     """`DeviceMemory` of CUDA tensors."""
 
@@ -140,6 +150,12 @@ class TensorDeviceMemory:
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
         return torch.zeros(shape, dtype=_DTYPES[dtype], device=_device(index))
+
+    def lasting_zeros(self, size: int, index: int, stream: int) -> _Counters | None:
+        # torch.zeros would take them from a pool of `use_mem_pool`, or from that in which
+        # torch.compile warms up a CUDA graph: it takes the memory back
+        address = driver.lasting_zeros(index, size, stream)
+        return None if address is None else _Counters(address, (size,))
 
     def upload(self, values: np.ndarray[Any, Any], dtype: str, index: int) -> Tensor:
         return torch.from_numpy(values).to(_device(index), _DTYPES[dtype])

@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from syncbn_core.disk_cache import read_checked, write_checked
 from syncbn_core.errors import BackendError
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "linker",
     "store",
     "stored",
-    "write_atomically",
 ]
 
 INSTALL = 'pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
@@ -282,35 +281,17 @@ def cache_file(source: Source, capability: tuple[int, int]) -> Path | None:
 
 def stored(path: Path | None) -> Code | None:
     """The kernel stored in `path`; None if the file is missing, damaged or unreadable."""
-    with suppress(OSError, ValueError):
-        if path is not None:
-            checksum, content = path.read_bytes().split(b"\n", 1)
-            if checksum == hashlib.sha256(content).hexdigest().encode():
-                entry, image = content.split(b"\n", 1)
-                if image.startswith(b"\x7fELF"):
-                    return Code(entry.decode(), "", image)
-                return Code(entry.decode(), image.rstrip(b"\0").decode(), b"")
-    return None
+    content = None if path is None else read_checked(path)
+    if content is None:
+        return None
+    entry, image = content.split(b"\n", 1)
+    if image.startswith(b"\x7fELF"):
+        return Code(entry.decode(), "", image)
+    return Code(entry.decode(), image.rstrip(b"\0").decode(), b"")
 
 
 def store(path: Path | None, code: Code) -> None:
     """Write `code` to `path`. Does nothing if `path` is None or can't be written."""
-    if path is None:
-        return
-    content = code.entry.encode() + b"\n" + code.image
-    with suppress(OSError):
-        write_atomically(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that other processes may be reading or writing. Raises `OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):  # it may have its new name already
-            os.unlink(temporary)
-        raise
+    if path is not None:
+        with suppress(OSError):
+            write_checked(path, code.entry.encode() + b"\n" + code.image)

@@ -100,6 +100,9 @@ class CupyMemory:
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
         return cupy.zeros(shape, _dtype(dtype))
 
+    def lasting_zeros(self, size: int, index: int, stream: int) -> Array:
+        return self.zeros((size,), "int32", index)  # CuPy frees nothing that an array holds
+
     def upload(self, values: np.ndarray[Any, Any], dtype: str, index: int) -> Array:
         return cupy.asarray(values).astype(_dtype(dtype))
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,7 @@ from syncbn_core.backends.cuda.compiler import (
     store,
     stored,
 )
+from syncbn_core.disk_cache import load_or_claim
 from syncbn_core.errors import BackendError
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "device_count",
     "failure_of",
     "kernel_for",
+    "lasting_zeros",
     "missing",
     "multiprocessor_count",
     "not_ready",
@@ -57,6 +59,7 @@ _INVALID_CONTEXT = 201  # CUresult
 # Errors of a load or launch that the kernel causes, by its image, its PTX or its resources. Others
 # have other causes, such as full memory, or an illegal address in an earlier kernel.
 _OF_THE_KERNEL = (1, 98, 200, 209, 218, 220, 221, 222, 223, 300, 302, 303, 500, 701)
+_RELAXED = 2  # CUstreamCaptureMode: this thread may allocate while another one captures a stream
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 
 # The newest PTX of each CUDA 12; CUDA 13.m has PTX 9.m (release notes of the PTX ISA).
@@ -76,6 +79,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxGetCurrent": (c_void_p,),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuMemAlloc_v2": (c_void_p, c_size_t),
+    "cuMemsetD32Async": (c_void_p, c_uint, c_size_t, c_void_p),
+    "cuThreadExchangeStreamCaptureMode": (c_void_p,),
     "cuLibraryLoadData": (c_void_p, c_char_p, *[c_void_p, c_void_p, c_uint] * 2),
     "cuLibraryGetKernel": (c_void_p, c_void_p, c_char_p),
     "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
@@ -235,7 +241,7 @@ def description(device: int) -> str:
 _lock = threading.Lock()
 _kernels: dict[tuple[str, int], Kernel] = {}
 _loaded: dict[tuple[str, tuple[int, int]], _Loaded] = {}
-_compiled: dict[tuple[str, tuple[int, int]], Code] = {}  # by `compile_failure`, not yet loaded
+_compiled: dict[tuple[str, tuple[int, int]], Code] = {}  # for `compile_failure`, not loaded
 
 
 class _Loaded(NamedTuple):
@@ -315,11 +321,8 @@ def _load(source: Source, device: int) -> Kernel:
     driver.adopt(device)
     loaded = _loaded.get((source.key, capability))
     if loaded is None:
-        path = cache_file(source, capability)
-        kept = stored(path)
-        made = _compiled.pop((source.key, capability), None)
         try:
-            code = kept or made or compile_source(source, capability)
+            code = _compiled.pop((source.key, capability), None) or _code_of(source, capability)
         except BackendError as error:
             failure = KernelFailure(str(error))
             failure.unexpected = False
@@ -337,10 +340,46 @@ def _load(source: Source, device: int) -> Kernel:
                 "driver is older than the CUDA packages, update the driver",
                 error.result,
             ) from error
-        if kept is None:  # stored only now: the driver has accepted it
-            store(path, code)
         _loaded[source.key, capability] = loaded
     return Kernel(source, device, loaded)
+
+
+def _code_of(source: Source, capability: tuple[int, int]) -> Code:
+    """The compiled kernel, from the disk if it is there; one of many processes compiles it.
+
+    Only the compilation is claimed. To load or to check a kernel may wait for the device, whose
+    work may wait for another process.
+    """
+    path = cache_file(source, capability)
+    if path is None:
+        return compile_source(source, capability)
+    kept, release = load_or_claim(path.parent, path.name, lambda: stored(path))
+    try:
+        if kept is None:
+            kept = compile_source(source, capability)
+            store(path, kept)
+    finally:
+        release()
+    return kept
+
+
+def lasting_zeros(device: int, size: int, stream: int) -> int | None:
+    """Address of `size` int32 zeros for work on `stream`; they are of no pool, and never freed.
+
+    None if the device has no memory left outside the pools.
+    """
+    driver = _driver()
+    driver.adopt(device)
+    mode = c_int(_RELAXED)
+    driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))  # and what it was
+    try:
+        address = driver.handle("cuMemAlloc_v2", 4 * size)
+        driver.call("cuMemsetD32Async", address, 0, size, stream)
+    except DriverError:
+        return None
+    finally:
+        driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+    return address
 
 
 def missing() -> list[str]:
@@ -370,12 +409,10 @@ def compile_failure(capability: tuple[int, int]) -> str | None:
     from syncbn_core.kernels.cuda.constants import THREADS
 
     smallest = source("merge_parts", "float64", 1, False, THREADS)
-    code = stored(cache_file(smallest, capability))
-    if code is None:
-        try:
-            code = _compiled[smallest.key, capability] = compile_source(smallest, capability)
-        except BackendError as error:
-            return str(error)
+    try:
+        code = _compiled[smallest.key, capability] = _code_of(smallest, capability)
+    except BackendError as error:
+        return str(error)
     return _refused(code)
 
 

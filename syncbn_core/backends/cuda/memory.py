@@ -58,6 +58,13 @@ class DeviceMemory(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
         """A new array of zeros on device `index`, which is the current one."""
 
+    def lasting_zeros(self, size: int, index: int, stream: int) -> Array | None:
+        """`size` int32 zeros that stay as long as the result does, for `stream` of device `index`.
+
+        Not from a memory pool that the user has chosen: that may end before. None if there are
+        none.
+        """
+
     def upload(self, values: np.ndarray[Any, Any], dtype: str, index: int) -> Array:
         """A new array `(n,)` on device `index`, which is the current one, from float64 `(n,)`."""
 
@@ -162,11 +169,11 @@ class Launcher:
             and memory.keeps_stream(stream)
             and not memory.is_captured(stream)
         )
-        if not lasts:
-            array = memory.zeros((size,), "int32", self.index)
-            return memory.pointer(array), array
-        known = self.counters.get((self.index, stream))
-        if known is None or known.shape[0] < size:
-            known = memory.zeros((max(size, BLOCK_COUNTERS),), "int32", self.index)
-            self.counters[self.index, stream] = known
+        known = self.counters.get((self.index, stream)) if lasts else None
+        if lasts and (known is None or known.shape[0] < size):
+            known = memory.lasting_zeros(max(size, BLOCK_COUNTERS), self.index, stream)
+            if known is not None:
+                self.counters[self.index, stream] = known
+        if known is None:
+            known = memory.zeros((size,), "int32", self.index)
         return memory.pointer(known), known

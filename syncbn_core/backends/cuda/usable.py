@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from syncbn_core.backends.cuda import grid
-from syncbn_core.backends.cuda.compiler import Source, cache_folder, write_atomically
+from syncbn_core.backends.cuda.compiler import Source, cache_folder
 from syncbn_core.backends.cuda.driver import (
     LEGACY_STREAMS,
     Kernel,
@@ -32,6 +32,7 @@ from syncbn_core.backends.cuda.driver import (
     kernel_for,
 )
 from syncbn_core.backends.cuda.selfcheck import CASES, check
+from syncbn_core.disk_cache import write_atomically
 from syncbn_core.errors import ArgumentError, BackendError
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from types import FunctionType
 from typing import Any
 
 import numba
+from numba.core.compiler_lock import global_compiler_lock
 
 from syncbn_core.kernels.cpu.cache import LOGGER, KernelCache, described
 
@@ -56,6 +57,7 @@ def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         function = _renamed(function, f"_{_STAMP:08x}")
         dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
         dispatcher._cache = KernelCache(function)  # what `cache=True` does
+        dispatcher.compile = partial(_claimed, dispatcher._cache, dispatcher.compile)
         compile_for = partial(_timed, dispatcher, dispatcher._compile_for_args)
         dispatcher._compile_for_args = partial(_uninterrupted, compile_for)
         return dispatcher
@@ -69,6 +71,15 @@ def _renamed(function: Callable[..., Any], suffix: str) -> Callable[..., Any]:
     copy.__qualname__ = function.__qualname__ + suffix
     copy.__module__ = function.__module__
     return copy
+
+
+def _claimed(cache: KernelCache, compile_for: Callable[[Any], Any], sig: Any) -> Any:
+    """`compile_for(sig)`; other processes that need this build wait until it returns or raises."""
+    with global_compiler_lock:
+        try:
+            return compile_for(sig)
+        finally:
+            cache.release(sig)
 
 
 def _timed(dispatcher: Any, compile_for: Callable[..., Any], *arguments: Any) -> Any:

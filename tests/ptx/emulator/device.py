@@ -30,6 +30,7 @@ from .translate import Program, translate
 __all__ = ["Device", "Launch", "Refused", "emulated", "program_of", "ptx_of"]
 
 OUT_OF_RANGE, INVALID, NO_CONTEXT, ILLEGAL_ADDRESS, NOT_FOUND = 101, 1, 201, 700, 500
+OUT_OF_MEMORY = 2
 _CONTEXT = 1 << 40  # handles have more than 32 bits
 _programs: dict[str, Program] = {}
 
@@ -155,6 +156,15 @@ class Device:
     def make_current(self, ordinal: int) -> None:
         """As CUDA's runtime does when a thread sets its device."""
         self._ctxSetCurrent(_CONTEXT + ordinal)
+
+    def _threadExchangeStreamCaptureMode(self, mode: int) -> None:  # noqa: N802
+        """No stream is captured."""
+
+    def _memAlloc_v2(self, address: int, size: int) -> int:  # noqa: N802
+        return OUT_OF_MEMORY  # tests have memory of their own
+
+    def _memsetD32Async(self, address: int, value: int, size: int, stream: int) -> int:  # noqa: N802
+        return INVALID
 
     def _libraryLoadData(self, library: int, image: bytes, *options: Any) -> None:  # noqa: N802
         program = program_of(image.decode())
