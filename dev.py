@@ -2,7 +2,8 @@
 """Set up everything on a fresh machine and run a session: `python3 dev.py [session ...]`.
 
     python3 dev.py            list the sessions
-    python3 dev.py check      what has to pass: tests, examples, lint, types, wheel
+    python3 dev.py test       every promise once, five minutes on two cores
+    python3 dev.py check      what has to pass: all tests, examples, lint, types, wheel; 25 minutes
     python3 dev.py demo       run examples/digits.py and say where its picture is
     python3 dev.py tests -- -k name     one session, with arguments for pytest
 
@@ -20,6 +21,8 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv-dev")
 BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST = (3, 11)
+# minutes on two cores, of which the first run needs some to install
+MINUTES = {"test": 5, "check": 25}
 
 
 def show_all_pythons_of_pyenv():
@@ -64,6 +67,9 @@ def main(args):
     if sys.version_info < OLDEST:
         return subprocess.call([find_newer_python(), os.path.abspath(__file__), *args])
     install_nox()
+    if args and args[0] in MINUTES:
+        text = "dev.py: `%s` takes about %d minutes on two cores" % (args[0], MINUTES[args[0]])
+        print(text, flush=True)
     if not args:
         args = ["--list"]
     elif args[0] == "check":  # the default sessions of noxfile.py

@@ -89,7 +89,7 @@ def install(session: nox.Session, *wanted: str, options: tuple[str, ...] = PIP_O
         for environment in own.parent.iterdir():
             if environment.is_dir() and environment != own:
                 shutil.rmtree(environment, ignore_errors=True)
-    session.install(*options, *wanted)
+    session.install(*options, *wanted, silent=False)  # pip says what it does, for minutes
 
 
 def groups(*names: str) -> list[str]:
