@@ -20,13 +20,23 @@ from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
-__all__ = ["load_or_claim", "read_checked", "write_atomically", "write_checked"]
+__all__ = ["load_or_claim", "on_rank", "read_checked", "write_atomically", "write_checked"]
 
 WAIT = 60.0  # seconds; then a process makes the file itself: the other one may have been stopped
 POLL = 0.02
 LOCK_FILE = "compiling.lock"  # holds nothing; each name locks one byte of it
 
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # torchrun, MPI, Slurm
+
 T = TypeVar("T")
+
+
+def on_rank() -> str:
+    """Such as " on rank 3", for warnings of one process among many; "" outside of a launcher."""
+    for name in _RANKS:
+        if os.environ.get(name, "").isdigit():
+            return f" on rank {os.environ[name]}"
+    return ""
 
 
 def load_or_claim(

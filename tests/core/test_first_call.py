@@ -96,6 +96,16 @@ def test_home_that_cannot_be_written_is_said_once(fresh_python: Function, tmp_pa
     one_warning(printed, file / "numba")
 
 
+@pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"])
+def test_rank_that_can_keep_nothing_is_named(
+    variable: str, fresh_python: Function, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "cache"
+    printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(folder), **{variable: "3"})
+    assert f"they can't be kept on rank 3 in {folder} (" in printed
+
+
 FULL = """
 import errno, os
 def full(*arguments):

@@ -22,6 +22,7 @@ from syncbn_core.backends.cuda import driver
 from syncbn_core.backends.cuda.grid import SIZES
 from syncbn_core.backends.cuda.operations import CudaOperations
 from syncbn_core.backends.cuda.usable import setting
+from syncbn_core.disk_cache import on_rank
 from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_torch._torch_private import current_raw_stream, current_stream_number
 from syncbn_torch.backends import plain
@@ -99,7 +100,8 @@ def _fails(capability: tuple[int, int]) -> bool:
 
 
 def _warn(tensors: str, reason: str) -> None:
-    text = f"syncbn uses plain torch operations for {tensors}, which is slow, because {reason}"
+    what = f"{tensors}{on_rank()}"
+    text = f"syncbn uses plain torch operations for {what}, which is slow, because {reason}"
     warnings.warn(text, stacklevel=3)
 
 

@@ -32,7 +32,7 @@ from syncbn_core.backends.cuda.driver import (
     kernel_for,
 )
 from syncbn_core.backends.cuda.selfcheck import CASES, check
-from syncbn_core.disk_cache import write_atomically
+from syncbn_core.disk_cache import on_rank, write_atomically
 from syncbn_core.errors import ArgumentError, BackendError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _require_device(device: int) -> None:
         if failure is not None:
             warnings.warn(
                 "syncbn uses plain operations instead of CUDA kernels, which is slower. No kernel "
-                f"can be used on {description(device)}: {failure}",
+                f"can be used on {description(device)}{on_rank()}: {failure}",
                 stacklevel=2,
             )
     failure = _device_failures[device]
@@ -112,7 +112,7 @@ def _first_use(memory: DeviceMemory, source: Source, device: int, stream: int) -
         _failures[source.key, device] = str(failure)
         warnings.warn(
             f"syncbn uses plain operations instead of CUDA kernel {source.key}, which is slower. "
-            f"On {description(device)}: {failure}{REPORT if failure.unexpected else ''}",
+            f"On {description(device)}{on_rank()}: {failure}{REPORT if failure.unexpected else ''}",
             stacklevel=2,
         )
         raise

@@ -33,7 +33,7 @@ from numba.core.caching import (
 )
 from numba.core.serialize import dumps
 
-from syncbn_core.disk_cache import load_or_claim, read_checked, write_checked
+from syncbn_core.disk_cache import load_or_claim, on_rank, read_checked, write_checked
 
 __all__ = ["LOGGER", "KernelCache", "described"]
 
@@ -171,8 +171,8 @@ class KernelCache(FunctionCache):
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         text = (
             "syncbn compiles its CPU kernels in every process, which takes some seconds each, "
-            f"because they can't be kept in {self.folder} ({reason}); set NUMBA_CACHE_DIR to a "
-            "folder that can be written"
+            f"because they can't be kept{on_rank()} in {self.folder} ({reason}); set "
+            "NUMBA_CACHE_DIR to a folder that can be written"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 

@@ -26,7 +26,7 @@ from syncbn_core import BatchNorm, functional
 from syncbn_core.backends import operations_for
 from syncbn_core.backends.base import Affine
 from syncbn_core.device_moments import DeviceMoments
-from syncbn_core.errors import BatchSizeError
+from syncbn_core.errors import ArgumentError, BatchSizeError
 from syncbn_core.moments import NormRule
 
 
@@ -409,3 +409,14 @@ def test_not_finite_values_stay_in_their_channel(rng):
     np.testing.assert_array_equal(np.isnan(to_host(y)).all((0, 2, 3)), expected)
     np.testing.assert_array_equal(np.isfinite(to_host(y)).all((0, 2, 3)), ~expected)
     np.testing.assert_array_equal(np.isnan(to_host(var)), expected)
+
+
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_running_statistics_that_overlap_are_refused(start):
+    x, memory = to_device(np.ones((4, 3, 5, 5), "float32")), to_device(np.ones(6, "float32"))
+    running = {"running_mean": memory[:3], "running_var": memory[start : start + 3]}
+    if start == 3:
+        functional.batch_norm_forward(x, **running)
+        return
+    with pytest.raises(ArgumentError, match="memory of their own"):
+        functional.batch_norm_forward(x, **running)
