@@ -295,4 +295,5 @@ def show(results: Row) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    show(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    read = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    show(read.get("result", read))  # also of stages/lone.json and stages/shapes.json
