@@ -47,7 +47,9 @@ class Step:
 
     def run(self) -> None:
         leaves = [self.x, *self.net.parameters()]
-        with torch.autocast(self.x.device.type, self.dtype, self.dtype != torch.float32):
+        narrow = self.dtype != torch.float32
+        # its cache of narrow weights would be of one capture only
+        with torch.autocast(self.x.device.type, self.dtype, narrow, cache_enabled=False):
             y = self.net(self.x)
         self.results = y.detach(), *torch.autograd.grad(y, leaves, self.dy.to(y.dtype))
 

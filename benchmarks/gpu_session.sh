@@ -58,6 +58,7 @@ python=${PYTHON:-python3}
 root=$(cd "$(dirname "$0")/.." && pwd) || exit 2
 out=${OUT:-$root/build/gpu-session}
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+wheels=${WHEELS:+$(cd "$WHEELS" && pwd)}
 cd "$root" || exit 2
 site=$(mktemp -d) || exit 2
 trap 'rm -rf "$site"' EXIT
@@ -65,7 +66,7 @@ export PYTHONPATH="$site:.:adapters${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED
 export PATH="$PATH:/usr/local/cuda/bin"
 [ -d /usr/local/cuda ] && export CUDA_HOME="${CUDA_HOME:-/usr/local/cuda}" # where NVVM may be
 if [ "${WHEELS:-}" ]; then
-    "$python" -m pip install -q --no-index --no-deps --target "$site" "$WHEELS"/*.whl || exit 2
+    "$python" -m pip install -q --no-index --no-deps --target "$site" "$wheels"/*.whl || exit 2
 fi
 
 # Kernels that no driver has loaded yet do not belong into the user's cache. The next call finds
