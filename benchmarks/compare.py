@@ -107,8 +107,8 @@ class Side:
     def answer(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        while line and line.partition(" ")[0].strip() not in ("ready", "seconds"):  # what else it has to say
-            print(line, end="")
+        while line and line.partition(" ")[0].strip() not in ("ready", "seconds"):
+            print(line, end="")  # what else it has to say
             line = self.process.stdout.readline()
         if not line:
             raise SystemExit(
