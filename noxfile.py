@@ -146,7 +146,7 @@ def test(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def tests_benchmarks(session: nox.Session) -> None:
-    """Every script of `benchmarks` runs to its end; three minutes, so not in the usual check."""
+    """Every script of `benchmarks` runs to its end; five minutes, so not in the usual check."""
     install(session, "-e", ".[torch]", *groups("test", "bench"))
     fresh_numba_cache(session)
     session.run("pytest", *(session.posargs or [BENCHMARKS]))

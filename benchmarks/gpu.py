@@ -11,6 +11,7 @@ these rotate too. Contenders take turns within a case. Torch's counters of batch
 its own for each layer, are left out; ours is counted.
 
     python benchmarks/gpu.py --seconds 240      # on a machine with a GPU
+    python benchmarks/gpu.py --cases lone       # a selection of gpu_cases.py
     python benchmarks/gpu.py --dry-run          # is this script in order? No figure means anything
 """
 
@@ -26,16 +27,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import gpu_report
 import torch
+from gpu_cases import DRY_LARGE, LARGE, SELECTIONS, Case, Selection
 from gpu_contenders import (
     CONTENDERS,
-    DENSE,
     MOST_BUFFERS,
     UNMASKED,
     Contender,
@@ -46,55 +46,11 @@ from gpu_contenders import (
 from gpu_timers import Cpu, Cuda, Sample, describe
 from torch import Tensor
 
-from syncbn_torch.dispatch import always_ours
+from syncbn_torch import dispatch
 
 RESULTS = ("y", "dx", "dweight", "dbias")
 ROUNDS = 5
 MOST_BYTES = 20e9
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-LARGE = 100e6  # bytes from which bandwidth alone should count
-RESNET = """64,112,112 64,56,56 256,56,56 128,56,56 128,28,28 512,28,28 256,28,28 256,14,14
-    1024,14,14 512,14,14 512,7,7 2048,7,7"""
-RESNET_SHAPES = [tuple(map(int, shape.split(","))) for shape in RESNET.split()]
-SHAPES = [(n, *shape) for n in (256, 32, 2) for shape in RESNET_SHAPES]
-SHAPES += [(2, 256, 128, 128), (2, 16, 64, 128, 128), (4096, 1024)]
-ERROR_SHAPES = [(32, 64, 56, 56), (32, 512, 7, 7), (4096, 1024)]
-HOST_SHAPES = [(2, 64, 56, 56), (2, 512, 7, 7), (32, 256, 14, 14)]
-DRY_LARGE, DRY_SHAPES = 1000, [(2, 8, 6, 6), (2, 3, 4, 3, 2), (32, 4, 2, 2), (9, 5)]
-
-# ------------------------------------------------------------------------------- cases
-
-
-@dataclass(frozen=True)
-class Case:
-    """An activation (N, C, *spatial) in a dtype and a layout."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    layout: str  # "NCHW", "channels_last"; "NC" has only one
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-    def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape))} {self.dtype} {self.layout}"
-
-    def tensor(self, device: torch.device, mean: float = 0.0) -> Tensor:
-        x = (torch.randn(self.shape, device=device) + mean).to(DTYPES[self.dtype])
-        dense = DENSE[x.dim()] if self.layout == "channels_last" else torch.contiguous_format
-        return x.contiguous(memory_format=dense)
-
-
-def cases_of(shapes: Sequence[tuple[int, ...]]) -> list[Case]:
-    layouts = {True: ("NCHW", "channels_last"), False: ("NC",)}
-    return [
-        Case(shape, dtype, layout)
-        for shape in shapes
-        for dtype, layout in product(DTYPES, layouts[len(shape) > 2])
-    ]
-
 
 # ------------------------------------------------------------------------ measurements
 
@@ -132,8 +88,9 @@ def buffers(case: Case, count: int, timer: Cuda, mean: float = 0.0) -> list[tupl
     return [(make(device, mean).requires_grad_(), make(device)) for _ in range(count)]
 
 
-def contenders_for(timer: Cuda, *more: Contender) -> list[Contender]:
-    every = [*CONTENDERS, *more]
+def contenders_for(timer: Cuda, names: Sequence[str], *more: Contender) -> list[Contender]:
+    """Those that run here, and are among `names` if there are any."""
+    every = [c for c in (*CONTENDERS, *more) if not names or c.name in names]
     return [c for c in every if timer.device.type == "cuda" or not c.needs_cuda]
 
 
@@ -149,7 +106,9 @@ def measure_bandwidth(timer: Cuda) -> float:
     return 2 * timer.copied / statistics.median(sample() for _ in range(3 * ROUNDS))
 
 
-def measure_speed(case: Case, timer: Cuda, bandwidth: float, large: float) -> dict[str, Any]:
+def measure_speed(
+    case: Case, timer: Cuda, bandwidth: float, large: float, names: Sequence[str]
+) -> dict[str, Any]:
     """Device time of every contender, in seconds per call."""
     wanted = max(2, math.ceil(3 * timer.l2 / case.nbytes))
     fitting = max(2, int(MOST_BYTES // (2 * case.nbytes)))
@@ -157,7 +116,7 @@ def measure_speed(case: Case, timer: Cuda, bandwidth: float, large: float) -> di
     sets = buffers(case, count, timer)
     found: dict[str, dict[str, Any]] = {}
     samples: dict[tuple[str, str], Sample] = {}
-    for contender in contenders_for(timer):
+    for contender in contenders_for(timer, names):
         if not contender.times(case.shape):
             continue
         row = found[contender.name] = {}
@@ -189,11 +148,11 @@ def measure_speed(case: Case, timer: Cuda, bandwidth: float, large: float) -> di
     return {**vars(case), "nbytes": case.nbytes, "cold": cold, "floor": floor, "found": found}
 
 
-def measure_host(case: Case, timer: Cuda) -> dict[str, Any]:
+def measure_host(case: Case, timer: Cuda, names: Sequence[str]) -> dict[str, Any]:
     """Forward + backward, eagerly: time until the last call is issued, and until all is done."""
     sets = buffers(case, 2, timer)
     found: dict[str, dict[str, Any]] = {}
-    for number, contender in product(range(ROUNDS + 1), contenders_for(timer, UNMASKED)):
+    for number, contender in product(range(ROUNDS + 1), contenders_for(timer, names, UNMASKED)):
         row = found.setdefault(contender.name, {})
         try:
             trial = Trial(contender.build, sets)
@@ -211,16 +170,17 @@ def measure_host(case: Case, timer: Cuda) -> dict[str, Any]:
         if number > 0:  # the first warmed up
             row.setdefault("host_samples", []).append((issued - start) / timer.calls)
             row.setdefault("wall_samples", []).append((ended - start) / timer.calls)
-    return {**vars(case), "found": {name: with_medians(row) for name, row in found.items()}}
+    medians = {name: with_medians(row) for name, row in found.items()}
+    return {**vars(case), "nbytes": case.nbytes, "found": medians}
 
 
-def measure_error(case: Case, timer: Cuda, mean: float) -> dict[str, Any]:
+def measure_error(case: Case, timer: Cuda, names: Sequence[str], mean: float) -> dict[str, Any]:
     """Largest absolute error relative to the largest value, against float64."""
     sets = buffers(case, 1, timer, mean)
     wide = [(sets[0][0].detach().double().requires_grad_(), sets[0][1].double())]
     expected = Trial(lambda p: by_torch(p, False), wide).both(0)
     found: dict[str, dict[str, Any]] = {}
-    for contender in contenders_for(timer):
+    for contender in contenders_for(timer, names):
         try:
             results = Trial(contender.build, sets).both(0)
             found[contender.name] = {
@@ -235,23 +195,26 @@ def measure_error(case: Case, timer: Cuda, mean: float) -> dict[str, Any]:
 # -------------------------------------------------------------------------------- runs
 
 
-def measure_all(results: dict[str, Any], timer: Cuda, seconds: float) -> None:
+def measure_all(results: dict[str, Any], timer: Cuda, seconds: float, selection: Selection) -> None:
     """Fill `results`; cases for which no time is left stay in `results["skipped"]`."""
     deadline = time.monotonic() + 0.97 * seconds
-    dry, large = results["dry_run"], results["large"]
+    large, names = results["large"], selection.contenders
     results["bandwidth"] = bandwidth = measure_bandwidth(timer)
     print(f"device copy: {bandwidth / 1e12:.3f} TB/s", flush=True)
-    for case, mean in product(cases_of(DRY_SHAPES if dry else ERROR_SHAPES), (0.0, 100.0)):
-        results["errors"].append(measure_error(case, timer, mean))
-    for case in cases_of(DRY_SHAPES[:1] if dry else HOST_SHAPES):
-        if case.dtype == "fp32":
-            results["host"].append(measure_host(case, timer))
+    for case, mean in product(selection.errors, (0.0, 100.0)):
+        results["errors"].append(measure_error(case, timer, names, mean))
+    for case in selection.host:
+        results["host"].append(measure_host(case, timer, names))
     waiting: list[Case] = results["skipped"]
-    waiting += sorted(cases_of(DRY_SHAPES if dry else SHAPES), key=lambda c: c.nbytes < large)
+    waiting += selection.speed
     longest = 0.0
     while waiting and (start := time.monotonic()) + longest < deadline:
-        row = measure_speed(waiting[0], timer, bandwidth, large)
+        row = measure_speed(waiting[0], timer, bandwidth, large, names)
         results["cases"].append(row)
+        if selection.eager:
+            form = waiting[0].tensor(torch.device("meta"))
+            row["ours by the rule"] = dispatch._is_large_on_device(form)
+            results["host"].append(measure_host(waiting[0], timer, names))
         print(waiting.pop(0), gpu_report.line(row), flush=True)
         timer.release()
         longest = max(longest, time.monotonic() - start)
@@ -262,6 +225,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything")
     parser.add_argument("--output", type=Path, help="folder for the JSON file")
+    parser.add_argument("--json", type=Path, help="that file itself")
+    parser.add_argument("--cases", default="all", choices=SELECTIONS, help="what is measured")
     parser.add_argument("--dry-run", action="store_true", help="tiny cases on CPU")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
@@ -269,6 +234,7 @@ def main() -> int:
 
     timer = Cpu() if options.dry_run else Cuda()
     results: dict[str, Any] = {"dry_run": options.dry_run, "machine": timer.facts()}
+    results["selection"] = options.cases
     large = DRY_LARGE if options.dry_run else LARGE
     results.update(large=large, cases=[], errors=[], host=[], skipped=[], aborted=None)
     gc.freeze()  # a collection between cases need not look at torch's own objects,
@@ -277,8 +243,9 @@ def main() -> int:
     warnings.filterwarnings("error", message="syncbn uses plain")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     try:
-        with always_ours():
-            measure_all(results, timer, options.seconds)
+        with dispatch.always_ours():
+            selection = SELECTIONS[options.cases](options.dry_run)
+            measure_all(results, timer, options.seconds, selection)
     except BaseException as error:
         results["aborted"] = describe(error)
         traceback.print_exc()
@@ -286,12 +253,12 @@ def main() -> int:
     results["targets"] = gpu_report.targets(results)
     gpu_report.show(results)
 
-    folder = options.output or (None if options.dry_run else Path(__file__).parent / "results")
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        machine = results["machine"]
-        name = f"gpu-{machine['date'][:10]}-{machine['device']}-{machine['commit']}.json"
-        path = folder / name.replace(" ", "-")
+    path, folder = options.json, options.output
+    if path is None and (folder or not options.dry_run):
+        name = gpu_report.file_name(results["machine"])
+        path = (folder or Path(__file__).parent / "results") / name
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(gpu_report.as_lines(results), encoding="utf-8")
         print(f"written: {path}")
     failed = results["aborted"] or any(

@@ -1,13 +1,18 @@
-"""The machine, and who times the steps of `gpu.py`: a GPU, or a CPU that only pretends."""
+"""The machine, and who times the steps of `gpu.py`: a GPU, or a CPU that only pretends.
+
+python benchmarks/gpu_timers.py FILE [--dry-run]     # facts of the machine; status 1 without a GPU
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import gc
+import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -32,7 +37,7 @@ def output_of(command: list[str]) -> str:
 
 def software() -> dict[str, Any]:
     versions = {}
-    for package in ("numba", "numba-cuda", "cupy-cuda13x", "cupy-cuda12x", "triton"):
+    for package in ("numpy", "numba", "numba-cuda", "cupy-cuda13x", "cupy-cuda12x", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -45,6 +50,10 @@ def software() -> dict[str, Any]:
         "commit": os.environ.get("SYNCBN_COMMIT") or output_of(command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def has_nccl() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
 class Cuda:
@@ -68,9 +77,11 @@ class Cuda:
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory": properties.total_memory,
+            "gpus": torch.cuda.device_count(),
             "l2": self.l2,
             "driver": output_of(query).split("\n")[0],
             "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl() else "none",
         }
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
@@ -149,3 +160,16 @@ class Cpu(Cuda):
 
     def release(self) -> None:
         gc.collect()
+
+
+def main() -> int:
+    dry = "--dry-run" in sys.argv
+    if not dry and not torch.cuda.is_available():
+        return 1
+    facts = (Cpu() if dry else Cuda()).facts()
+    Path(sys.argv[1]).write_text(json.dumps(facts), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

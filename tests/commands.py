@@ -52,6 +52,7 @@ NOT_RUN = {
     "DRY_RUN=1 OUT=/tmp/dry bash benchmarks/gpu_session.sh": "tests/torch/test_benchmarks.py does",
     "python benchmarks/gpu_compile.py 8.0 9.0": "tests/ptx/test_gpu_compile.py does",
     "python benchmarks/gpu_report.py results/gpu-....json": PLACEHOLDER,
+    "python benchmarks/gpu_report.py results/stages/lone.json": GPU,
     "python benchmarks/gpu_plot.py results/gpu-....json docs/speed-h100.png": PLACEHOLDER,
     "python -m mpi4py": "the beginning of a command",
     "python train.py": WORKS_WITH,

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 
-pytestmark = pytest.mark.timeout(240)  # a dry run of all stages takes a minute on a quiet machine
+pytestmark = pytest.mark.timeout(600)  # all stages dry: two minutes on a quiet machine
 for_bash = pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
 
 
@@ -45,32 +45,161 @@ class Session(NamedTuple):
     def results(self) -> dict[str, Any]:
         return json.loads(self.json.read_text(encoding="utf-8"))
 
+    def stage(self, name: str) -> dict[str, Any]:
+        return json.loads((self.folder / "stages" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def call_session(folder: Path, *arguments: str, **wanted: str) -> subprocess.CompletedProcess[str]:
+    settings = {"PYTHON": sys.executable, "OUT": str(folder), "SYNCBN_COMMIT": "abc"} | wanted
+    return subprocess.run(
+        ["bash", str(FOLDER / "gpu_session.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=os.environ | settings,
+    )
+
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """In two calls, of which the first runs one stage and has no time for the others."""
     folder = tmp_path_factory.mktemp("session")
-    wanted = {"DRY_RUN": "1", "PYTHON": sys.executable, "OUT": str(folder)}
-    command = ["bash", str(FOLDER / "gpu_session.sh")]
-    environment = os.environ | wanted
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment)
-    return Session(done.returncode, done.stdout + done.stderr, folder)
+    first = call_session(folder, "600", "facts", DRY_RUN="1")
+    (folder / "facts.log").write_text("of the first call")
+    done = call_session(folder, DRY_RUN="1")
+    output = first.stdout + first.stderr + done.stdout + done.stderr
+    return Session(done.returncode, output, folder)
+
+
+STAGES = """facts tests sanitize shared capture steps lone shapes processes benchmark memcheck
+    racecheck initcheck"""
 
 
 @for_bash
-def test_dry_run_of_the_session_leaves_one_json_of_all_stages(session: Session) -> None:
+def test_dry_run_of_the_session_leaves_a_json_of_each_stage_and_one_of_all(
+    session: Session,
+) -> None:
     found = session.results["session"]
     status = {stage["name"]: stage["status"] for stage in found["stages"]}
     packages_fit = not found["compile"]["missing"]
     assert status.pop("compile") == (0 if packages_fit else 3), session.output
     assert session.status == (0 if packages_fit else 1), session.output
-    expected = "facts tests sanitize memcheck racecheck processes benchmark initcheck"
-    assert status == dict.fromkeys(expected.split(), 0), session.output
+    assert status == dict.fromkeys(STAGES.split(), 0), session.output
     assert found["compile"]["done"] == packages_fit
     assert any(line.startswith("torch ") for line in found["facts"])
     assert found["tests"] == {"passed": 1, "failed": 0, "skipped": 0, "failures": []}
     assert found["sanitizer"]["sanitize"]["wrong"] == 0
     assert found["sanitizer"].keys() == {"sanitize"}, "what has not run has no summary"
-    assert not (session.folder / "parts").exists()
+    assert {path.name for path in session.folder.iterdir() if path.is_dir()} == {"stages"}
+    for name in STAGES.split():
+        machine = session.stage(name)["machine"]
+        assert machine["commit"] == "abc"
+        assert {"date", "device", "torch", "versions"} <= machine.keys()
+
+
+def test_the_docs_say_what_each_stage_of_the_session_takes() -> None:
+    script = (FOLDER / "gpu_session.sh").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "gpu-results.md").read_text(encoding="utf-8")
+    stages = script.partition('STAGES="\n')[2].partition('"')[0]
+    assert [line.split()[0] for line in stages.splitlines()] == [*STAGES.split(), "replicas"]
+    for name, least, most in map(str.split, stages.splitlines()):
+        (row,) = (
+            line for line in page.splitlines() if line.startswith("| `") and name in line[:30]
+        )
+        assert f"| {least} s | {most} s |" in row
+
+
+@for_bash
+def test_a_session_goes_on_with_the_stages_that_have_no_result_of_this_commit(
+    session: Session, tmp_path: Path
+) -> None:
+    assert (session.folder / "facts.log").read_text() == "of the first call"
+    stages, machine = tmp_path / "stages", session.stage("facts")["machine"]
+    stages.mkdir()
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "machine.json").write_text(json.dumps(machine))
+    rows = {"facts": {}, "tests": {"commit": "other"}, "lone": {"device": "other"}, "shapes": {}}
+    for name, other in rows.items():
+        row = {"stage": name, "again": name == "shapes", "machine": machine | other}
+        (stages / f"{name}.json").write_text(json.dumps(row))
+    done = run("gpu_merge.py", str(tmp_path), "--waiting", *STAGES.split(), "replicas")
+    assert done.stdout.split() == [name for name in STAGES.split() if name != "facts"]
+
+
+@for_bash
+def test_a_session_skips_what_takes_longer_than_the_time_that_is_left(tmp_path: Path) -> None:
+    done = call_session(tmp_path, "60", "tests", "benchmark", DRY_RUN="1")
+    assert "no time was left for: tests (130 s) benchmark (200 s)" in done.stdout, done.stderr
+    assert {path.name for path in (tmp_path / "stages").iterdir()} == {"compile.json"}
+    for arguments, why in ((("9",), "at least 25 seconds"), (("60", "blurb"), "got blurb")):
+        done = call_session(tmp_path, *arguments, DRY_RUN="1")
+        assert done.returncode == 2
+        assert why in done.stderr
+
+
+@for_bash
+def test_dry_run_of_ranks_that_share_a_device_equals_the_undivided_batch(session: Session) -> None:
+    found = session.results["session"]["shared"]
+    assert found["nccl"] == "none"
+    assert len(found["groups"]) == 2
+    for group in found["groups"]:
+        assert "error" not in group
+        assert [row["batch"] for row in group["rows"]] == ["even", "uneven", "empty"]
+        for row in group["rows"]:
+            assert row["right"]
+            assert row["bitwise over ranks"] == {"parameters": True, "running": True}
+            assert row["from"].keys() == {"float64", "torch's layer", "our layer"}
+
+
+@for_bash
+def test_dry_run_of_captured_groups_compares_every_replay(session: Session) -> None:
+    groups = session.results["session"]["capture"]["groups"]
+    assert [group["ranks"] for group in groups] == [1, 2]
+    for group in groups:
+        assert len(group["rows"]) == 2 * group["ranks"]
+        assert all(row["right"] and row["bitwise"] == row["replays"] for row in group["rows"])
+
+
+@for_bash
+def test_dry_run_of_a_net_times_and_profiles_its_layers_alone_and_in_groups(
+    session: Session,
+) -> None:
+    groups = session.results["session"]["steps"]["groups"]
+    assert [(group["backend"], group["ranks"]) for group in groups] == [
+        ("no group", 1),
+        ("gloo", 1),
+        ("gloo", 2),
+    ]
+    for group in groups:
+        for row in group["rows"]:
+            for part in row["found"].values():
+                for name in ("ours", "nn.BatchNorm2d"):
+                    assert part[name]["wall"] >= part[name]["host"] > 0
+                    assert part[name]["profile"]["host"]
+
+
+def test_a_resnet_of_the_benchmark_has_the_53_layers_of_resnet_50() -> None:
+    code = "import gpu_nets, torch\nfrom torch import nn\n"
+    code += "net = gpu_nets.resnet(nn.BatchNorm2d, width=1)\nx = torch.zeros(2, 3, 64, 64)\n"
+    code += "print(len(gpu_nets.shapes_of(net, nn.BatchNorm2d, x)))"
+    places = {"PYTHONPATH": os.pathsep.join(map(str, (FOLDER, ROOT, ROOT / "adapters")))}
+    command, environment = [sys.executable, "-c", code], os.environ | places
+    assert subprocess.check_output(command, text=True, env=environment).strip() == "53"
+
+
+@for_bash
+def test_dry_run_of_selections_measures_what_they_select(session: Session) -> None:
+    found = session.results["session"]
+    layouts = {(case["layout"], case["dtype"]) for case in found["shapes"]["cases"]}
+    matrices, sequences = (("NC", ("fp32", "fp16", "bf16")), ("NCL", ("fp16", "bf16")))
+    assert layouts == {(name, d) for name, dtypes in (matrices, sequences) for d in dtypes}
+    lone = found["lone"]
+    assert len(lone["cases"]) == len(lone["host"]) == 12
+    assert all(case["ours by the rule"] is False for case in lone["cases"])
+    assert all(case["found"].keys() == {"ours", "torch native"} for case in lone["cases"])
+    shown = run("gpu_report.py", str(session.folder / "stages" / "lone.json"))
+    assert shown.returncode == 0, shown.stderr
+    assert "by the rule" in shown.stdout
 
 
 @for_bash
@@ -145,7 +274,8 @@ def test_the_tables_in_the_docs_are_those_of_the_figures(
 def test_results_without_a_benchmark_are_merged_and_shown(tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     parts.mkdir()
-    (parts / "stages.tsv").write_text("tests\t1\t9\t1 failed\nbenchmark\t124\t0\tno time\n")
+    machine = {"commit": "abc", "device": "a GPU", "date": "2026-11-22T00:00:00+00:00"}
+    (parts / "machine.json").write_text(json.dumps(machine))
     (parts / "tests.xml").write_text(
         "<testsuites><testsuite><testcase classname='a' name='b'><failure/></testcase>"
         "<testcase classname='a' name='c'/><testcase classname='a' name='d'><skipped/></testcase>"
@@ -157,9 +287,13 @@ def test_results_without_a_benchmark_are_merged_and_shown(tmp_path: Path) -> Non
         "== racecheck\n229 of 324 cases in 40 s, 4021 comparisons, 0 wrong; skipped for lack of "
         "time: 95, from shape\n========= RACECHECK SUMMARY: 0 hazards displayed\n"
     )
+    (tmp_path / "tests.log").write_text("1 failed\n")
+    for name, status in (("tests", "1"), ("processes", "1"), ("racecheck", "0"), ("lone", "124")):
+        done = run("gpu_merge.py", str(tmp_path), "--stage", name, "--status", status)
+        assert done.returncode == 0, done.stderr
     done = run("gpu_merge.py", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("gpu-*-no-benchmark-*.json")
+    path = tmp_path / "gpu-2026-11-22-no-benchmark-abc.json"
     found = json.loads(path.read_text(encoding="utf-8"))["session"]
     assert found["tests"] == {"passed": 1, "failed": 1, "skipped": 1, "failures": ["a::b"]}
     assert found["sanitizer"]["racecheck"] == {
@@ -169,9 +303,10 @@ def test_results_without_a_benchmark_are_merged_and_shown(tmp_path: Path) -> Non
         "wrong": 0,
         "summary": "RACECHECK SUMMARY: 0 hazards displayed",
     }
+    assert "lone" not in found, "a stage that was killed has left nothing"
     shown = run("gpu_report.py", str(path))
     assert shown.returncode == 0, shown.stderr
-    for words in ("no time", "failed: a::b", "Duplicate GPU", "left no results"):
+    for words in ("status 124", "failed: a::b", "Duplicate GPU", "left no results"):
         assert words in shown.stdout
 
 
@@ -255,14 +390,7 @@ def test_session_without_a_device_compiles_then_ends_and_says_so(tmp_path: Path)
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     # if numba-cuda is installed, the simulator keeps it from compiling, which takes its time
-    wanted = {"PYTHON": sys.executable, "OUT": str(tmp_path), "NUMBA_ENABLE_CUDASIM": "1"}
-    done = subprocess.run(
-        ["bash", str(FOLDER / "gpu_session.sh")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | wanted,
-    )
+    done = call_session(tmp_path, NUMBA_ENABLE_CUDASIM="1")
     assert done.returncode == 2
     assert "expected torch to see a CUDA device" in done.stderr
     assert "NO KERNEL CAN BE COMPILED: " in done.stdout

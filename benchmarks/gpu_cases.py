@@ -1,0 +1,114 @@
+"""The activations that `gpu.py` measures, and which selections of them there are.
+
+all         ResNet-50's layers for batches of 256, 32 and 2, and a few more; every contender
+left-out    what "all" seldom has the time for: (N, C), and (N, C, L) in 16 bits
+lone        around the size from which a layer alone takes our kernels (`dispatch.py`), beside
+            what torch would take: device time, and wall time of eager steps
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from gpu_contenders import DENSE
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LAYOUTS = {2: ("NC",), 3: ("NCL",)}  # by the number of axes; more have two
+IMAGES = ("NCHW", "channels_last")
+
+LARGE = 100e6  # bytes from which bandwidth alone should count
+RESNET = """64,112,112 64,56,56 256,56,56 128,56,56 128,28,28 512,28,28 256,28,28 256,14,14
+    1024,14,14 512,14,14 512,7,7 2048,7,7"""
+RESNET_SHAPES = [tuple(map(int, shape.split(","))) for shape in RESNET.split()]
+SHAPES = [(n, *shape) for n in (256, 32, 2) for shape in RESNET_SHAPES]
+SHAPES += [(2, 256, 128, 128), (2, 16, 64, 128, 128), (4096, 1024)]
+ERROR_SHAPES = [(32, 64, 56, 56), (32, 512, 7, 7), (4096, 1024)]
+HOST_SHAPES = [(2, 64, 56, 56), (2, 512, 7, 7), (32, 256, 14, 14)]
+DRY_LARGE, DRY_SHAPES = 1000, [(2, 8, 6, 6), (2, 3, 4, 3, 2), (32, 4, 2, 2), (9, 5)]
+
+MATRICES = [(4096, 1024), (256, 4096), (65536, 256)]
+SEQUENCES = [(32, 256, 1024), (8, 512, 4096), (256, 64, 1000), (64, 1024, 49)]
+# MiB. By the rule it is 192; the times of an H100 say 48, for up to 128 channels.
+LONE_SIZES = (48, 96, 192, 24)
+LONE_PLANES = [(64, 56), (128, 56), (128, 28), (256, 56), (512, 28)]  # channels, height and width
+
+
+@dataclass(frozen=True)
+class Case:
+    """An activation (N, C, *spatial) in a dtype and a layout."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str  # "NCHW", "channels_last"; "NC" and "NCL" have only one
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} {self.layout}"
+
+    def tensor(self, device: torch.device, mean: float = 0.0) -> Tensor:
+        x = (torch.randn(self.shape, device=device) + mean).to(DTYPES[self.dtype])
+        dense = DENSE[x.dim()] if self.layout == "channels_last" else torch.contiguous_format
+        return x.contiguous(memory_format=dense)
+
+
+def cases_of(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str] = (*DTYPES,)) -> list[Case]:
+    return [
+        Case(shape, dtype, layout)
+        for shape in shapes
+        for dtype, layout in product(dtypes, LAYOUTS.get(len(shape), IMAGES))
+    ]
+
+
+class Selection(NamedTuple):
+    """The cases whose error, host time and device time is measured, in this order.
+
+    `eager`: the host time of the last ones too. `contenders`: their names; all if there are none.
+    """
+
+    errors: list[Case]
+    host: list[Case]
+    speed: list[Case]
+    eager: bool = False
+    contenders: tuple[str, ...] = ()
+
+
+def everything(dry: bool) -> Selection:
+    if dry:
+        host = cases_of(DRY_SHAPES[:1], ["fp32"])
+        return Selection(cases_of(DRY_SHAPES), host, large_first(cases_of(DRY_SHAPES), DRY_LARGE))
+    host = cases_of(HOST_SHAPES, ["fp32"])
+    return Selection(cases_of(ERROR_SHAPES), host, large_first(cases_of(SHAPES), LARGE))
+
+
+def large_first(cases: list[Case], large: float) -> list[Case]:
+    return sorted(cases, key=lambda case: case.nbytes < large)
+
+
+def left_out(dry: bool) -> Selection:
+    matrices, sequences = ([(9, 5)], [(2, 3, 7)]) if dry else (MATRICES, SEQUENCES)
+    cases = [*cases_of(matrices), *cases_of(sequences, ["fp16", "bf16"])]
+    firsts = [*cases_of(matrices[:1]), *cases_of(sequences[:1], ["fp16", "bf16"])]
+    return Selection(cases, firsts, cases)
+
+
+def lone(dry: bool) -> Selection:
+    """Batches so that an activation has about so many MiB."""
+    sizes, planes = ((0.001, 0.002), [(8, 4)]) if dry else (LONE_SIZES, LONE_PLANES)
+    cases = []
+    for size, (channels, side), dtype in product(sizes, planes, DTYPES):
+        sample = channels * side**2 * DTYPES[dtype].itemsize
+        batch = max(2, round(size * (1 << 20) / sample))
+        cases += cases_of([(batch, channels, side, side)], [dtype])
+    return Selection([], [], cases, True, ("ours", "torch cudnn", "torch native"))
+
+
+SELECTIONS = {"all": everything, "left-out": left_out, "lone": lone}
