@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_plot.py benchmarks/results/gpu-....json docs/speed-h100.png
 
-Writes the picture and prints the tables: that of docs/speed.md, a shorter one for README.md, and
-that of the process groups, if there were any. docs/internals/gpu-results.md says how they are read.
+Writes the picture and prints the tables: two of docs/speed.md, a shorter one of
+docs/internals/gpu-results.md, which says how they are read, and that of the process groups, if
+there were any.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from gpu_report import of_resnet50, total_of_resnet50
 
 PEERS = {
     "torch sync": "torch's SyncBatchNorm",
@@ -77,27 +79,51 @@ def cases_of(results: Row, dtypes: Sequence[str], layout: str) -> list[Row]:
     return [c for c in results["cases"] if c["dtype"] in dtypes and c["layout"] == layout]
 
 
+def resnet50(cases: Sequence[Row]) -> list[Row]:
+    """Those of ResNet-50's layers; all, where a dry run has none of them."""
+    return [case for case in cases if of_resnet50(case)] or list(cases)
+
+
 def floor_cell(results: Row, cases: Sequence[Row]) -> str:
     large = [case for case in cases if case["nbytes"] >= results["large"]]
     return cell(known(map(over_floor, large)), max)
 
 
 def table(results: Row) -> str:
-    """That of docs/speed.md."""
+    """The first of docs/speed.md."""
     peers = peers_of(results)
-    heads = ["", "shapes", "over the floor, from 100 MB"]
+    heads = ["", "over the floor, from 100 MB"]
     heads += [f"times as fast as {label}" for label in peers.values()]
     rows = []
     for dtype, layout in GROUPS:
         cases = cases_of(results, [dtype], layout)
-        row = [f"{DTYPES[dtype]}, {layout}", str(len(cases)), floor_cell(results, cases)]
-        row += [cell(known(ratio(case, peer) for case in cases), min) for peer in peers]
+        row = [f"{DTYPES[dtype]}, {layout}", floor_cell(results, cases)]
+        row += [cell(known(ratio(c, peer) for c in resnet50(cases)), min) for peer in peers]
         rows.append(row)
     return markdown(heads, rows)
 
 
+def totals_table(results: Row) -> str:
+    """The second of docs/speed.md: all 53 layers of ResNet-50, by batch."""
+    batches = (2, 32, 256)
+    peers = peers_of(results)
+    rows = []
+    for dtype, layout in GROUPS:
+        row = [f"{DTYPES[dtype]}, {layout}"]
+        for batch in batches:
+            ours, *others = (
+                total_of_resnet50(results, batch, dtype, layout, who) for who in ("ours", *peers)
+            )
+            if ours is not None:
+                ratios = ["-" if other is None else f"{other / ours:.2f}" for other in others]
+                row.append(f"{ours * 1e3:.2f} ms: {' / '.join(ratios)}")
+        if len(row) > len(batches):
+            rows.append(row)
+    return markdown(["", *(f"batch of {batch}" for batch in batches)], rows) if rows else ""
+
+
 def short_table(results: Row) -> str:
-    """For README.md: `nn.BatchNorm2d` is the faster one of its two kernels, shape by shape."""
+    """For docs/internals/gpu-results.md: of torch's two kernels the faster one, shape by shape."""
 
     def to_plain(case: Row) -> float | None:
         return min(
@@ -109,9 +135,10 @@ def short_table(results: Row) -> str:
     for layout in ("NCHW", "channels_last"):
         for name, dtypes in SHORT.items():
             cases = cases_of(results, dtypes, layout)
-            to_sync = known(ratio(case, "torch sync") for case in cases)
+            layers = resnet50(cases)
+            to_sync = known(ratio(case, "torch sync") for case in layers)
             row = [f"{name}, {layout}", floor_cell(results, cases), cell(to_sync, min)]
-            rows.append([*row, cell(known(map(to_plain, cases)), min)])
+            rows.append([*row, cell(known(map(to_plain, layers)), min)])
     return markdown([*heads, "times as fast as nn.BatchNorm2d"], rows)
 
 
@@ -174,7 +201,11 @@ def main() -> None:
     if "cases" not in results:
         parser.error("the benchmark has left no results in this file")
     plot(results, options.picture)
-    tables = {"docs/speed.md": table(results), "README.md": short_table(results)}
+    tables = {
+        "docs/speed.md": table(results),
+        "docs/speed.md, totals": totals_table(results),
+        "docs/internals/gpu-results.md": short_table(results),
+    }
     tables["process groups"] = process_table(results)
     for name, text in tables.items():
         if text:

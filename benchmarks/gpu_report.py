@@ -21,6 +21,12 @@ FLOOR = 1.10  # times the floor, at most, geometric mean of the large cases
 LEAST = {"NCHW": 1.5, "channels_last": 1.15}  # times as fast as torch, geometric mean
 DIRECTIONS = ("forward", "backward")
 
+# How many of ResNet-50's 53 layers have so many channels and planes of this height.
+LAYERS_OF_RESNET50 = {
+    (64, 112): 1, (64, 56): 6, (256, 56): 4, (128, 56): 1, (128, 28): 7, (512, 28): 5,
+    (256, 28): 1, (256, 14): 11, (1024, 14): 7, (512, 14): 1, (512, 7): 5, (2048, 7): 4,
+}  # fmt: skip
+
 
 def as_lines(results: Row) -> str:
     """JSON with a line per entry, and per row of an entry that is a list."""
@@ -56,6 +62,23 @@ def faster_than(case: Row, rival: str) -> float | None:
     """Device time of forward + backward: the rival's over ours."""
     ours, theirs = (case["found"].get(name, {}).get("both") for name in ("ours", rival))
     return theirs / ours if ours and theirs else None
+
+
+def of_resnet50(case: Row) -> int:
+    """How many layers of ResNet-50 have this activation, whatever the batch."""
+    channels, *plane = case["shape"][1:]
+    return LAYERS_OF_RESNET50.get((channels, plane[0]), 0) if len(plane) == 2 else 0
+
+
+def total_of_resnet50(results: Row, batch: int, dtype: str, layout: str, who: str) -> float | None:
+    """Seconds of forward + backward of all 53 layers; None if a shape was not measured."""
+    wanted = (dtype, layout, batch)
+    cases = [c for c in results["cases"] if (c["dtype"], c["layout"], c["shape"][0]) == wanted]
+    layers = [(of_resnet50(c), c["found"].get(who, {}).get("both")) for c in cases]
+    layers = [(number, time) for number, time in layers if number and time]
+    if sum(number for number, _ in layers) != sum(LAYERS_OF_RESNET50.values()):
+        return None
+    return sum(number * time for number, time in layers)
 
 
 def collect(cases: Iterable[Row], ratio: Callable[[Row], float | None]) -> list[tuple[float, str]]:

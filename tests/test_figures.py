@@ -1,0 +1,34 @@
+"""The figures in README and docs are those of the files in benchmarks/results."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import figures
+
+ROOT = figures.ROOT
+
+
+@pytest.mark.parametrize("page", figures.PAGES)
+def test_every_figure_of_a_page_follows_from_its_file(page: str) -> None:
+    lacks = figures.lacking(page, (ROOT / page).read_text(encoding="utf-8"))
+    assert not lacks, f"{page} lacks:\n" + "\n".join(lacks)
+
+
+def test_another_figure_in_a_page_is_noticed() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sentence = next(figures.readme_cpu())
+    assert sentence in " ".join(text.split())
+    (lack,) = figures.lacking("README.md", text.replace("is 1.9 times as fast", "is 2.9 times"))
+    assert lack == sentence
+
+
+def test_other_results_ask_for_other_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = {name: figures.read(name) for name in (figures.CPU, figures.H100)}
+    results[figures.H100] = results[figures.H100] | {"bandwidth": 4.89e12}
+    monkeypatch.setattr(figures, "read", results.__getitem__)
+    assert any("A copy comes to 4.89 TB/s" in lack for lack in figures.lacking("README.md", text))
