@@ -1,10 +1,13 @@
 """What can be run: `python3 dev.py` lists the sessions, `python3 dev.py check` runs the usual ones.
 
+In the end nox says how long each session took.
+
 Versions and groups come from pyproject.toml, tested pins from constraints.txt.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -88,7 +91,7 @@ def install(session: nox.Session, *wanted: str, options: tuple[str, ...] = PIP_O
         for environment in own.parent.iterdir():
             if environment.is_dir() and environment != own:
                 shutil.rmtree(environment, ignore_errors=True)
-    session.install(*options, *wanted)
+    session.install(*options, *wanted, silent=False)  # pip says what it downloads
 
 
 def groups(*names: str) -> list[str]:
@@ -105,6 +108,28 @@ def fresh_directory(session: nox.Session, name: str) -> Path:
 def fresh_numba_cache(session: nox.Session) -> None:
     """Compile anew: Numba's cache looks at a kernel's own file, not at the helpers it calls."""
     session.env["NUMBA_CACHE_DIR"] = str(fresh_directory(session, "numba-cache"))
+
+
+def kept_numba_cache(session: nox.Session) -> None:
+    """Keep what is compiled until any kernel's or helper's source changes: see above."""
+    sources = sorted((ROOT / "syncbn_core" / "kernels").rglob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    path = Path(session.virtualenv.location).resolve() / "numba-cache" / digest[:16]
+    if not path.exists():
+        shutil.rmtree(path.parent, ignore_errors=True)
+        path.mkdir(parents=True)
+    session.env["NUMBA_CACHE_DIR"] = str(path)
+
+
+@nox.session(python=TORCH_PYTHON)
+def test(session: nox.Session) -> None:
+    """The tests in short, with torch: one dtype, one world, nothing slow; five minutes."""
+    install(session, "-e", ".[torch]", *groups("test"))
+    kept_numba_cache(session)
+    usual = ["tests", "--ignore", BENCHMARKS]
+    for folder in ("device", "ptx", "works_with"):
+        usual += ["--ignore", f"tests/{folder}"]
+    session.run("pytest", "--quick", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
 
 
 @nox.session(python=TORCH_PYTHON)
@@ -317,7 +342,7 @@ def wheel(session: nox.Session) -> None:
     fresh = fresh_directory(session, "fresh")
     session.run("python", "-m", "venv", str(fresh))
     python = str(fresh / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-    pip = [python, "-m", "pip", "install", "--quiet"]
+    pip = [python, "-m", "pip", "install"]
     session.run(*pip, *PIP_OPTIONS, f"{built}[torch]", external=True)
     with session.chdir(dist):
         session.run(python, "-c", CHECK_WHEEL, external=True, log=False)

@@ -1,4 +1,4 @@
-"""Shared by all tests: an interrupt at every point of a call."""
+"""Shared by all tests: the option `--quick`, and an interrupt at every point of a call."""
 
 import sys
 from collections.abc import Callable
@@ -6,6 +6,32 @@ from types import FrameType
 from typing import Any
 
 import pytest
+
+# Of each test, `--quick` runs one dtype and one number of members. All other cases stay.
+VARIED = {"dtype", "size"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="one dtype, one world, no slow tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    cases: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        others = frozenset(
+            (name, id(value)) for name, value in params.items() if name not in VARIED
+        )
+        cases.setdefault((item.nodeid.partition("[")[0], others), []).append(item)
+    chosen = {
+        next((item for item in case if "float32" in item.name or "f4" in item.name), case[0])
+        for case in cases.values()
+        if not case[0].get_closest_marker("slow")
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(scope="session")
