@@ -2,8 +2,8 @@
 """Set up everything on a fresh machine and run a session: `python3 dev.py [session ...]`.
 
     python3 dev.py            list the sessions
-    python3 dev.py test       every promise once, five minutes on two cores
-    python3 dev.py check      what has to pass: all tests, examples, lint, types, wheel; 25 minutes
+    python3 dev.py test       the tests in short, five minutes on two cores
+    python3 dev.py check      what has to pass: tests, examples, lint, types, wheel; half an hour
     python3 dev.py demo       run examples/digits.py and say where its picture is
     python3 dev.py tests -- -k name     one session, with arguments for pytest
 
@@ -21,8 +21,10 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv-dev")
 BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST = (3, 11)
-# minutes on two cores, of which the first run needs some to install
-MINUTES = {"test": 5, "check": 25}
+TAKES = {  # on two cores, installation included
+    "test": "up to five minutes the first time, less with kernels that are compiled",
+    "check": "up to half an hour",
+}
 
 
 def show_all_pythons_of_pyenv():
@@ -56,7 +58,7 @@ def install_nox():
     print("dev.py: installing %s into %s" % (pin, VENV), flush=True)
     if subprocess.call([sys.executable, "-m", "venv", "--clear", VENV]) != 0:
         sys.exit("dev.py: no virtual environment (Debian, Ubuntu: install python3-venv).")
-    pip = [os.path.join(BIN, "python"), "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
+    pip = [os.path.join(BIN, "python"), "-m", "pip", "install", "-c", "constraints.txt"]
     if subprocess.call([*pip, pin], cwd=ROOT) != 0:
         sys.exit("dev.py: pip could not install %s; is a package index within reach?" % pin)
     open(done, "w").close()
@@ -66,10 +68,9 @@ def main(args):
     show_all_pythons_of_pyenv()
     if sys.version_info < OLDEST:
         return subprocess.call([find_newer_python(), os.path.abspath(__file__), *args])
+    if args and args[0] in TAKES:
+        print("dev.py: %s takes %s on two cores" % (args[0], TAKES[args[0]]), flush=True)
     install_nox()
-    if args and args[0] in MINUTES:
-        text = "dev.py: `%s` takes about %d minutes on two cores" % (args[0], MINUTES[args[0]])
-        print(text, flush=True)
     if not args:
         args = ["--list"]
     elif args[0] == "check":  # the default sessions of noxfile.py

@@ -1,5 +1,7 @@
 """What can be run: `python3 dev.py` lists the sessions, `python3 dev.py check` runs the usual ones.
 
+In the end nox says how long each session took.
+
 Versions and groups come from pyproject.toml, tested pins from constraints.txt.
 """
 
@@ -89,7 +91,7 @@ def install(session: nox.Session, *wanted: str, options: tuple[str, ...] = PIP_O
         for environment in own.parent.iterdir():
             if environment.is_dir() and environment != own:
                 shutil.rmtree(environment, ignore_errors=True)
-    session.install(*options, *wanted, silent=False)  # pip says what it does, for minutes
+    session.install(*options, *wanted, silent=False)  # pip says what it downloads
 
 
 def groups(*names: str) -> list[str]:
@@ -108,17 +110,26 @@ def fresh_numba_cache(session: nox.Session) -> None:
     session.env["NUMBA_CACHE_DIR"] = str(fresh_directory(session, "numba-cache"))
 
 
-def kept_numba_cache(session: nox.Session) -> Path:
-    """A folder for compiled kernels, kept as long as the sources of the kernels are the same."""
-    digest = hashlib.sha256()
-    for source in sorted((ROOT / "syncbn_core" / "kernels" / "cpu").rglob("*.py")):
-        digest.update(source.read_bytes())
-    home = Path(session.virtualenv.location).resolve()
-    folder = home / f"numba-cache-{digest.hexdigest()[:16]}"
-    for older in home.glob("numba-cache-*"):
-        if older != folder:
-            shutil.rmtree(older, ignore_errors=True)
-    return folder
+def kept_numba_cache(session: nox.Session) -> None:
+    """Keep what is compiled until any kernel's or helper's source changes: see above."""
+    sources = sorted((ROOT / "syncbn_core" / "kernels").rglob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    path = Path(session.virtualenv.location).resolve() / "numba-cache" / digest[:16]
+    if not path.exists():
+        shutil.rmtree(path.parent, ignore_errors=True)
+        path.mkdir(parents=True)
+    session.env["NUMBA_CACHE_DIR"] = str(path)
+
+
+@nox.session(python=TORCH_PYTHON)
+def test(session: nox.Session) -> None:
+    """The tests in short, with torch: one dtype, one world, nothing slow; five minutes."""
+    install(session, "-e", ".[torch]", *groups("test"))
+    kept_numba_cache(session)
+    usual = ["tests", "--ignore", BENCHMARKS]
+    for folder in ("device", "ptx", "works_with"):
+        usual += ["--ignore", f"tests/{folder}"]
+    session.run("pytest", "--quick", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
 
 
 @nox.session(python=TORCH_PYTHON)
@@ -133,15 +144,6 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", "-k", "session or docs or model", BENCHMARKS)
         others = ["--ignore", "tests/core", "--ignore", BENCHMARKS, "--ignore", "tests/works_with"]
         session.run("pytest", *SIDE_BY_SIDE, "tests", *others)
-
-
-@nox.session(python=TORCH_PYTHON)
-def test(session: nox.Session) -> None:
-    """Every promise once, in five minutes: one dtype, one number of ranks and replicas for each."""
-    install(session, "-e", ".[torch]", *groups("test"))
-    session.env["NUMBA_CACHE_DIR"] = str(kept_numba_cache(session))
-    quick = [*SIDE_BY_SIDE, "--quick", "tests/core", "tests/torch", "--ignore", BENCHMARKS]
-    session.run("pytest", *(session.posargs or quick))
 
 
 @nox.session(python=TORCH_PYTHON)
@@ -340,7 +342,7 @@ def wheel(session: nox.Session) -> None:
     fresh = fresh_directory(session, "fresh")
     session.run("python", "-m", "venv", str(fresh))
     python = str(fresh / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-    pip = [python, "-m", "pip", "install", "--quiet"]
+    pip = [python, "-m", "pip", "install"]
     session.run(*pip, *PIP_OPTIONS, f"{built}[torch]", external=True)
     with session.chdir(dist):
         session.run(python, "-c", CHECK_WHEEL, external=True, log=False)

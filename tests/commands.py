@@ -32,6 +32,7 @@ GPU = "needs a GPU"
 
 NOT_RUN = {
     "python3 dev.py check": SESSION,
+    "python3 dev.py test": SESSION,
     "python3 dev.py tests -- tests/core -k moments": SESSION,
     "python3 dev.py lint types": SESSION,
     "python3 dev.py coverage": SESSION,

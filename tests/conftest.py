@@ -7,33 +7,31 @@ from typing import Any
 
 import pytest
 
-# With --quick a test runs with one value of each of these parameters.
-ONE_OF = ("dtype", "size", "replicas")
+# Of each test, `--quick` runs one dtype and one number of members. All other cases stay.
+VARIED = {"dtype", "size"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--quick",
-        action="store_true",
-        help="one dtype and one number of ranks or replicas for each case; no test marked slow",
-    )
+    parser.addoption("--quick", action="store_true", help="one dtype, one world, no slow tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--quick"):
         return
-    seen: set[Any] = set()
-    kept: list[pytest.Item] = []
-    dropped: list[pytest.Item] = []
+    cases: dict[object, list[pytest.Item]] = {}
     for item in items:
-        chosen = getattr(getattr(item, "callspec", None), "params", {})
-        others = tuple((name, id(value)) for name, value in chosen.items() if name not in ONE_OF)
-        case = (item.path, getattr(item, "originalname", item.name), others)
-        again = case in seen or item.get_closest_marker("slow") is not None
-        (dropped if again else kept).append(item)
-        seen.add(case)
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        others = frozenset(
+            (name, id(value)) for name, value in params.items() if name not in VARIED
+        )
+        cases.setdefault((item.nodeid.partition("[")[0], others), []).append(item)
+    chosen = {
+        next((item for item in case if "float32" in item.name or "f4" in item.name), case[0])
+        for case in cases.values()
+        if not case[0].get_closest_marker("slow")
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,7 @@ def signature(function: Any, element: Any, number: Any) -> tuple[Any, ...]:
     return tuple(known.get(n, channelwise) for n in code.co_varnames[: code.co_argcount])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86's assembler")
 @pytest.mark.parametrize(
     "element", [types.float32, types.float64, types.int16, types.uint16], ids=str

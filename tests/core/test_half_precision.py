@@ -176,6 +176,7 @@ print(has_half(), y.dtype, y.tobytes().hex(), dx.tobytes().hex())
 """
 
 
+@pytest.mark.slow
 def test_processor_without_float16_copies(fresh_python: Callable[..., str]) -> None:
     here = fresh_python(GENERIC).split()
     generic = fresh_python(GENERIC, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="").split()

@@ -105,6 +105,7 @@ def test_an_interrupt_in_a_call_releases_the_others_and_the_next_call_works(
 STORM = Path(__file__).with_name("interrupted.py")
 
 
+@pytest.mark.slow
 def test_storms_of_interrupts_leave_nobody_waiting() -> None:
     """Each ends within the run's own deadline; `dev.py soak` sends thousands."""
     done = subprocess.run(
@@ -142,6 +143,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_compilation_does_not_fail_for_ever_after(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],

@@ -292,6 +292,7 @@ def signatures() -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["read-only", "unaligned", "Fortran", "foreign byte order", "gaps"]
 )
@@ -344,6 +345,7 @@ def two_runs(fresh_python: Function, tmp_path_factory: pytest.TempPathFactory) -
     return runs
 
 
+@pytest.mark.slow
 def test_cached_builds_stay_serial_and_parallel(two_runs: list[Any]) -> None:
     """Numba's disk cache knows a function by its name; the builds must not share one."""
     for run in two_runs:
@@ -351,6 +353,7 @@ def test_cached_builds_stay_serial_and_parallel(two_runs: list[Any]) -> None:
         assert run["parallel"]["threads"]
 
 
+@pytest.mark.slow
 def test_cached_builds_give_the_bits_of_the_run_that_compiled(two_runs: list[Any]) -> None:
     assert len({run[build]["bits"] for run in two_runs for build in run}) == 1
 
@@ -369,6 +372,7 @@ def files_in(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_use_writes_nothing_beside_the_package(fresh_python: Function, tmp_path: Path) -> None:
     """What an uninstaller does not know stays, and Python imports what is left of the folder."""
     package, home = tmp_path / "site" / "syncbn_core", tmp_path / "home"
@@ -563,6 +567,7 @@ print(raised, len(prepared))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits memory as Linux does")
 def test_kernel_without_memory_raises_and_writes_nothing(fresh_python: Function) -> None:
     printed = fresh_python(MEMORY, NUMBA_NUM_THREADS="2")

@@ -51,6 +51,7 @@ for shape in ((4, 3, 9, 9), (1, 300, 1000)):
 """
 
 
+@pytest.mark.slow
 def test_process_after_the_command_compiles_nothing(
     fresh_python: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_command_fails_at_once_if_the_cache_cannot_be_written(tmp_path: Path) ->
     assert done.stderr.endswith("set NUMBA_CACHE_DIR to a folder that can be written\n")
 
 
+@pytest.mark.slow
 def test_machine_with_one_core_compiles_the_parallel_builds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def run(*arguments: str, code: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_storms_of_interrupts_tear_nothing_and_leave_nobody_waiting() -> None:
     """`dev.py soak` sends thousands."""
     assert "100 interrupts" in run(str(STORM), "100")

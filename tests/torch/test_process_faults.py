@@ -200,6 +200,7 @@ def check(world: World) -> None:
         assert kinds == ["ProtocolError:"] * world.size, told
 
 
+@pytest.mark.slow
 @needs_gloo
 @pytest.mark.timeout(100 + 6 * RUNS)
 def test_no_rank_waits_for_ever_or_goes_on_with_wrong_numbers(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_a_model_whose_gradients_the_user_adds_up_trains_as_one_device(
     trains_as_one_device(rank, size, wrap, averages=False)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_torch_compile_changes_no_result(rank: int, size: int) -> None:
     """It breaks the graph at the layer."""

@@ -124,6 +124,7 @@ def test_without_a_command_it_prints_help(tmp_path: Path) -> None:
     assert "verify" in done.stdout
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_under_torchrun_the_processes_take_the_parts_and_one_prints(tmp_path: Path) -> None:
     launcher = "torch.distributed.run --standalone --nproc-per-node 2 -m"
