@@ -6,6 +6,7 @@ import copy
 import inspect
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
