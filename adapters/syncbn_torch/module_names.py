@@ -52,15 +52,22 @@ def short_name_of(layer: nn.Module) -> str:
     """`layer1.0.bn1`, without containers of a single module; "" outside of models.
 
     The first call for a layer searches all live modules and names all batch norms of its model.
-    Programs that make a new layer for every call do not pay for that: after three such layers,
-    which are gone when the next comes, no search is made.
     """
     name = _short_names.get(layer)
     if name is None:
-        per_call = len(_without_model) == 3 and all(seen() is None for seen in _without_model)
-        name = "" if per_call else _search_short_name(layer)
+        name = "" if _is_made_for_one_call(layer) else _search_short_name(layer)
         _short_names[layer] = name
     return name
+
+
+def _is_made_for_one_call(layer: nn.Module) -> bool:
+    """Whether the last three layers outside of models are gone, and nothing holds this one.
+
+    Programs that make a layer for every call then do not pay for a search in every call.
+    """
+    if len(_without_model) < 3 or any(seen() is not None for seen in _without_model):
+        return False
+    return not any(isinstance(holder, dict) for holder in gc.get_referrers(layer))
 
 
 def _search_short_name(layer: nn.Module) -> str:

@@ -151,3 +151,10 @@ def test_layers_mixed_up_in_their_first_call_are_told(
     with pytest.raises(ProtocolError, match="same layer"):
         run_in_threads([partial(call, 0, first), partial(call, 1, second)])
     del held
+
+
+def test_a_model_has_names_also_after_layers_made_for_single_calls() -> None:
+    for _ in range(5):
+        assert LAYER_NAMES.name(SynchronizedBatchNorm2d(2)) == ""
+    model = nn.Sequential(nn.ReLU(), SynchronizedBatchNorm2d(2))
+    assert LAYER_NAMES.name(model[1]) == "1"
