@@ -60,7 +60,6 @@ def test_compiled_kernels_are_found_again(tmp_path, monkeypatch, script):
     monkeypatch.setenv("SYNCBN_CACHE_DIR", str(folder))
     path = compiler.cache_file(cuda.source(*kernel, cuda.THREADS), (9, 0))
     assert compiler.stored(path).cubin.startswith(b"\x7fELF")
-    assert list(folder.iterdir()) == [path]
     assert script.compile_one(kernel, (9, 0)) == {"cached": True}
 
 

@@ -116,9 +116,9 @@ split = pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("mean", [1e3, 1e6])
 def test_moments_keep_their_digits_far_from_zero(name, mean, bench, rng):
     x = bench.view(rng.normal(mean, 1, SPLIT[name].shape), "float32")
-    into = bench.empty(2 * SPLIT[name].channels + 1, "float64")
+    into = bench.empty(2 * SPLIT[name].channels + 2, "float64")
     cuda.moments(bench, x, into.pointer)
-    np.testing.assert_allclose(into.array, moments_of(x.values()), rtol=2e-6)
+    np.testing.assert_allclose(into.array[:-1], moments_of(x.values()), rtol=2e-6)
 
 
 @pytest.mark.parametrize("at", [0, -1])
@@ -127,9 +127,9 @@ def test_an_outlier_leaves_its_digits_to_the_rest(shape, at, bench):
     values = np.full(shape, 3.0)
     values.reshape(-1)[at] = 1e6
     x = bench.view(values, "float32")
-    into = bench.empty(3, "float64")
+    into = bench.empty(4, "float64")
     cuda.moments(bench, x, into.pointer)
-    np.testing.assert_allclose(into.array, moments_of(x.values()), rtol=1e-6)
+    np.testing.assert_allclose(into.array[:-1], moments_of(x.values()), rtol=1e-6)
 
 
 @split
@@ -153,7 +153,7 @@ def test_nan_and_infinity_stay_in_their_channel(name, bad, dtype, arch, bench, r
     cuda.normalize(bench, x, y, none, moments.pointer, 1, kept.pointer, **settings)
     cuda.backward_reduce(bench, x, dy, kept.pointer, none, sums.pointer)
     cuda.backward_input(bench, x, dy, dx, kept.pointer, none, sums.pointer, **settings)
-    mean, m2 = moments.array[1:].reshape(2, -1)
+    mean, m2 = moments.array[1:-1].reshape(2, -1)
     assert np.isnan(m2[1])
     assert not np.isfinite(mean[1])
     others = np.arange(channels) != 1

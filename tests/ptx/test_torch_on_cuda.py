@@ -422,13 +422,14 @@ def test_many_replicas_merge_their_parts_once(gpu):
 
 
 def test_replicas_on_several_devices_and_streams(gpu):
-    gpu.here = Here((index, 100 + index) for index in range(3))
-    assert gpu.here.index == 0, "the first replica is in the thread that calls"
+    places = [(index, 100 + index) for index in range(3)]
+    gpu.here = Here(iter([(0, 99), *places]))
+    assert gpu.here.stream == 99, "the replicas are in threads of their own"
     replicas_equal_the_undivided_batch((12, 2, 32, 32), 3)
-    assert set(gpu.operations.counters) == {(index, 100 + index) for index in range(3)}
+    assert set(gpu.operations.counters) == {(0, 99), *places}
     forward, backward = gpu.device.launches[:6], gpu.device.launches[-6:]
     assert sorted(launch.stream for launch in forward) == [100, 100, 101, 101, 102, 102]
-    assert {launch.stream for launch in backward} == {100}, "backward is in the calling thread"
+    assert {launch.stream for launch in backward} == {99}, "backward is in the calling thread"
 
 
 def test_a_loss_of_some_outputs_reaches_every_input():

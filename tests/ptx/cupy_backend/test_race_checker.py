@@ -83,7 +83,7 @@ def fault(gpu, match):
 
 def merge(parts, size=1, stream=None):
     """A launch with the bare address of `parts`: who calls keeps the memory."""
-    into = sys.modules["cupy"].empty(7)
+    into = sys.modules["cupy"].empty(8)
     run = sys.modules[BACKEND].OPERATIONS.launcher(sys.modules["cupy"].cuda.runtime.getDevice())
     run.stream = run.stream if stream is None else stream.ptr
     cuda.merge_parts(run, parts, size, 3, into.data.ptr)
@@ -91,9 +91,9 @@ def merge(parts, size=1, stream=None):
 
 
 def test_kernels_may_touch_memory_until_it_is_released(cupy, gpu):
-    array = cupy.ones(7)
-    assert to_host(merge(array.data.ptr)).tolist() == [1] * 7
-    with fault(gpu, r"out of bounds.* of float64 \(7,\) of test_race_checker"):
+    array = cupy.ones(8)
+    assert to_host(merge(array.data.ptr)).tolist() == [1] * 7 + [0]
+    with fault(gpu, r"out of bounds.* of float64 \(8,\) of test_race_checker"):
         merge(array.data.ptr, 2)
     address = array.data.ptr
     del array
@@ -113,11 +113,11 @@ def test_kernels_may_read_what_somebody_has_written(cupy, gpu):
 
 def test_kernels_have_memory_and_streams_of_their_own_device(cupy, gpu):
     with Device(1):
-        far, stream = cupy.ones(7), Stream()
+        far, stream = cupy.ones(8), Stream()
         merge(far.data.ptr)
     with fault(gpu, "merge_parts on device 0 touches memory of device 1"):
         merge(far.data.ptr)
-    near = cupy.ones(7)
+    near = cupy.ones(8)
     with fault(gpu, "runs on device 0, on a stream of device 1"):
         merge(near.data.ptr, stream=stream)
 
