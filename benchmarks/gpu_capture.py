@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import signal
 import sys
 import time
 from collections.abc import Callable
 
 import torch
 from gpu_nets import ours_in_group, resnet
-from gpu_ranks import Row, backend_for_two, be_rank, launch, name_of, options_of, save
+from gpu_ranks import Row, backend_for_two, be_rank, begin, launch, name_of, save
 from torch import Tensor, nn
 
 REPLAYS, DRY_REPLAYS = 100, 3
@@ -138,10 +137,7 @@ def show(row: Row) -> None:
 
 
 def main() -> int:
-    options = options_of(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
-    if options.rank is not None:
-        be_one(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks on its way
+    options = begin(__doc__.split("\n")[0], be_one)
     end = time.monotonic() + options.seconds
     backend, version = backend_for_two(options.dry_run)
     result: Row = {"nccl": version, "captured": not options.dry_run, "groups": []}

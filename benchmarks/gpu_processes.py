@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 import time
 from typing import Any
 
-from gpu_ranks import Row, be_rank, launch, name_of, options_of, save, sentence_of
+from gpu_ranks import Row, be_rank, begin, launch, name_of, save, sentence_of
 
 SHAPES = [(32, 64, 56, 56), (32, 512, 7, 7), (2, 256, 14, 14)]
 DRY_SHAPES = [(2, 8, 6, 6)]
@@ -142,10 +141,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    options = options_of(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
-    if options.rank is not None:
-        be_one(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks on its way
+    options = begin(__doc__.split("\n")[0], be_one)
     rows = attempts(options.seconds, options.dry_run)
     if options.json:
         options.json.write_text(json.dumps(rows) + "\n", encoding="utf-8")

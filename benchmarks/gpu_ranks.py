@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,14 +36,19 @@ ALONE = {  # nobody outside this machine is asked
 # ------------------------------------------------------------------------------- one rank
 
 
-def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments of the script: those of all such scripts, and those that a rank gets."""
+def begin(description: str, be_one: Callable[[argparse.Namespace], None]) -> argparse.Namespace:
+    """The arguments of a script that launches ranks; a rank itself calls `be_one`, and ends."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=60.0, help="for everything")
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--dry-run", action="store_true", help="tiny, gloo on the CPU")
     for name, kind in (("rank", int), ("size", int), ("backend", str), ("store", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rank is not None:
+        be_one(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks on its way
+    return options
 
 
 def be_rank(options: argparse.Namespace, work: Callable[[Any, Row], None]) -> NoReturn:

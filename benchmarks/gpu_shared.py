@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import signal
 import sys
 import time
 from collections.abc import Sequence
 
 import torch
 from gpu_nets import resnet
-from gpu_ranks import Row, backend_for_two, be_rank, launch, name_of, options_of, save
+from gpu_ranks import Row, backend_for_two, be_rank, begin, launch, name_of, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -211,10 +210,7 @@ def show(row: Row) -> None:
 
 
 def main() -> int:
-    options = options_of(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
-    if options.rank is not None:
-        be_one(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks on its way
+    options = begin(__doc__.split("\n")[0], be_one)
     end = time.monotonic() + options.seconds
     backend, version = backend_for_two(options.dry_run)
     result: Row = {"nccl": version, "steps": STEPS, "groups": []}

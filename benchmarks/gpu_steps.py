@@ -18,7 +18,6 @@ the host and on the device in an eager step. Rank 0 tells; ranks that share a GP
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 import time
@@ -34,9 +33,9 @@ from gpu_ranks import (
     Row,
     backend_for_two,
     be_rank,
+    begin,
     launch,
     name_of,
-    options_of,
     save,
     sentence_of,
 )
@@ -247,10 +246,7 @@ def show(row: Row) -> None:
 
 
 def main() -> int:
-    options = options_of(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
-    if options.rank is not None:
-        be_one(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks on its way
+    options = begin(__doc__.split("\n")[0], be_one)
     end = time.monotonic() + options.seconds
     shared, version = backend_for_two(options.dry_run)
     groups = [(NO_GROUP, 1), ("gloo" if options.dry_run else "nccl", 1), (shared, 2)]

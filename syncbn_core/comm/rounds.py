@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from syncbn_core.comm.future import NOTHING, FutureResult, Gate
+from syncbn_core.comm.threads import callers_that_wait
 from syncbn_core.errors import CommAborted, CommError, ProtocolError
 
 __all__ = ["MASTER", "Cause", "Round", "Siblings", "Slave", "named", "shown"]
@@ -217,7 +218,8 @@ class Round:
         looks has waited all the time between them. If this is true of all members, and each of
         them has only this thread, none can ever continue.
         """
-        if threading.active_count() == 1 and len(sys._current_frames()) == 1:
+        threads = {thread.ident for thread in threading.enumerate()} | sys._current_frames().keys()
+        if len(threads - callers_that_wait) == 1:
             raise ProtocolError(
                 f"expected each member in its own thread, got only one thread: {named([member])} "
                 f"would wait forever in {self.where(call)}; start the members by run_in_threads, "

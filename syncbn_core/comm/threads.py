@@ -19,10 +19,11 @@ from syncbn_core.comm.future import Gate
 from syncbn_core.comm.timeouts import get_default_timeout
 from syncbn_core.errors import CommAborted
 
-__all__ = ["run_in_threads"]
+__all__ = ["callers_that_wait", "run_in_threads"]
 
 T = TypeVar("T")
 
+callers_that_wait: set[int] = set()  # threads within `run_in_threads`, which call nothing else
 GRACE = 0.5  # seconds that members have to end after Ctrl-C or at the interpreter's exit
 
 
@@ -172,7 +173,14 @@ class _Members(Generic[T]):
 
     def wait(self) -> None:
         """Wait until all members have ended, or the timeout has passed since an error."""
-        seconds = get_default_timeout()
+        caller = threading.get_ident()
+        callers_that_wait.add(caller)
+        try:
+            self._wait(get_default_timeout())
+        finally:
+            callers_that_wait.discard(caller)
+
+    def _wait(self, seconds: float) -> None:
         self.wait_for_the_first()
         patience = time.monotonic() + seconds
         while True:
