@@ -84,6 +84,7 @@ TREES = st.recursive(
 WAYS = st.sampled_from(["plain", "owner", "wrapper", "second holder", "inner wrapper"])
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     tree=st.lists(TREES, min_size=2, max_size=4).map(tuple),

@@ -76,6 +76,7 @@ def restarted() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @needs_gloo
 @pytest.mark.skipif(os.name == "nt", reason="there is no SIGKILL on Windows")
 @pytest.mark.timeout(240)  # five processes import torch

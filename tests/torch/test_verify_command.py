@@ -86,6 +86,7 @@ def test_the_status_is_3_for_a_model_that_could_not_be_compared_as_a_whole(tmp_p
     assert "- the whole model: it draws random numbers (1)" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "words"),
     [

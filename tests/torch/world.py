@@ -13,17 +13,19 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# What the processes of a test need not import each.
-PRELOADED = ["pytest", "torch.distributed.fsdp", "syncbn_torch", "syncbn_core.backends.cpu.numpy"]
+# What the processes of a test need not import, or load, each.
+PRELOADED = ["pytest", "torch.distributed.fsdp", "torch._dynamo", "syncbn_torch", "preloaded"]
 
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
@@ -44,6 +46,8 @@ def start_world(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it gets no other path
+        forkserver.ensure_running()
     path, name = function.__code__.co_filename, function.__name__
     ranks = [
         context.Process(
