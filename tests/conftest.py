@@ -1,5 +1,6 @@
 """Shared by all tests: the option `--quick`, and an interrupt at every point of a call."""
 
+import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +14,12 @@ VARIED = {"dtype", "size"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="one dtype, one world, no slow tests")
+
+
+def pytest_configure() -> None:
+    # A shell lets what it starts in the background ignore Ctrl-C, which some tests send.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

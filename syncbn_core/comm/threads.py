@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 callers_that_wait: set[int] = set()  # threads within `run_in_threads`, which call nothing else
 GRACE = 0.5  # seconds that members have to end after Ctrl-C or at the interpreter's exit
+SLICE = 1.0  # seconds; a Ctrl-C just before a wait begins is only noticed after that wait
 
 
 def run_in_threads(
@@ -202,7 +203,7 @@ class _Members(Generic[T]):
                 if len(self.running) < self.size or self.size == 0:
                     return
                 gate = self.gate = Gate()
-            gate.wait(threading.TIMEOUT_MAX)
+            gate.wait(SLICE)
 
     def all_ended_within(self, seconds: float, stop_at_error: bool = False) -> bool:
         """Wait up to `seconds`, or until an error; return whether all members have ended."""
@@ -212,7 +213,7 @@ class _Members(Generic[T]):
                 if not self.running:
                     return True
                 gate = self.gate = Gate()
-            left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+            left = min(deadline - time.monotonic(), SLICE)
             if left <= 0 or (stop_at_error and self.errors):
                 return False
             gate.wait(left)
