@@ -97,7 +97,7 @@ class Model(nn.Module):
         y = self.bn(x)
         if threading.current_thread().name == "replica 1":
             a = torch.randn(1500, 1500)
-            a = (a @ a)[:99, :99]  # meanwhile the other has ended, and the caller waits for this one
+            a = (a @ a)[:99, :99]  # meanwhile the other ends, and the caller waits for this one
             signal.raise_signal(signal.SIGINT)  # does not wake the thread that waits
             while True:
                 a = torch.tanh(a @ a)
