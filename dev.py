@@ -3,7 +3,7 @@
 
     python3 dev.py            list the sessions
     python3 dev.py test       the tests in short, five minutes on two cores
-    python3 dev.py check      what has to pass: tests, examples, lint, types, wheel; half an hour
+    python3 dev.py check      what has to pass: tests, examples, lint, types, wheel; 20 minutes
     python3 dev.py demo       run examples/digits.py and say where its picture is
     python3 dev.py tests -- -k name     one session, with arguments for pytest
 
@@ -23,7 +23,7 @@ BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST = (3, 11)
 TAKES = {  # on two cores, installation included
     "test": "up to five minutes the first time, less with kernels that are compiled",
-    "check": "up to half an hour",
+    "check": "about 20 minutes",
 }
 
 
