@@ -22,7 +22,7 @@ VENV = os.path.join(ROOT, ".venv-dev")
 BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST = (3, 11)
 TAKES = {  # on two cores, installation included
-    "test": "up to five minutes the first time, less with kernels that are compiled",
+    "test": "up to five minutes, less once its kernels are compiled",
     "check": "about 20 minutes",
 }
 
@@ -69,7 +69,7 @@ def main(args):
     if sys.version_info < OLDEST:
         return subprocess.call([find_newer_python(), os.path.abspath(__file__), *args])
     if args and args[0] in TAKES:
-        print("dev.py: %s takes %s on two cores" % (args[0], TAKES[args[0]]), flush=True)
+        print("dev.py: on two cores, %s takes %s" % (args[0], TAKES[args[0]]), flush=True)
     install_nox()
     if not args:
         args = ["--list"]
