@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml("pyproject.toml")
 # Python compiles what is imported: compiling every installed file takes longer than installing it.
 PIP_OPTIONS = ("--no-compile", "-c", "constraints.txt")
+NEWEST = ("--no-compile",)  # without pins: torchvision decides which torch
 OLDEST_PYTHON, *NEWER_PYTHONS = nox.project.python_versions(PROJECT)
 # `tests` comes last: its closing line is what one wants to see at the end.
 nox.options.sessions = [
@@ -149,7 +150,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def tests_benchmarks(session: nox.Session) -> None:
     """Every script of `benchmarks` runs to its end; five minutes, so not in the usual check."""
-    install(session, "-e", ".[torch]", *groups("test", "bench"))
+    install(session, "-e", ".[torch]", *groups("test", "bench", "nets"), options=NEWEST)
     fresh_numba_cache(session)
     session.run("pytest", *(session.posargs or [BENCHMARKS]))
 
@@ -157,8 +158,7 @@ def tests_benchmarks(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def works_with(session: nox.Session) -> None:
     """Models and programs of other libraries, with the newest torch; writes docs/works-with.md."""
-    # torch without a pin: torchvision decides
-    install(session, "-e", ".[torch]", *groups("test", "works_with"), options=("--no-compile",))
+    install(session, "-e", ".[torch]", *groups("test", "works_with"), options=NEWEST)
     fresh_numba_cache(session)
     if session.posargs:
         session.run("pytest", *session.posargs)
@@ -351,8 +351,8 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def benchmark(session: nox.Session) -> None:
-    """Measure the CPU: tables, JSON, and the picture of the README; twenty minutes."""
-    install(session, "-e", ".[torch]", *groups("bench"))
+    """Measure the CPU: tables, JSON, and the picture of the README; thirty minutes."""
+    install(session, "-e", ".[torch]", *groups("bench", "nets"), options=NEWEST)
     fresh_numba_cache(session)
     session.run("python", "benchmarks/cpu.py", *(session.posargs or ["--plot", "docs/speed.png"]))
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from syncbn_core import BatchNorm, batch_norm_backward, batch_norm_forward
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.dispatch import always_ours
+from syncbn_torch.batchnorm import always_ours
 
 SHAPE = (4, 8, 8, 8)
 WARM_UP = 3  # steps before the first count: they compile, load and fill caches

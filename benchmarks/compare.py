@@ -53,7 +53,7 @@ import numba, torch
 from gpu_timers import Cpu, Cuda
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 try:
-    from syncbn_torch.dispatch import always_ours
+    from syncbn_torch.batchnorm import always_ours
 except ImportError:  # a revision before that module
     from syncbn_torch.batchnorm import always_ours
 

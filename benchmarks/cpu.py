@@ -1,6 +1,6 @@
 """How fast the layer is on CPU, beside torch's and beside the measured speed of memory.
 
-    python benchmarks/cpu.py                       # everything, some twenty minutes
+    python benchmarks/cpu.py                       # everything, some thirty minutes
     python benchmarks/cpu.py --quick               # float32 only, few shapes
     python benchmarks/cpu.py --other package.module:BatchNorm2d
     python benchmarks/cpu.py --show benchmarks/results/cpu-....json --plot docs/speed.png
@@ -44,10 +44,10 @@ from torch import Tensor, nn
 from syncbn_core.backends import operations_for
 from syncbn_core.backends.base import Affine
 from syncbn_core.comm import run_in_threads, thread_group
-from syncbn_core.moments import Moments, NormRule, Statistics
+from syncbn_core.moments import NormRule
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.backends.memory import as_array, huge_pages_on_request
-from syncbn_torch.dispatch import always_ours
+from syncbn_torch.batchnorm import always_ours
 
 RESNET50 = [
     (32, 64, 112, 112), (32, 64, 56, 56), (32, 256, 56, 56), (32, 128, 56, 56),
@@ -59,6 +59,8 @@ TINY = (4, 8, 8, 8)
 FEW = [(32, 64, 56, 56), (32, 256, 14, 14), (32, 2048, 7, 7), *OTHERS]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
+# glibc gives no memory back:
+KEEP = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(1 << 40))
 LONG = 8.0  # seconds a case may take; then it ends with the rounds that it has
 
 
@@ -228,13 +230,9 @@ def steps(x: Any, dy: Any, parallel: bool) -> tuple[Step, Step]:
     """Both steps of forward and of backward, given where to write y or dx."""
     channels = x.shape[1]
     operations = operations_for(x) if parallel else operations_for(x).serial
-    zeros, ones, weight = np.zeros(channels), np.ones(channels), np.ones(channels, np.float32)
-    moments, affine, rule = (
-        Moments(x.size // channels, zeros, ones),
-        Affine(weight, weight),
-        NormRule(),
-    )
-    statistics, sums = Statistics(moments, ones), np.zeros((2, channels))
+    weight, sums = np.ones(channels, np.float32), np.zeros((2, channels))
+    affine, rule = Affine(weight, weight), NormRule()
+    statistics = operations.statistics(operations.moments(x), rule)
 
     def forward(into: Any) -> None:
         operations.moments(x)
@@ -447,18 +445,31 @@ def kept(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--quick", "--parts", "layers", "--output", folder]
         command += ["--rounds", str(args.rounds), "--threads", *map(str, args.threads)]
-        never = str(1 << 40)
-        keep = {"MALLOC_TRIM_THRESHOLD_": never, "MALLOC_MMAP_THRESHOLD_": never}
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **keep})
+        env = {**os.environ, **KEEP}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
         (path,) = Path(folder).iterdir()
         return list(json.loads(path.read_text(encoding="utf-8"))["layers"])
+
+
+def networks(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """What `nets.py` measures, with the usual allocator and with one that keeps its memory."""
+    script = Path(__file__).with_name("nets.py")
+    command = [sys.executable, str(script), "--json", "--threads", str(max(args.threads))]
+    if args.quick:
+        command += ["--nets", "resnet18", "--rounds", "3"]
+    found = {}
+    for name, changed in (("usual", {}), ("kept", KEEP)):
+        env = {**os.environ, **changed}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
+        found[name] = json.loads(done.stdout)
+    return found
 
 
 def starts() -> dict[str, float]:
     """Seconds of imports and of the first use, in new processes."""
     first = (
         "import torch, time; b = time.perf_counter(); import syncbn_torch;"
-        "from syncbn_torch.dispatch import always_ours;"
+        "from syncbn_torch.batchnorm import always_ours;"
         "c = always_ours(); c.__enter__(); l = syncbn_torch.SyncBatchNorm(8);"
         "l(torch.randn(4, 8, 8, 8)).sum().backward(); print(time.perf_counter() - b)"
     )
@@ -501,7 +512,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--other", help="another layer: MODULE:CLASS, called with channels")
-    parts = ["layers", "kept", "kernels", "replicas", "rest"]
+    parts = ["layers", "kept", "nets", "kernels", "replicas", "rest"]
     parser.add_argument("--shapes", nargs="+", help="of the layers and kernels, as 4x8x8x8")
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
@@ -517,6 +528,8 @@ def main() -> int:
         results["layers"] = list(whole_layers(args))
     if "kept" in args.parts:
         results["layers_kept"] = kept(args)
+    if "nets" in args.parts:
+        results["nets"] = networks(args)
     if "kernels" in args.parts:
         results["kernels"] = list(kernels(args))
         results["dtypes"] = list(kernel_dtypes(args))

@@ -24,6 +24,8 @@ def show(results: Row) -> None:
         show_layers(results["layers"], console, "Whole layer")
     if "layers_kept" in results:
         show_layers(results["layers_kept"], console, "With an allocator that keeps its memory")
+    for allocator, rows in results.get("nets", {}).items():
+        show_nets(rows, console, f"Training steps of networks, {allocator} allocator")
     if "kernels" in results:
         show_kernels(results["kernels"], console)
     if "dtypes" in results:
@@ -43,6 +45,27 @@ def show(results: Row) -> None:
     for name, seconds in results.get("starts", {}).items():
         console.print(f"{name}: {seconds:.2f} s")
     show_targets(results, console)
+
+
+def show_nets(rows: list[Row], console: Console, title: str) -> None:
+    """Steps of whole networks, and the microseconds of a call of their layers beside kernels."""
+    table = Table(title=title)
+    for column in ("net", "step", "times as fast", "quartiles", "layers", "on", "forward: ours",
+                   "kernels", "torch", "backward: ours", "kernels", "torch"):  # fmt: skip
+        table.add_column(column)
+    for row in rows:
+        low, high = row["quartiles"]
+        cells = [row["net"], f"{row['step_seconds']['torch'] * 1e3:.0f} ms", f"{row['faster']:.3f}"]
+        cells.append(f"{low:.3f} - {high:.3f}")
+        for kind, calls in row["calls"].items():
+            times = [
+                f"{calls[f'{part}{who}']:.0f}" if f"{part}{who}" in calls else ""
+                for part in ("forward", "backward")
+                for who in ("", ", kernels", ", torch")
+            ]
+            table.add_row(*cells, str(calls["layers"]), kind, *times)
+            cells = [""] * 4
+    console.print(table)
 
 
 def show_targets(results: Row, console: Console) -> None:
@@ -68,6 +91,9 @@ def targets(results: Row) -> Iterator[tuple[str, str, list[float], Any]]:
             ]
             what = f"layer, float32 {layout}, {threads} thread(s): times as fast as torch"
             yield what, f"{aim}, worst >= 1", ratios, min
+    for allocator, rows in results.get("nets", {}).items():
+        ratios = [row["faster"] for row in rows]
+        yield f"steps of networks, {allocator} allocator: times as fast", ">= 1.06", ratios, min
     large = [row for row in results.get("kernels", []) if row["bytes"] >= LARGE]
     for part in ("forward", "backward"):
         ratios = [row["over_floor"]["reused output"][part] for row in large]

@@ -46,7 +46,8 @@ from gpu_contenders import (
 from gpu_timers import Cpu, Cuda, Sample, describe
 from torch import Tensor
 
-from syncbn_torch import dispatch
+from syncbn_torch import which_kernel
+from syncbn_torch.batchnorm import always_ours
 
 RESULTS = ("y", "dx", "dweight", "dbias")
 ROUNDS = 5
@@ -213,7 +214,7 @@ def measure_all(results: dict[str, Any], timer: Cuda, seconds: float, selection:
         results["cases"].append(row)
         if selection.eager:
             form = waiting[0].tensor(torch.device("meta"))
-            row["ours by the rule"] = dispatch._is_large_on_device(form)
+            row["ours by the rule"] = which_kernel._is_large_on_device(form)
             results["host"].append(measure_host(waiting[0], timer, names))
         print(waiting.pop(0), gpu_report.line(row), flush=True)
         timer.release()
@@ -243,7 +244,7 @@ def main() -> int:
     warnings.filterwarnings("error", message="syncbn uses plain")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     try:
-        with dispatch.always_ours():
+        with always_ours():
             selection = SELECTIONS[options.cases](options.dry_run)
             measure_all(results, timer, options.seconds, selection)
     except BaseException as error:

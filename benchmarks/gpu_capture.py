@@ -68,7 +68,7 @@ class Step:
 def compare(dtype: str, device: torch.device, dry: bool) -> Row:
     replays, width, side = (DRY_REPLAYS, 4, 32) if dry else (REPLAYS, 16, 64)
     torch.manual_seed(0)
-    net = resnet(ours_in_group, width, (1, 1, 1, 1), pool=False).to(device)
+    net = resnet(ours_in_group, width, (1, 1, 1, 1), smooth=True).to(device)
     torch.manual_seed(1 + torch.distributed.get_rank())
 
     def fresh() -> tuple[Tensor, Tensor]:

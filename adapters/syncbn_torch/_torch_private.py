@@ -5,14 +5,15 @@ Every one has a test in tests/torch/test_torch_private.py: a torch release may r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, overrides
 from torch._guards import CompileContext
-from torch.autograd import forward_ad, profiler
+from torch.autograd import Function, forward_ad, profiler
 from torch.utils import _python_dispatch, _pytree
 
 __all__ = [
@@ -24,11 +25,14 @@ __all__ = [
     "current_raw_stream",
     "current_stream_number",
     "disable_tracing",
+    "forward_ad",
     "forward_ad_active",
     "function_transforms_active",
+    "increment_versions",
     "is_tracing",
     "is_wrapped",
     "modes_run_other_code",
+    "node_of",
     "profiler",
     "registered_node",
     "restored_forward_ad",
@@ -64,7 +68,26 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_increment_version: Any = torch._C._increment_version
+_takes_several = "Iterable" in str(signature(torch.autograd.graph.increment_version))
 _is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+def node_of(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` without its Python, which only serves function transforms."""
+    base: Any = super(Function, function)
+    apply: Callable[..., Any] = base.apply
+    return apply
+
+
+def increment_versions(tensors: Iterable[Tensor]) -> None:
+    """Note that tensors were written in place; inference tensors have no version."""
+    if _takes_several:
+        _increment_version(tensors)
+    else:
+        for tensor in tensors:
+            if not tensor.is_inference():
+                _increment_version(tensor)
 
 
 def current_stream_number(index: int) -> int:

@@ -29,10 +29,10 @@ from syncbn_torch.conversion_rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, context_of
 from syncbn_torch.data_parallel.replicate import CallbackContext
-from syncbn_torch.dispatch import always_ours
 from syncbn_torch.process_group import communicator_for
 from syncbn_torch.replacement import modules_of
 from syncbn_torch.validation import not_a_tensor
+from syncbn_torch.which_kernel import always_ours
 
 __all__ = [
     "SyncBatchNorm",
@@ -63,12 +63,18 @@ class _SynchronizedBatchNorm(_BatchNorm):
     # The allowed numbers of axes of an input, and the same in words; None allows 2 or more.
     _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
     # Attributes of an instance that torch's layers do not have.
-    _own_attributes: ClassVar[tuple[str, ...]] = ("eps_mode", "_replica_sync", "_copied_from")
+    _own_attributes: ClassVar[tuple[str, ...]] = (
+        "eps_mode",
+        "_replica_sync",
+        "_copied_from",
+        "_checked",
+    )
     # Class-level defaults: converted layers and old pickles never ran __init__.
     process_group: Any = None
     eps_mode: EpsMode | None = None
     _replica_sync: ReplicaSync | Unconnected | None = None
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
+    _checked: Any = None  # the tensors that passed the checks, see `usual`
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     @property
     def _rule(self) -> NormRule:
         """The layer's settings apart from arrays."""
-        return NormRule(self.eps, self.effective_eps_mode)
+        return NormRule(float(self.eps), self.effective_eps_mode)
 
     @property
     def effective_eps_mode(self) -> EpsMode:
@@ -110,12 +116,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy or pickle of a replica is an ordinary layer
-        return {**self.__dict__, "_replica_sync": None, "_copied_from": None}
+        return {**self.__dict__, "_replica_sync": None, "_copied_from": None, "_checked": None}
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
         original = self._original
         replica._copied_from = weakref.ref(original)
+        replica._checked = None
         replica._replica_sync = Unconnected(original)
         return replica
 

@@ -2,10 +2,10 @@
 
     eval with running statistics                     torch's kernel
     replica                                          `autograd.replicas`
-    several processes                                `autograd.single`, one collective per direction
+    several processes                                `autograd.processes`: a collective a direction
     alone, under torch.compile or a transform        torch's kernel
     alone, where torch's kernel is as fast (below)   torch's kernel
-    alone, otherwise                                 `autograd.single`
+    alone, otherwise                                 `autograd.alone`
 
 Except for torch's kernel, these implementations compute it:
 
@@ -14,27 +14,11 @@ Except for torch's kernel, these implementations compute it:
     any other tensor                                 `backends.plain`
     tangents or function transforms                  `backends.plain`, differentiated by torch
 
-For a layer alone on the CPU, our kernels are faster than torch's from these sizes on, in elements
-per thread (measured forward and backward, on one thread and on two; docs/speed.md):
-
-    float32, float64; contiguous, 3-D or more        150,000
-    16 bits; contiguous, at most 64 per channel      500,000
-    any, where madvise gives huge pages              24 MiB in all
-
-On a GPU of compute capability 9.0 (measured on an H100; docs/speed.md), from 192 MiB in all:
-
-    32 or 16 bits; contiguous, 3-D or more           784 elements per sample and channel
-    bfloat16; channels_last                          a multiple of 8 channels
-
-Our launches take longer on the host than torch's; from this size on the device takes longer still.
-No other type of GPU has been measured, so there torch's kernel stays.
+`which_kernel` says where torch's kernel is as fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -46,7 +30,7 @@ from torch import Tensor
 
 from syncbn_core.backends.base import Affine, Operations
 from syncbn_core.moment_exchange import CallSite
-from syncbn_core.moments import NormRule, require_more_than_one_value
+from syncbn_core.moments import require_more_than_one_value
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import (
     disable_tracing,
@@ -54,12 +38,14 @@ from syncbn_torch._torch_private import (
     saving_runs_hooks,
     transforming,
 )
+from syncbn_torch.autograd.alone import BatchNormFunction, LayerCall, batch_norm_updating_last
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.single import BatchNormFunction, LayerCall, batch_norm_updating_last
+from syncbn_torch.autograd.processes import SyncBatchNormFunction, batch_norm_of_processes
 from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import cuda, memory, plain, torch_kernel
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
+from syncbn_torch.usual import remember, usual_eval, usual_forward
 from syncbn_torch.validation import (
     check_floating,
     check_for_processes,
@@ -69,30 +55,12 @@ from syncbn_torch.validation import (
     checked_running,
     checked_running_once,
 )
+from syncbn_torch.which_kernel import torch_is_faster
 
 if TYPE_CHECKING:
     from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 
-__all__ = ["always_ours", "forward", "operations_for", "processes_of", "torch_is_faster"]
-
-KERNEL_SIZE = 150_000
-KERNEL_SIZE_16_BITS = 500_000
-HUGE_SIZE = 24 << 20
-SHORT = 64
-CUDA_SIZE = 192 << 20
-CUDA_PLANE = 784
-
-_ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
-
-
-@contextmanager
-def always_ours(on: bool = True) -> Iterator[None]:
-    """In the block, a layer alone uses our kernels for every size: for tests and benchmarks."""
-    token = _ours_always.set(on)
-    try:
-        yield
-    finally:
-        _ours_always.reset(token)
+__all__ = ["forward", "operations_for", "processes_of"]
 
 
 def forward(
@@ -103,6 +71,10 @@ def forward(
     `traced`: False in what torch.compile calls untraced. There `is_compiling` may still be true:
     it is one flag for all threads. `in_range`: whether a profiler already sees this forward.
     """
+    if not (traced and torch.compiler.is_compiling()):
+        found = usual_forward(layer, x) if layer.training else usual_eval(layer, x)
+        if found is not None:
+            return found
     if not isinstance(x, Tensor):
         return layer._forward_of_no_tensor(x)
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
@@ -120,7 +92,11 @@ def forward(
         return _forward_in_range(layer, x)
     sync, processes, rule = layer._replica_sync, processes_of(layer, x), layer._rule
     if sync is None and processes is None and torch_is_faster(x, rule):
-        return _by_torch(layer, x, affine)
+        running = checked_running(layer)
+        check_for_torch(x, *affine, running)
+        y = torch_kernel.batch_norm(x, *affine, running, layer.eps)
+        remember(layer, *affine, running)
+        return y
     operations = operations_for(x)
     running = checked_running_once(layer)
     by_address = operations is not plain.OPERATIONS
@@ -135,11 +111,17 @@ def forward(
         return sync.forward(operations, x, affine, rule, processes, running)
     if operations is plain.DIFFERENTIABLE:
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-        y: Tensor = operations.forward_single(x, affine, rule, running).y
+        single: Tensor = operations.forward_single(x, affine, rule, running).y
+        return single
+    call, hooks = LayerCall(operations, rule, running), saving_runs_hooks()
+    if processes is not None:
+        node = batch_norm_of_processes if hooks else SyncBatchNormFunction.apply
+        (y,) = node([call], processes, [], x, *affine)
         return y
-    node = batch_norm_updating_last if saving_runs_hooks() else BatchNormFunction.apply
-    (y,) = node([LayerCall(operations, rule, running)], processes, [], x, *affine)
-    return y
+    if operations.with_kernels:
+        remember(layer, *affine, running)
+    alone = batch_norm_updating_last if hooks else BatchNormFunction.apply
+    return alone(call, None, x, *affine)
 
 
 def _forward_in_range(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
@@ -197,39 +179,3 @@ def _by_torch(layer: _SynchronizedBatchNorm, x: Tensor, affine: Affine) -> Tenso
     running = checked_running(layer)
     check_for_torch(x, *affine, running)
     return torch_kernel.batch_norm(x, *affine, running, layer.eps)
-
-
-def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
-    """Whether to use torch's kernel for a layer alone: it can, and is faster or the only one."""
-    if rule.unusual is not None:
-        return False
-    if transforming():
-        return True  # transforms can't see into our kernels
-    if _ours_always.get():
-        return False
-    if x.is_cuda:
-        return not (_is_large_on_device(x) and cuda.measured(x))
-    return not (_is_large(x) and memory.takes(x))
-
-
-def _is_large_on_device(x: Tensor) -> bool:
-    """Whether our CUDA kernels are faster than torch's on an H100 (see the table above)."""
-    if x.numel() * x.element_size() < CUDA_SIZE or x.dtype is torch.float64:
-        return False
-    if x.is_contiguous():
-        return x.numel() >= CUDA_PLANE * x.shape[0] * x.shape[1]
-    rows = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return rows and x.dtype is torch.bfloat16 and x.shape[1] % 8 == 0
-
-
-def _is_large(x: Tensor) -> bool:
-    """Whether x is so large that our CPU kernels are faster than torch's (see the table above)."""
-    size, bytes_each = x.numel(), x.element_size()
-    if size * bytes_each >= HUGE_SIZE and memory.huge_pages_on_request():
-        return True
-    if x.dim() < 3 or not x.is_contiguous():
-        return False
-    if bytes_each > 2:
-        return size >= KERNEL_SIZE * torch.get_num_threads()
-    short = size <= SHORT * x.shape[0] * x.shape[1]
-    return short and size >= KERNEL_SIZE_16_BITS * torch.get_num_threads()

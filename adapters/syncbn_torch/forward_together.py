@@ -16,8 +16,9 @@ from syncbn_core.comm import Communicator
 from syncbn_core.errors import ShapeError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_torch import ranges
+from syncbn_torch.autograd.alone import LayerCall
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.single import LayerCall, batch_norm_updating_last
+from syncbn_torch.autograd.processes import batch_norm_of_processes
 from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import plain
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
@@ -72,7 +73,7 @@ def forward_together(
     site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, tuple(layers), LAYER_NAMES)
     # Update running statistics after all layers: the last one may still fail.
     with ranges.span("forward", site.name):
-        outputs = batch_norm_updating_last(calls, Processes(communicator, site), [], *operands)
+        outputs = batch_norm_of_processes(calls, Processes(communicator, site), [], *operands)
     return list(outputs)
 
 

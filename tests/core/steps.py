@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.backends.base import Affine, Operations
+from syncbn_core.backends.cpu.operations import CpuOperations, HostStatistics
 from syncbn_core.moments import Moments, NormRule, Statistics
 
 Array = np.ndarray[Any, Any]
@@ -37,7 +38,7 @@ class Steps:
     ) -> Array:
         """`y = (x - mean) * invstd * weight + bias`."""
         affine = Affine(weight, bias)
-        done = self.chosen(parallel).forward(x, known(mean, invstd), affine, RULE, None, out)
+        done = self.chosen(parallel).forward(x, self.known(mean, invstd), affine, RULE, None, out)
         y: Array = done.y
         return y
 
@@ -46,7 +47,7 @@ class Steps:
     ) -> tuple[Array, Array]:
         """`(sum(dy), sum(dy * xhat))`."""
         operations = self.chosen(parallel)
-        sums = operations.backward_reduce(x, dy, known(mean, invstd), Affine(), RULE)
+        sums = operations.backward_reduce(x, dy, self.known(mean, invstd), Affine(), RULE)
         return sums.exchange[0], sums.exchange[1]
 
     def backward_input(
@@ -64,12 +65,13 @@ class Steps:
     ) -> Array:
         """`dx = invstd * (weight * dy - mean_dy - xhat * mean_dy_xhat)`."""
         total = np.stack([mean_dy, mean_dy_xhat])  # over a count of 1
-        operands = (x, dy, known(mean, invstd), Affine(weight), RULE, total, out)
+        operands = (x, dy, self.known(mean, invstd), Affine(weight), RULE, total, out)
         dx: Array = self.chosen(parallel).backward_input(*operands)
         return dx
 
-
-def known(mean: Array, invstd: Array) -> Statistics:
-    """Statistics of one value per channel."""
-    mean, invstd = (np.array(values, np.float64) for values in (mean, invstd))
-    return Statistics(Moments(1, mean, np.zeros_like(mean)), invstd)
+    def known(self, mean: Array, invstd: Array) -> Statistics | HostStatistics:
+        """Statistics of one value per channel."""
+        mean, invstd = (np.array(values, np.float64) for values in (mean, invstd))
+        if isinstance(self.operations, CpuOperations):
+            return HostStatistics(1, np.stack([mean, np.zeros_like(mean), invstd]))
+        return Statistics(Moments(1, mean, np.zeros_like(mean)), invstd)

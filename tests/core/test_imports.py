@@ -96,6 +96,7 @@ def may_import(part: str) -> list[str]:
         "layout": ["errors"],
         "moments": ["errors"],
         "device_moments": ["moments"],
+        "borrow": [],
         "disk_cache": [],
         "kernels": ["disk_cache", "kernels"],
         "comm": ["comm", "errors"],

@@ -15,6 +15,7 @@ from syncbn_core.backends import reference
 from syncbn_core.backends.cpu import numpy, operations
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
+from syncbn_core.kernels.cpu.calls import CHANNELS, DY, INNER, OUT, A, X
 from syncbn_core.layout import layout_of
 
 backend = Steps(numpy.OPERATIONS)
@@ -115,15 +116,13 @@ def test_kernels_get_dense_aligned_arrays_of_this_machine(
 
     original = operations.launch
 
-    def launch(plan: Any, step: str, parallel: bool, *views: Any) -> None:
-        kernels.append(plan.kernels[step])
-        read, per_channel, *written = views
-        for array in (*read, *per_channel, *written):
-            assert type(array) is np.ndarray
-            assert array.dtype in (np.float32, np.float64, np.int16)
-            assert array.dtype.isnative
-            assert array.flags.carray  # C order, aligned, writable
-        original(plan, step, False, *views)
+    def launch(step: str, code: int, call: Any, *arguments: Any) -> None:
+        kernels.append(step)
+        size = (4, 8, 2, 2)[code & 3]
+        for address in call[[X, DY, OUT]]:
+            assert address % size == 0
+        assert call[A] * call[CHANNELS] * call[INNER] == case.x.size
+        original(step, code, call, *arguments)
 
     monkeypatch.setattr(operations, "launch", launch)
     for shape in ((40, 3), (4, 3, 2, 5)):

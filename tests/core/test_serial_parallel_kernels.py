@@ -15,10 +15,13 @@ from steps import Steps
 
 import syncbn_core
 from syncbn_core.backends.cpu import launch as cpu
-from syncbn_core.backends.cpu import numpy, plan
+from syncbn_core.backends.cpu import numpy
+from syncbn_core.backends.cpu import operations as cpu_operations
 from syncbn_core.kernels.cpu import numerics, row_blocks, row_parts
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
+from syncbn_core.kernels.cpu.entries import Builds
+from syncbn_core.kernels.cpu.operands import PARALLEL, PARALLEL_SIZE
 
 backend = Steps(numpy.OPERATIONS)
 Array = np.ndarray
@@ -200,43 +203,43 @@ class FakeKernel:
         self.during()
 
 
-class FakePlan(plan.Plan):
-    """For memory of so many elements, which one kernel takes."""
-
-    def __init__(self, kernel: FakeKernel, size: int) -> None:
-        self.kernels = {"moments": kernel}  # type: ignore[dict-item]
-        self.size = size
-        self.channels_innermost = False
-
-
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """`chosen(parallel=, size=, during=)`: the builds that were run, on a machine of two cores."""
-    monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 2)
+    """`chosen(code=, during=)`: the builds that were run."""
 
     def run(
-        parallel: bool = True,
-        size: int = plan.PARALLEL_SIZE,
-        during: Callable[[FakeKernel], Any] = lambda kernel: None,
+        code: int = PARALLEL, during: Callable[[FakeKernel], Any] = lambda kernel: None
     ) -> list[str]:
         kernel = FakeKernel(lambda: during(kernel))
-        cpu.launch(FakePlan(kernel, size), "moments", parallel, (), ())  # type: ignore[arg-type]
+        builds = Builds(kernel.serial, kernel.parallel, np.empty(0))
+        monkeypatch.setattr(cpu, "STEPS", {"moments": [builds]})
+        cpu.launch("moments", code)
         return kernel.calls
 
     return run
 
 
-def test_parallel_build_is_for_one_caller_with_enough_work(
+def test_large_arrays_are_worth_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_parallel(operations: Any, size: int) -> bool:
+        code: int = operations._look(np.ones((size // 64, 64), np.float32)).code
+        assert code >= 0
+        return bool(code & PARALLEL)
+
+    monkeypatch.setattr(cpu_operations, "most_threads", lambda: 2)
+    assert is_parallel(numpy.OPERATIONS, PARALLEL_SIZE)
+    assert not is_parallel(numpy.OPERATIONS, PARALLEL_SIZE - 64)
+    assert not is_parallel(numpy.OPERATIONS.serial, PARALLEL_SIZE)
+    monkeypatch.setattr(cpu_operations, "most_threads", lambda: 1)
+    assert not is_parallel(numpy.OPERATIONS, PARALLEL_SIZE)
+
+
+def test_parallel_build_is_for_one_caller(
     chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "_layer", lambda: "omp")
     assert chosen() == ["parallel"]
     assert chosen() == ["parallel"]
-    assert chosen(parallel=False) == ["serial"]
-    assert chosen(size=plan.PARALLEL_SIZE - 1) == ["serial"]
-    monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 1)
-    assert chosen() == ["serial"]
-    monkeypatch.setattr(cpu.numba, "get_num_threads", lambda: 2)
+    assert chosen(code=0) == ["serial"]
     monkeypatch.setattr(cpu, "_forked", True)
     assert chosen() == ["serial"]
 
@@ -247,8 +250,7 @@ def test_thread_that_comes_during_a_parallel_kernel_takes_the_serial_build(
     monkeypatch.setattr(cpu, "_layer", lambda: "omp")
 
     def from_another_thread(kernel: FakeKernel) -> None:
-        arguments = (FakePlan(kernel, plan.PARALLEL_SIZE), "moments", True, (), ())
-        thread = threading.Thread(target=cpu.launch, args=arguments)
+        thread = threading.Thread(target=cpu.launch, args=("moments", PARALLEL))
         thread.start()
         thread.join()
 
@@ -286,8 +288,9 @@ def test_workqueue_layer_is_not_entered_while_other_threads_live(
 
 def signatures() -> dict[str, int]:
     return {
-        f"{name} {build}": len(getattr(kernel, build).signatures)
-        for name, kernel in KERNELS.items()
+        f"{name} {build}": len(getattr(builds, build).signatures)
+        for name, kinds in cpu.STEPS.items()
+        for builds in kinds
         for build in ("serial", "parallel")
     }
 
@@ -361,10 +364,10 @@ def test_cached_builds_give_the_bits_of_the_run_that_compiled(two_runs: list[Any
 USE = """
 import numpy as np
 import syncbn_core
-from syncbn_core.kernels.cpu.planes import planes_forward
+from syncbn_core.kernels.cpu.entries import STEPS
 
 syncbn_core.batch_norm_forward(np.ones((4, 3, 70), np.float32))
-print(syncbn_core.__file__, sum(planes_forward.serial.stats.cache_hits.values()))
+print(syncbn_core.__file__, sum(STEPS["forward"][0].serial.stats.cache_hits.values()))
 """
 
 
@@ -529,6 +532,8 @@ import resource
 import numpy as np
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
+from syncbn_core.kernels.cpu.entries import Builds
+from syncbn_core.kernels.cpu.operands import PARALLEL, PARALLEL_SIZE
 
 CHANNELS = 4_000_000  # with partial results of 32 MB each
 WORKERS = 1_000_000  # with lines of 20 bytes each, and of 40

@@ -8,8 +8,9 @@ from steps import Steps
 
 from syncbn_core import functional
 from syncbn_core.backends.base import Affine
-from syncbn_core.backends.cpu import numpy, operations, plan
+from syncbn_core.backends.cpu import numpy, operations
 from syncbn_core.comm import SingleCommunicator
+from syncbn_core.kernels.cpu.operands import FUSED, ROWS
 from syncbn_core.moments import NormRule
 
 SHAPES = [
@@ -48,8 +49,14 @@ def test_bitwise_the_same(
     parallel: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan.Plan, "fits_cache", lambda plan, arrays, parallel: True)
-    monkeypatch.setattr(plan.numba, "get_num_threads", lambda: 1 if not parallel else 2)
+    look = operations.CpuOperations._look
+
+    def fitting(self: Any, *arrays: Any) -> operations.Seen:
+        seen = look(self, *arrays)
+        return seen._replace(code=seen.code | FUSED)
+
+    monkeypatch.setattr(operations.CpuOperations, "_look", fitting)
+    monkeypatch.setattr(operations, "most_threads", lambda: 1 if not parallel else 2)
     x, dy, weight, bias = case(shape, dtype)
     given = (weight, bias) if affine else (None, None)
     rule = NormRule(4.0, eps_mode)  # "clamp" makes the deviation of some channels a constant
@@ -84,9 +91,9 @@ def test_layers_alone_take_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch)
     ran = []
     original = operations.launch
 
-    def launch(plan: Any, step: str, *arguments: Any) -> None:
-        ran.append(plan.kernels[step].serial.__name__)
-        original(plan, step, *arguments)
+    def launch(step: str, code: int, *arguments: Any) -> None:
+        ran.append(("rows_" if code & ROWS else "planes_") + step)
+        original(step, code, *arguments)
 
     monkeypatch.setattr(operations, "launch", launch)
     x, dy, weight, bias = case((6, 16, 7, 7), "f4")

@@ -11,6 +11,7 @@ from syncbn_core.backends.cuda.driver import KernelFailure  # noqa: E402
 from syncbn_core.kernels.cuda.constants import SIZES, lanes_of  # noqa: E402
 from syncbn_torch import SyncBatchNorm, dispatch  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
+from syncbn_torch.which_kernel import always_ours  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
@@ -70,7 +71,7 @@ def step_equals_float64(dtype, channels_last, device):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_plain_operations_are_right(channels_last, dtype, device, monkeypatch):
     monkeypatch.setattr(dispatch, "operations_for", lambda x: plain.OPERATIONS)
-    with dispatch.always_ours():
+    with always_ours():
         step_equals_float64(dtype, channels_last, device)
 
 
@@ -86,5 +87,5 @@ def test_steps_whose_kernel_fails_are_right(failing, device, only_cuda, monkeypa
     monkeypatch.setattr(usable, "kernel_for", kernel_for)
     for known in ("_usable", "_failures", "_device_failures"):
         monkeypatch.setattr(usable, known, {})
-    with dispatch.always_ours(), pytest.warns(UserWarning, match="uses plain operations instead"):
+    with always_ours(), pytest.warns(UserWarning, match="uses plain operations instead"):
         step_equals_float64("float32", False, device)

@@ -35,8 +35,8 @@ from syncbn_core.backends.cuda.memory import BLOCK_COUNTERS, Launcher  # noqa: E
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.backends.cuda.usable import usable_kernel  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
-from syncbn_torch import dispatch  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
+from syncbn_torch.which_kernel import always_ours  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -230,7 +230,7 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
         cuda._missing.cache_clear()
 
     mode = torch.get_deterministic_debug_mode()
-    with pytest.MonkeyPatch.context() as patch, dispatch.always_ours():
+    with pytest.MonkeyPatch.context() as patch, always_ours():
         for module in ("dispatch", "forward_together"):
             patch.setattr(sys.modules[f"syncbn_torch.{module}"], "operations_for", operations_for)
         uncached()

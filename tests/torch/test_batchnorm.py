@@ -33,7 +33,7 @@ from syncbn_torch import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from syncbn_torch.dispatch import always_ours
+from syncbn_torch.which_kernel import always_ours
 
 PAIRS = [
     (SynchronizedBatchNorm1d, nn.BatchNorm1d, (8, 5)),

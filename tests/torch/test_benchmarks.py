@@ -369,6 +369,22 @@ def test_benchmark_of_the_cpu_measures_all_contenders_and_draws(tmp_path: Path) 
     assert "Targets" in done.stdout
 
 
+def test_benchmark_of_networks(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("timm")
+    done = run("cpu.py", "--quick", "--parts", "nets", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("cpu-*-quick-nets.json")
+    for (row,) in json.loads(path.read_text(encoding="utf-8"))["nets"].values():
+        assert row["faster"] > 0
+        layers = row["calls"]
+        assert sum(calls["layers"] for calls in layers.values()) == 20  # of resnet18
+        for part in ("forward", "backward"):
+            ours = layers["our kernels"]
+            assert 0 < ours[f"{part}, kernels"] < ours[part]
+    assert "resnet18" in done.stdout
+
+
 def test_revisions_are_compared() -> None:
     pytest.importorskip("rich")
     done = run("compare.py", str(ROOT), "--rounds", "2", "--threads", "1", "--shapes", "4x8x8x8")

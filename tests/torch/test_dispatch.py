@@ -10,9 +10,9 @@ from torch import Tensor
 
 from syncbn_core.backends.cuda import driver
 from syncbn_core.moments import NormRule
-from syncbn_torch import dispatch
+from syncbn_torch import which_kernel
 from syncbn_torch.backends import cuda, memory
-from syncbn_torch.dispatch import (
+from syncbn_torch.which_kernel import (
     CUDA_PLANE,
     CUDA_SIZE,
     HUGE_SIZE,
@@ -42,10 +42,10 @@ def planes(count: int, inner: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.empty(8, -(-count // (8 * inner)), inner, dtype=dtype)
 
 
-def test_contiguous_planes_from_so_many_elements_per_thread(threads: int) -> None:
+def test_contiguous_planes_from_so_many_elements(threads: int) -> None:
     for dtype in (torch.float32, torch.float64):
-        assert not goes_to_torch(planes(KERNEL_SIZE * threads, 3136, dtype))
-        assert goes_to_torch(planes(KERNEL_SIZE * threads - 3136 * 8, 3136, dtype))
+        assert not goes_to_torch(planes(KERNEL_SIZE, 3136, dtype))
+        assert goes_to_torch(planes(KERNEL_SIZE - 3136 * 8, 3136, dtype))
     for dtype in HALVES:
         assert goes_to_torch(planes(KERNEL_SIZE_16_BITS * threads, 3136, dtype))
         assert not goes_to_torch(planes(KERNEL_SIZE_16_BITS * threads, 49, dtype))
@@ -79,7 +79,7 @@ def test_clamp_and_always_ours_never_go_to_torch() -> None:
 def on_device(*shape: int, dtype: torch.dtype = torch.float32, last: bool = False) -> bool:
     """Whether a tensor on a GPU goes to our kernels, by its shape; meta tensors have no memory."""
     x = torch.empty(shape, dtype=dtype, device="meta")
-    return dispatch._is_large_on_device(x.to(memory_format=torch.channels_last) if last else x)
+    return which_kernel._is_large_on_device(x.to(memory_format=torch.channels_last) if last else x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -54,6 +54,32 @@ def test_every_private_name_has_a_test() -> None:
         assert any(test.startswith(f"test_{name}_") for test in tests), name
 
 
+def test_node_of_gives_what_apply_gives() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            return 2 * dy
+
+    x = torch.ones(3, requires_grad=True)
+    y = private.node_of(Double)(x)
+    assert type(y.grad_fn).__name__ == "DoubleBackward"
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_increment_versions_is_noticed_and_takes_inference_tensors() -> None:
+    with torch.inference_mode():
+        without = torch.ones(1)
+    one, two = torch.ones(1), torch.ones(1)
+    private.increment_versions([one, without, two])
+    assert (one._version, two._version) == (1, 1)
+
+
 def test_HOOKS_are_those_that_a_call_runs() -> None:  # noqa: N802
     """Without them, replicas register hooks in the model, and tracing runs hooks twice."""
     layer = torch.nn.Linear(1, 1)

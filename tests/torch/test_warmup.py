@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from syncbn_core import BatchNorm
-from syncbn_core.backends.cpu import launch, operations, plan
+from syncbn_core.backends.cpu import launch, operations
 from syncbn_core.backends.cpu.warmup import DTYPES, warm_up
 from syncbn_core.comm import run_in_threads, thread_group
+from syncbn_core.kernels.cpu.entries import Builds
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.dispatch import always_ours
+from syncbn_torch.which_kernel import always_ours
 
 Launch = tuple[str, tuple[Any, ...]]
 THREADS = 2
@@ -21,25 +22,28 @@ THREADS = 2
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
-    """Every kernel that is launched instead of being run: its build and its argument types."""
+    """Every step that is launched instead of being run: its build and its argument types."""
     found: set[Launch] = set()
 
     def recorder(name: str) -> Callable[..., None]:
         def record(*arguments: Any) -> None:
             found.add((name, tuple(numba.typeof(each) for each in arguments)))
             for each in arguments:  # results: kernels write float64 per channel
-                if isinstance(each, np.ndarray) and each.dtype == np.float64 and each.ndim == 1:
+                if isinstance(each, np.ndarray) and each.dtype == np.float64 and each.ndim == 2:
                     each[...] = 1
 
         return record
 
-    for kernels in (plan._PLANES, plan._ROWS):
-        for kernel in kernels.values():
-            for build in ("serial", "parallel"):
-                name = getattr(kernel, build).py_func.__qualname__
-                monkeypatch.setattr(kernel, build, recorder(f"{name} {build}"))
-    monkeypatch.setattr(operations, "blend_kernel", recorder("blend"))
-    monkeypatch.setattr(launch.numba, "get_num_threads", lambda: THREADS)
+    recorded = {
+        step: [
+            Builds(*(recorder(build.py_func.__qualname__) for build in builds[:2]), builds.like)
+            for builds in kinds
+        ]
+        for step, kinds in launch.STEPS.items()
+    }
+    monkeypatch.setattr(launch, "STEPS", recorded)
+    monkeypatch.setattr(operations, "update_running", recorder("update_running"))
+    monkeypatch.setattr(numba, "get_num_threads", lambda: THREADS)
     monkeypatch.setattr(launch, "_layer", lambda: "omp")
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)

@@ -1,1 +1,1 @@
-"""The autograd nodes: `single` for one member per process, `replicas` for threads of a process."""
+"""The autograd nodes: `alone`, over `processes`, and of `replicas`, the threads of a process."""

@@ -35,9 +35,9 @@ from syncbn_torch.autograd.exchange import (
     BackwardPass,
     BackwardPasses,
     Processes,
+    needed,
     needs_plain_backward,
 )
-from syncbn_torch.autograd.single import needed
 from syncbn_torch.autograd.stream_handoff import StreamHandoff
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import as_tensor

@@ -1,14 +1,15 @@
-"""Share memory between CPU tensors and NumPy arrays, and check that a tensor's memory is valid.
+"""The memory of CPU tensors: whether it is valid, as NumPy arrays, and as DLTensors.
 
 Arrays are made from a tensor's address: `tensor.numpy()` would forbid resizing its storage, which
-FSDP does, and DLPack takes longer. NumPy has no bfloat16, so arrays and kernels hold its bits as
-uint16.
+FSDP does. NumPy has no bfloat16, so arrays hold its bits as uint16.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from array import array
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from operator import mul
@@ -28,10 +29,11 @@ __all__ = [
     "as_array",
     "as_tensor",
     "check_storage",
+    "dltensors",
     "empty_like",
     "huge_pages_on_request",
     "in_memory",
-    "shared_array",
+    "is_whole",
     "takes",
 ]
 
@@ -45,6 +47,20 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.int64: np.dtype(np.int64),  # num_batches_tracked
 }
 PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
+# Words of 8 bytes of a DLTensor; kind and bits of dtypes, and the device, as DLPack has them.
+WORDS = 6
+_CPU = 1
+_DLPACK_DTYPES = {
+    torch.float64: 2 | 64 << 8,
+    torch.float32: 2 | 32 << 8,
+    torch.float16: 2 | 16 << 8,
+    torch.bfloat16: 4 | 16 << 8,
+    torch.int64: 64 << 8,
+    torch.int32: 32 << 8,
+    torch.int16: 16 << 8,
+    torch.int8: 8 << 8,
+    torch.uint8: 1 | 8 << 8,
+}
 _KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -87,6 +103,19 @@ def in_memory(tensor: Tensor) -> Tensor:
     if address == tensor.storage_offset() * size and tensor.numel() > 0:  # null: zeros, no data
         return tensor.detach().clone()
     return tensor.detach().clone() if address % size else tensor
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether the memory at the address of a tensor has its values, and is not too short.
+
+    For dense tensors, of others a part may be missing.
+    """
+    due, offset = tensor.nbytes, tensor.storage_offset()
+    if offset:
+        offset *= tensor.element_size()
+        if tensor.data_ptr() == offset:  # of no memory: a storage that was freed, or zeros
+            return False
+    return not tensor.is_neg() and tensor.untyped_storage().nbytes() >= due + offset
 
 
 def check_storage(*tensors: Tensor | None) -> None:
@@ -141,11 +170,7 @@ def _check_extent(tensor: Tensor) -> None:
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """An array that shares memory with a CPU `tensor` (or with its copy by `in_memory`)."""
-    return shared_array(in_memory(tensor))
-
-
-def shared_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """`as_array` without the checks, for a tensor that `in_memory` returns unchanged."""
+    tensor = in_memory(tensor)
     if tensor.numel() == 0:
         return np.empty(tuple(tensor.shape), NUMPY_DTYPES[tensor.dtype])
     dtype = NUMPY_DTYPES[tensor.dtype]
@@ -160,6 +185,30 @@ def shared_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     return np.ndarray(tensor.shape, dtype, memory, 0, strides)
 
 
+def dltensors(tensors: Sequence[Tensor | None]) -> tuple[list[int], Any]:
+    """The addresses of DLTensors of plain CPU tensors, 0 for None; and what keeps them alive.
+
+    For torch before 2.10, which has no C exchange API.
+    """
+    words: list[int] = []
+    kept: list[Any] = []
+    for tensor in tensors:
+        if tensor is None:
+            words += [0] * WORDS
+            continue
+        axes = array("q", [*tensor.shape, *tensor.stride()])
+        kept.append(axes)
+        place, rank = axes.buffer_info()[0], tensor.dim()
+        device = _CPU if tensor.is_cpu and tensor.layout is torch.strided else 0
+        dtype = _DLPACK_DTYPES.get(tensor.dtype, 255) << 32 | 1 << 48
+        words += [tensor.data_ptr(), device, rank | dtype, place, place + 8 * rank, 0]
+    memory = array("q", words)
+    kept.append(memory)
+    begin, _ = memory.buffer_info()
+    places = [0 if t is None else begin + 8 * WORDS * i for i, t in enumerate(tensors)]
+    return places, kept
+
+
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     """A tensor that shares memory with `array`, which must be writable."""
     return torch.from_numpy(array)
@@ -172,7 +221,7 @@ def empty_like(x: Tensor) -> Tensor:
     the computation (80 ms instead of 30 ms for 103 MB).
     """
     y = torch.empty_like(x)
-    size = y.numel() * y.element_size()
+    size = y.nbytes
     if size >= LARGE and huge_pages_on_request():
         begin = -(-y.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (y.data_ptr() + size - begin) // mmap.PAGESIZE * mmap.PAGESIZE

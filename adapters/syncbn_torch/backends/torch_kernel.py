@@ -15,20 +15,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from syncbn_core.backends.base import RunningStatistics
 from syncbn_core.moments import averaging_factor, require_more_than_one_value
 from syncbn_torch._torch_private import (
     backward_task,
     cudnn_enabled,
+    increment_versions,
     modes_run_other_code,
     saving_runs_hooks,
     transforming,
 )
 from syncbn_torch.backends.memory import PLAIN
 
-__all__ = ["batch_norm"]
+__all__ = ["batch_norm", "batch_norm_in_place"]
 
 _PLAIN = {*PLAIN, type(None)}
 
@@ -67,11 +67,27 @@ def batch_norm(
         return y
     if x.numel() <= x.shape[1]:
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-    increment_version(mean)  # autograd must notice the update if a graph of eval has saved them
-    increment_version(var)
     # The graph of this forward saves them too but never reads them. `data` has its own version
     # counter, so autograd does not object when the next forward changes them.
-    settings = (mean.data, var.data, True, factor, eps, cudnn_enabled())
+    return batch_norm_in_place(x, weight, bias, running, (mean.data, var.data), eps)
+
+
+def batch_norm_in_place(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Any,
+    data: tuple[Tensor, Tensor],
+    eps: float,
+) -> Tensor:
+    """`batch_norm` where nothing can fail after the kernel.
+
+    `running`: mean, variance, counter and momentum; `data`: the `data` of the first two.
+    """
+    mean, var, counter, momentum = running
+    factor = averaging_factor(momentum, counter)
+    increment_versions((mean, var))  # autograd must notice if a graph of eval has saved them
+    settings = (*data, True, factor, eps, cudnn_enabled())
     steps: Any = (partial(torch.batch_norm, x, weight, bias, *settings), partial(counter.add_, 1))
     result: Tensor
     result, _ = map(call, steps)  # in C, so that KeyboardInterrupt can't come between the two

@@ -11,19 +11,33 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import cache
 from typing import Any
 
 import numba
-import numpy as np
 
-from syncbn_core.backends.cpu.plan import Plan
+from syncbn_core.errors import DeviceError
+from syncbn_core.kernels.cpu.entries import STEPS
+from syncbn_core.kernels.cpu.operands import PARALLEL
 
-__all__ = ["launch"]
+__all__ = ["launch", "most_threads"]
 
-Array = np.ndarray[Any, Any]
+_KIND = 7  # of a code: the dtype, and planes or rows
 
 _one_caller = threading.Lock()
 _forked = False
+
+
+@cache
+def most_threads() -> int:
+    """How many threads Numba has; they start now.
+
+    Kernels themselves see how many of them `numba.set_num_threads` allows: to ask Numba takes as
+    long as a small kernel.
+    """
+    numba.get_num_threads()
+    config: Any = numba.config
+    return int(config.NUMBA_NUM_THREADS)
 
 
 def _layer() -> str | None:
@@ -44,30 +58,26 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def launch(
-    plan: Plan,
-    step: str,
-    parallel: bool,
-    read: tuple[Array, ...],
-    per_channel: tuple[Any, ...],
-    *written: Array,
-) -> None:
-    """Run the kernel of `step` with the arguments `read`, `per_channel` and `written`.
+def launch(step: str, code: int, *arguments: Any) -> None:
+    """Run `step` of `kernels.cpu.entries`; `code` and the first argument are those of `look`.
 
-    `read` and `written` are arrays as `Plan.view` returns them. `parallel`: False for the serial
-    build in any case.
+    Raises `DeviceError` if `look` has refused the arrays.
     """
-    kernel = plan.kernels[step]
+    if code < 0:
+        raise DeviceError(
+            "expected arrays in the memory of the CPU, got some without memory; if these are "
+            "torch's fake tensors, pass only fake ones, from the input to the parameters"
+        )
+    serial, parallel, like = STEPS[step][code & _KIND]
     if (
-        plan.worth_threads(parallel)
+        code & PARALLEL
         and not _forked
-        and (threads := numba.get_num_threads()) > 1
         and not (_layer() == "workqueue" and threading.active_count() > 1)
         and _one_caller.acquire(blocking=False)
     ):
         try:
-            kernel.parallel(*read, *plan.leading(threads), *per_channel, *written)
+            parallel(like, *arguments)
         finally:
             _one_caller.release()
     else:
-        kernel.serial(*read, *plan.leading(1), *per_channel, *written)
+        serial(like, *arguments)

@@ -27,7 +27,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from syncbn_core.kernels.cpu.cache import LOGGER, KernelCache, described
 
-__all__ = ["SerialParallelKernel", "may_contract", "may_reorder", "strict"]
+__all__ = ["SerialParallelKernel", "holding_lock", "jit", "may_contract", "may_reorder", "strict"]
 
 CONTRACT_FLAGS = {"contract"}
 # Never plain `fastmath=True`: it assumes that NaN and infinity do not occur and drops them.
@@ -50,12 +50,12 @@ def _stamp() -> int:
 _STAMP = _stamp()
 
 
-def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit` with the cache on disk."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         function = _renamed(function, f"_{_STAMP:08x}")
-        dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+        dispatcher = numba.njit(**{"nogil": True, "error_model": "numpy", **options})(function)
         dispatcher._cache = KernelCache(function)  # what `cache=True` does
         dispatcher.compile = partial(_claimed, dispatcher._cache, dispatcher.compile)
         compile_for = partial(_timed, dispatcher, dispatcher._compile_for_args)
@@ -132,10 +132,11 @@ class SerialParallelKernel:
     """The serial and the parallel build of one kernel; each compiles when it is first called."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self.serial = _jit()(function)
-        self.parallel = _jit(parallel=True)(_renamed(function, "_parallel"))
+        self.serial = jit()(function)
+        self.parallel = jit(parallel=True)(_renamed(function, "_parallel"))
 
 
-strict = _jit()
-may_contract = _jit(fastmath=CONTRACT_FLAGS)
-may_reorder = _jit(fastmath=REORDER_FLAGS)
+strict = jit()
+holding_lock = jit(nogil=False)
+may_contract = jit(fastmath=CONTRACT_FLAGS)
+may_reorder = jit(fastmath=REORDER_FLAGS)

@@ -154,7 +154,7 @@ class KernelCache(FunctionCache):
                 "python -m syncbn_core warmup %s",
                 what,
                 self.folder,
-                what.rpartition(" ")[2],
+                what.partition(" for ")[2] or "float32",
             )
 
     def _announce_wait(self, sig: Any) -> None:
@@ -180,8 +180,8 @@ class KernelCache(FunctionCache):
 def described(name: str, sig: Any) -> str:
     """Such as "planes_forward for float32", from the name of a build and its argument types."""
     kernel = name.rpartition("_")[0]  # without the stamp
-    dtype = str(getattr(sig[0], "dtype", sig[0])) if len(sig) else ""
-    return f"{kernel} for {_FLOATS.get(dtype, dtype)}"
+    dtype = getattr(sig[0], "dtype", None) if len(sig) else None
+    return kernel if dtype is None else f"{kernel} for {_FLOATS.get(str(dtype), dtype)}"
 
 
 _FLOATS = {"int16": "float16", "uint16": "bfloat16"}  # whose bits these are

@@ -25,6 +25,7 @@ pass over an activation is then linear, with coefficients that this module compu
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import llvmlite.binding
@@ -62,6 +63,7 @@ __all__ = [
 # ----------------------------------------------------------------------- dtypes
 
 
+@cache
 def has_half() -> bool:
     """Whether this processor converts float16, as every x86 since 2013 and 64-bit ARM does.
 
@@ -103,18 +105,19 @@ def _widen(typing_context, value):
 widen: Any = intrinsic(_widen)
 
 
-def _narrow(typing_context, value, array):
-    """`value`, in the computing dtype of `array`, rounded to an element of `array`."""
+def _narrow(typing_context, value, like):
+    """`value`, in the computing dtype of `like`, an array or a number, rounded to its dtype."""
+    dtype = getattr(like, "dtype", like)
 
     def generate(context, builder, signature, arguments):
         number = arguments[0]
-        if array.dtype == types.int16:
+        if dtype == types.int16:
             return builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
-        if array.dtype == types.uint16:
+        if dtype == types.uint16:
             return _nearest_bfloat16(builder, number)
         return number
 
-    return array.dtype(value, array), generate
+    return dtype(value, like), generate
 
 
 narrow: Any = intrinsic(_narrow)
@@ -301,14 +304,8 @@ def invstd_of(var, eps, clamp):
 
 
 @strict
-def blend(running_mean, running_var, tracked, mean, m2, count, factor):
-    """Update the running statistics `(C,)` in place, as `syncbn_core.moments` does.
-
-    `tracked`: the counter of batches, `(1,)`, or `(0,)` for none. One call writes all three, so no
-    interrupt can come between them.
-    """
-    for i in range(tracked.shape[0]):
-        tracked[i] += 1
+def blend(running_mean, running_var, mean, m2, count, factor):
+    """Update running statistics, float64 `(C,)`, in place, as `syncbn_core.moments` does."""
     for c in range(mean.shape[0]):
         running_mean[c] = (1.0 - factor) * running_mean[c] + factor * mean[c]
         running_var[c] = (1.0 - factor) * running_var[c] + factor * (m2[c] / (count - 1))

@@ -1,4 +1,4 @@
-"""The autograd node of a layer alone or over a process group, without replicas.
+"""The autograd node of layers over a process group, without replicas.
 
 Backward calls the collective directly, because each process has its own autograd threads.
 Several layers may share one node, and then also one message per direction.
@@ -8,30 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
-from syncbn_core.moments import NormRule, require_more_than_one_value
-from syncbn_torch.autograd.exchange import Processes, needs_plain_backward
-from syncbn_torch.backends import plain
+from syncbn_core.backends.base import Affine, Sums
+from syncbn_core.moments import require_more_than_one_value
+from syncbn_torch.autograd.alone import LayerCall
+from syncbn_torch.autograd.exchange import Processes, needed, needs_plain_backward
 
-__all__ = ["BatchNormFunction", "LayerCall", "batch_norm_updating_last"]
-
-
-class LayerCall(NamedTuple):
-    """The settings of one layer's call; `running` is updated if given."""
-
-    operations: Operations
-    rule: NormRule
-    running: RunningStatistics | None
+__all__ = ["SyncBatchNormFunction", "batch_norm_of_processes"]
 
 
-class BatchNormFunction(Function):
+class SyncBatchNormFunction(Function):
     """y of each layer; `operands` are x, weight, bias of the first layer, the second, and so on.
 
     x: (N, C, *spatial); weight, bias: (C,) or None; y like x. Appends the statistics of each
@@ -42,7 +34,7 @@ class BatchNormFunction(Function):
     def forward(
         ctx: Any,
         calls: Sequence[LayerCall],
-        processes: Processes | None,
+        processes: Processes,
         known: list[Any],
         *operands: Any,
     ) -> tuple[Tensor, ...]:
@@ -50,19 +42,12 @@ class BatchNormFunction(Function):
         xs, affines = operands[::3], list(map(Affine, operands[1::3], operands[2::3]))
         kept = [affine.for_backward(call.rule) for affine, call in zip(affines, calls, strict=True)]
         ctx.save_for_backward(*xs, *chain.from_iterable(kept))
-        outputs = []
-        if processes is None:
-            for (operations, rule, running), x, affine in zip(calls, xs, affines, strict=True):
-                require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-                y, statistics, _ = operations.forward_single(x, affine, rule, running)
-                known.append(statistics)
-                outputs.append(y)
-            return tuple(outputs)
         parts = [call.operations.moments(x) for call, x in zip(calls, xs, strict=True)]
         with_kernels = all(call.operations.with_kernels for call in calls)
         totals, ctx.number = processes.exchange_moments(parts, with_kernels)
         for total, x in zip(totals, xs, strict=True):
             require_more_than_one_value(total.known_count, x.shape)
+        outputs = []
         for (operations, rule, running), total, x, affine in zip(
             calls, totals, xs, affines, strict=True
         ):
@@ -77,52 +62,26 @@ class BatchNormFunction(Function):
         size = len(ctx.calls)
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
         xs, affines = saved[:size], list(map(Affine, saved[size::2], saved[size + 1 :: 2]))
-        if ctx.processes is None:
-            known = ctx.statistics
-            gradients: list[Any] = [None, None, None]
-            for i, call in enumerate(ctx.calls):
-                own = (call, known[i], xs[i], dys[i], affines[i])
-                gradients += _backward_alone(ctx, 3 + 3 * i, *own)
-            return tuple(gradients)
         needs_plain_backward(ctx.processes, *dys)
         return _backward_over_processes(ctx, xs, dys, affines)
 
 
-def batch_norm_updating_last(
+def batch_norm_of_processes(
     calls: Sequence[LayerCall],
-    processes: Processes | None,
+    processes: Processes,
     known: list[Any],
     *operands: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`BatchNormFunction.apply`, after which all running statistics are updated.
+    """y of each layer; updates the running statistics of all, or if a step fails of none.
 
-    For several layers, and under saved-tensor hooks, which run after the node's forward: if one of
-    them raises, no running statistics have changed.
+    Saved-tensor hooks run after the node's forward, and the last of several layers may fail.
     """
     later = [call._replace(running=None) for call in calls]
-    outputs: tuple[Tensor, ...] = BatchNormFunction.apply(later, processes, known, *operands)
+    outputs: tuple[Tensor, ...] = SyncBatchNormFunction.apply(later, processes, known, *operands)
     for call, statistics in zip(calls, known, strict=True):
         if call.running is not None:
             call.operations.update_running(call.running, statistics)
     return outputs
-
-
-def _backward_alone(
-    ctx: Any, first: int, call: LayerCall, statistics: Any, x: Tensor, dy: Tensor, affine: Affine
-) -> list[Tensor | None]:
-    """Gradients of x, weight and bias (inputs `first`, + 1, + 2) for a layer alone."""
-    operations, rule, _ = call
-    if needs_plain_backward(None, dy):
-        operations = plain.DIFFERENTIABLE
-        statistics = operations.statistics(operations.moments(x), rule)
-    elif ctx.needs_input_grad[first]:
-        done = operations.backward_single(x, dy, statistics, affine, rule)
-        return [done.x, *needed(ctx, first + 1, done.weight, done.bias)]
-    sums = operations.backward_reduce(x, dy, statistics, affine, rule)
-    dx = None
-    if ctx.needs_input_grad[first]:
-        dx = operations.backward_input(x, dy, statistics, affine, rule, sums.exchange)
-    return [dx, *needed(ctx, first + 1, sums.grad_weight, sums.grad_bias)]
 
 
 def _backward_over_processes(
@@ -155,9 +114,3 @@ def _joined(sums: Sequence[Any]) -> Any:
     if isinstance(sums[0], Tensor):
         return torch.cat([one.reshape(-1) for one in sums])
     return np.concatenate([one.reshape(-1) for one in sums])
-
-
-def needed(ctx: Any, first: int, grad_weight: Tensor, grad_bias: Tensor) -> list[Tensor | None]:
-    """The gradients that autograd needs of weight and bias, inputs `first` and `first + 1`."""
-    by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
-    return [grad_weight if by_weight else None, grad_bias if by_bias else None]

@@ -1,0 +1,172 @@
+"""The usual case of a layer alone on the CPU, in as few steps as can be.
+
+In a network a step of Python takes longer than in a loop, because its memory is no longer in the
+caches: the checks of `dispatch` would take as long as the kernel of a middle-sized layer. So the
+tensors of a layer are checked once, and each call looks only at what may have changed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn_core.backends.base import RunningStatistics
+from syncbn_torch._torch_private import (
+    backward_task,
+    cudnn_enabled,
+    forward_ad,
+    function_transforms_active,
+    modes_run_other_code,
+    profiler,
+    saving_runs_hooks,
+)
+from syncbn_torch.backends import torch_kernel
+from syncbn_torch.backends.memory import PLAIN, is_whole
+from syncbn_torch.process_group import communicator_for
+from syncbn_torch.validation import FLOATS
+from syncbn_torch.which_kernel import ours_is_faster
+
+if TYPE_CHECKING:
+    from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+
+__all__ = ["remember", "usual_eval", "usual_forward"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Checked(NamedTuple):
+    """Tensors of a layer that have passed all checks, and where their memory was."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    data: tuple[Tensor, Tensor]  # of the running mean and variance
+    present: list[Tensor]
+    places: list[int]
+    addresses: np.ndarray[Any, Any]  # the same for `operands.look`, with 0 for absent ones
+
+
+def remember(
+    layer: _SynchronizedBatchNorm,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: RunningStatistics | None,
+) -> None:
+    """Note that these tensors of the layer have passed all checks."""
+    if running is None:
+        return
+    mean, var, counter = running.mean, running.var, running.num_batches_tracked
+    tensors = (weight, bias, mean, var, counter)
+    present = [own for own in tensors if own is not None]
+    for own in present:
+        if not (type(own) in PLAIN and own.is_cpu and not own.is_neg() and not own.is_inference()):
+            return
+    if mean is None or var is None or counter is None:
+        return
+    places = [*map(Tensor.data_ptr, present)]
+    addresses = np.array([0 if own is None else own.data_ptr() for own in tensors])
+    layer.__dict__["_checked"] = Checked(
+        weight, bias, mean, var, counter, (mean.data, var.data), present, places, addresses
+    )
+
+
+def usual_forward(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor | None:
+    """The training forward of a layer alone; None if something is unusual, or not checked yet."""
+    checked = layer._checked
+    if (
+        checked is None
+        or layer._replica_sync is not None
+        or type(x) not in PLAIN
+        or not x.is_cpu
+        or x.layout is not torch.strided
+        or x.is_nested
+        or x.is_inference()
+        or profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+        or function_transforms_active()
+        or backward_task() != -1
+        or saving_runs_hooks()
+    ):
+        return None
+    weight, bias, mean, var, counter, data, present, places, addresses = checked
+    parameters: Any = layer._parameters
+    buffers: Any = layer._buffers
+    if (
+        parameters.get("weight") is not weight
+        or parameters.get("bias") is not bias
+        or buffers.get("running_mean") is not mean
+        or buffers.get("running_var") is not var
+        or buffers.get("num_batches_tracked") is not counter
+        or not layer.track_running_stats
+    ):
+        return None
+    group = layer.process_group
+    if (group is not None or dist.is_initialized()) and communicator_for(group) is not None:
+        return None
+    layer._check_input_dim(x)
+    dtype: Any = x.dtype
+    own: Any = mean.dtype if weight is None else weight.dtype
+    if (
+        (dtype is not own and not (own is torch.float32 and dtype in _HALVES))
+        or x.size(1) != layer.num_features
+        or mean.requires_grad
+        or var.requires_grad
+    ):
+        return None
+    rule, momentum = layer._rule, layer.momentum
+    if rule.clamps or ours_is_faster(x):
+        y: Tensor | None = cpu_kernels().batch_norm(x, checked[:5], addresses, momentum, rule)
+        return y
+    if (
+        modes_run_other_code()
+        or x.numel() <= x.size(1)
+        or not is_whole(x)
+        or [*map(Tensor.data_ptr, present)] != places
+    ):
+        return None
+    running = (mean, var, counter, momentum)
+    return torch_kernel.batch_norm_in_place(x, weight, bias, running, data, rule.eps)
+
+
+def usual_eval(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor | None:
+    """The forward in eval by torch's kernel; None if something is unusual."""
+    parameters: Any = layer._parameters
+    buffers: Any = layer._buffers
+    try:
+        weight, bias = parameters["weight"], parameters["bias"]
+        mean, var = buffers["running_mean"], buffers["running_var"]
+    except KeyError:  # such as a parametrized weight
+        return None
+    dtype: Any = x.dtype if type(x) in PLAIN else None
+    if (
+        dtype not in FLOATS
+        or x.is_nested
+        or mean is None
+        or var is None
+        or mean.dtype is not dtype
+        or var.dtype is not dtype
+        or (weight is not None and weight.dtype is not dtype)
+        or (bias is not None and bias.dtype is not dtype)
+        or (mean if weight is None else weight).device != x.device
+        or layer.effective_eps_mode == "clamp"
+    ):
+        return None
+    layer._check_input_dim(x)
+    if x.size(1) != layer.num_features:
+        return None
+    settings = mean, var, False, 0.0, layer.eps, cudnn_enabled()
+    return torch.batch_norm(x, weight, bias, *settings)
+
+
+@cache
+def cpu_kernels() -> Any:
+    """Imported on first use: importing Numba doubles the import time."""
+    return import_module("syncbn_torch.autograd.on_cpu")

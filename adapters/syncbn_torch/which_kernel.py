@@ -1,0 +1,92 @@
+"""Which kernel computes a layer alone: torch's, or ours where it is faster.
+
+On the CPU, our kernels are faster than torch's from these sizes on (measured forward and backward,
+on one thread and on two, and within networks; docs/speed.md):
+
+    float32, float64; contiguous, 3-D or more        50,000 elements
+    16 bits; contiguous, at most 64 per channel      500,000 elements per thread
+    any, where madvise gives huge pages              24 MiB in all
+
+On a GPU of compute capability 9.0 (measured on an H100; docs/speed.md), from 192 MiB in all:
+
+    32 or 16 bits; contiguous, 3-D or more           784 elements per sample and channel
+    bfloat16; channels_last                          a multiple of 8 channels
+
+Our launches take longer on the host than torch's; from this size on the device takes longer still.
+No other type of GPU has been measured, so there torch's kernel stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from syncbn_core.moments import NormRule
+from syncbn_torch._torch_private import transforming
+from syncbn_torch.backends import cuda, memory
+
+__all__ = ["always_ours", "ours_is_faster", "torch_is_faster"]
+
+KERNEL_SIZE = 50_000
+KERNEL_SIZE_16_BITS = 500_000
+HUGE_SIZE = 24 << 20
+SHORT = 64
+CUDA_SIZE = 192 << 20
+CUDA_PLANE = 784
+
+_ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
+
+
+@contextmanager
+def always_ours(on: bool = True) -> Iterator[None]:
+    """In the block, a layer alone uses our kernels for every size: for tests and benchmarks."""
+    token = _ours_always.set(on)
+    try:
+        yield
+    finally:
+        _ours_always.reset(token)
+
+
+def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
+    """Whether to use torch's kernel for a layer alone: it can, and is faster or the only one."""
+    if rule.unusual is not None:
+        return False
+    if transforming():
+        return True  # transforms can't see into our kernels
+    if _ours_always.get():
+        return False
+    return not (ours_is_faster(x) and (x.is_cuda or memory.takes(x)))
+
+
+def ours_is_faster(x: Tensor) -> bool:
+    """Whether our kernels are faster for a tensor of this size and layout, if they support it."""
+    if _ours_always.get():
+        return True
+    return _is_large_on_device(x) and cuda.measured(x) if x.is_cuda else _is_large(x)
+
+
+def _is_large_on_device(x: Tensor) -> bool:
+    """Whether our CUDA kernels are faster than torch's on an H100 (see the table above)."""
+    if x.numel() * x.element_size() < CUDA_SIZE or x.dtype is torch.float64:
+        return False
+    if x.is_contiguous():
+        return x.numel() >= CUDA_PLANE * x.shape[0] * x.shape[1]
+    rows = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return rows and x.dtype is torch.bfloat16 and x.shape[1] % 8 == 0
+
+
+def _is_large(x: Tensor) -> bool:
+    """Whether x is so large that our CPU kernels are faster than torch's (see the table above)."""
+    size, bytes_each = x.numel(), x.element_size()
+    if size * bytes_each >= HUGE_SIZE and memory.huge_pages_on_request():
+        return True
+    if x.dim() < 3 or not x.is_contiguous():
+        return False
+    if bytes_each > 2:
+        return size >= KERNEL_SIZE
+    short = size <= SHORT * x.shape[0] * x.shape[1]
+    return short and size >= KERNEL_SIZE_16_BITS * torch.get_num_threads()
