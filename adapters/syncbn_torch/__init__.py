@@ -23,9 +23,9 @@ from syncbn_torch.batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from syncbn_torch.conversion_registry import register_conversion
-from syncbn_torch.conversion_report import ConversionReport
-from syncbn_torch.convert import convert_model, patch_sync_batchnorm, revert_model
+from syncbn_torch.conversion.convert import convert_model, patch_sync_batchnorm, revert_model
+from syncbn_torch.conversion.registry import register_conversion
+from syncbn_torch.conversion.report import ConversionReport
 from syncbn_torch.data_parallel.replicate import (
     CallbackContext,
     DataParallelWithCallback,
@@ -38,7 +38,7 @@ from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_pr
 from syncbn_torch.reference import BatchNorm2dReimpl
 
 if TYPE_CHECKING:
-    from syncbn_torch.verify import SyncReport, verify_sync
+    from syncbn_verify import SyncReport, verify_sync
 
 __all__ = [
     "BatchNorm2dReimpl",
@@ -74,5 +74,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import what checks models when it is first used: few programs need it."""
     if name in ("SyncReport", "verify_sync"):
-        return getattr(import_module("syncbn_torch.verify"), name)
+        return getattr(import_module("syncbn_verify"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

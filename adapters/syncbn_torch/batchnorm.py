@@ -9,32 +9,34 @@ processes. Otherwise a layer computes what the torch layer does.
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.checks import check_eps, check_eps_mode, check_momentum
-from syncbn_core.errors import ShapeError, StateError
-from syncbn_core.moments import EpsMode, NormRule
+from syncbn_core.errors import StateError
+from syncbn_core.moments import EpsMode
 from syncbn_torch import dispatch
 from syncbn_torch._torch_private import HOOKS, disable_tracing
-from syncbn_torch.conversion_report import ConversionReport
-from syncbn_torch.conversion_rules import synchronize
+from syncbn_torch.conversion.replacement import modules_of
+from syncbn_torch.conversion.report import ConversionReport
+from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, context_of
 from syncbn_torch.data_parallel.replicate import CallbackContext
+from syncbn_torch.layer_state import LayerState, set_sbn_eps_mode
 from syncbn_torch.process_group import communicator_for
-from syncbn_torch.replacement import modules_of
 from syncbn_torch.validation import not_a_tensor
 from syncbn_torch.which_kernel import always_ours
 
 __all__ = [
+    "LazySynchronizedBatchNorm1d",
+    "LazySynchronizedBatchNorm2d",
+    "LazySynchronizedBatchNorm3d",
     "SyncBatchNorm",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
@@ -44,37 +46,9 @@ __all__ = [
     "set_sbn_eps_mode",
 ]
 
-_default_eps_mode: EpsMode = "plus"
 
-
-def set_sbn_eps_mode(mode: str) -> None:
-    """Set the mode of every layer whose own `eps_mode` is None.
-
-    "plus": `1 / sqrt(var + eps)`, as `nn.BatchNorm2d`. "clamp": `1 / sqrt(max(var, eps))`, for
-    checkpoints of Synchronized-BatchNorm-PyTorch. Else `ArgumentError`. Applies in eval too.
-    """
-    global _default_eps_mode
-    _default_eps_mode = check_eps_mode(mode)
-
-
-class _SynchronizedBatchNorm(_BatchNorm):
+class _SynchronizedBatchNorm(LayerState):
     """Base class of the layers."""
-
-    # The allowed numbers of axes of an input, and the same in words; None allows 2 or more.
-    _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
-    # Attributes of an instance that torch's layers do not have.
-    _own_attributes: ClassVar[tuple[str, ...]] = (
-        "eps_mode",
-        "_replica_sync",
-        "_copied_from",
-        "_checked",
-    )
-    # Class-level defaults: converted layers and old pickles never ran __init__.
-    process_group: Any = None
-    eps_mode: EpsMode | None = None
-    _replica_sync: ReplicaSync | Unconnected | None = None
-    _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
-    _checked: Any = None  # the tensors that passed the checks, see `usual`
 
     def __init__(
         self,
@@ -104,20 +78,6 @@ class _SynchronizedBatchNorm(_BatchNorm):
         self.process_group = process_group
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
 
-    @property
-    def _rule(self) -> NormRule:
-        """The layer's settings apart from arrays."""
-        return NormRule(float(self.eps), self.effective_eps_mode)
-
-    @property
-    def effective_eps_mode(self) -> EpsMode:
-        """The layer's own mode, or else the one set by `set_sbn_eps_mode`."""
-        return self.eps_mode or _default_eps_mode
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy or pickle of a replica is an ordinary layer
-        return {**self.__dict__, "_replica_sync": None, "_copied_from": None, "_checked": None}
-
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
         original = self._original
@@ -126,32 +86,12 @@ class _SynchronizedBatchNorm(_BatchNorm):
         replica._replica_sync = Unconnected(original)
         return replica
 
-    @property
-    def _original(self) -> nn.Module:
-        """The layer of the model; replicas are new objects in every forward."""
-        original = None if self._copied_from is None else self._copied_from()
-        return self if original is None else original
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        group = self.process_group
-        memo[id(group)] = group  # share the process group: it can't be copied
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        # by name: the `__getstate__` of a parametrized layer refuses
-        state = _SynchronizedBatchNorm.__getstate__(self)
-        copied.__setstate__(copy.deepcopy(state, memo))
-        return copied
-
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script`."""
         raise StateError(
             "expected a model without synchronized layers, because torch.jit.script can't compile "
             f"{type(self).__name__}; pass revert_model(copy.deepcopy(model))"
         )
-
-    def extra_repr(self) -> str:
-        mode = "" if self.eps_mode is None else f", eps_mode={self.eps_mode!r}"
-        return f"{super().extra_repr()}{mode}"
 
     def __data_parallel_replicate__(self, context: CallbackContext, copy_id: int) -> None:
         """Connect this replica with the others; called by `execute_replication_callbacks`.
@@ -164,17 +104,6 @@ class _SynchronizedBatchNorm(_BatchNorm):
         )
         self._replica_sync = None if alone else ReplicaSync(context, copy_id)
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if self._ranks is None:
-            if input.dim() < 2:
-                raise ShapeError(
-                    f"expected at least 2D input (N, C, *spatial), got shape {tuple(input.shape)}"
-                )
-        elif input.dim() not in self._ranks[0]:
-            raise ShapeError(
-                f"expected {self._ranks[1]}, got {input.dim()}D input of shape {tuple(input.shape)}"
-            )
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input` (N, C, *spatial); the result has its shape, dtype and memory layout.
 
@@ -185,6 +114,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
         unchanged. In a replica: `CommAborted` if its forward was given up, `StateError` if the
         layer is not part of the replicated model.
         """
+        if not isinstance(input, Tensor):
+            return self._forward_of_no_tensor(input)
         if self._replica_sync is not None:
             self._replica_sync.check()
         elif originals.watching:
@@ -333,3 +264,45 @@ def set_process_group(model: nn.Module, process_group: Any) -> None:
 
 
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class _Arguments:
+    """Adds `process_group` and `eps_mode` to the arguments of torch's lazy layers."""
+
+    num_features: int
+    process_group: Any
+    eps_mode: EpsMode | None
+
+    def __init__(
+        self,
+        *args: Any,
+        process_group: Any = None,
+        eps_mode: EpsMode | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.process_group = process_group
+        self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+
+    def initialize_parameters(self, input: Tensor) -> None:
+        super().initialize_parameters(input)  # type: ignore[misc]
+        if self.num_features == 0:  # a state dictionary gave the parameters; torch leaves 0
+            self.num_features = input.shape[1]
+
+
+class LazySynchronizedBatchNorm1d(_Arguments, nn.LazyBatchNorm1d, _SynchronizedBatchNorm):
+    """`nn.LazyBatchNorm1d` that becomes a `SynchronizedBatchNorm1d`."""
+
+    cls_to_become = SynchronizedBatchNorm1d  # type: ignore[assignment]
+
+
+class LazySynchronizedBatchNorm2d(_Arguments, nn.LazyBatchNorm2d, _SynchronizedBatchNorm):
+    """`nn.LazyBatchNorm2d` that becomes a `SynchronizedBatchNorm2d`."""
+
+    cls_to_become = SynchronizedBatchNorm2d  # type: ignore[assignment]
+
+
+class LazySynchronizedBatchNorm3d(_Arguments, nn.LazyBatchNorm3d, _SynchronizedBatchNorm):
+    """`nn.LazyBatchNorm3d` that becomes a `SynchronizedBatchNorm3d`."""
+
+    cls_to_become = SynchronizedBatchNorm3d  # type: ignore[assignment]

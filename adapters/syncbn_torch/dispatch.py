@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.processes import SyncBatchNormFunction, batch_norm_of_processes
 from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import cuda, memory, plain, torch_kernel
+from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
 from syncbn_torch.usual import remember, usual_eval, usual_forward
@@ -57,16 +57,11 @@ from syncbn_torch.validation import (
 )
 from syncbn_torch.which_kernel import torch_is_faster
 
-if TYPE_CHECKING:
-    from syncbn_torch.batchnorm import _SynchronizedBatchNorm
-
 __all__ = ["forward", "operations_for", "processes_of"]
 
 
-def forward(
-    layer: _SynchronizedBatchNorm, x: Tensor, traced: bool = True, in_range: bool = False
-) -> Tensor:
-    """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`.
+def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = False) -> Tensor:
+    """Normalize x and update the running statistics; see `LayerState.forward`.
 
     `traced`: False in what torch.compile calls untraced. There `is_compiling` may still be true:
     it is one flag for all threads. `in_range`: whether a profiler already sees this forward.
@@ -75,8 +70,6 @@ def forward(
         found = usual_forward(layer, x) if layer.training else usual_eval(layer, x)
         if found is not None:
             return found
-    if not isinstance(x, Tensor):
-        return layer._forward_of_no_tensor(x)
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
     check_input(layer, x, affine.weight)
     if not layer.training:
@@ -124,7 +117,7 @@ def forward(
     return alone(call, None, x, *affine)
 
 
-def _forward_in_range(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor:
+def _forward_in_range(layer: LayerState, x: Tensor) -> Tensor:
     """`forward`, seen by a profiler under the name of the layer."""
     name = partial(name_of, layer._original)
     with ranges.span("forward", name):
@@ -147,7 +140,7 @@ def _cpu() -> Operations:
     return found
 
 
-def processes_of(layer: _SynchronizedBatchNorm, x: Tensor) -> Processes | None:
+def processes_of(layer: LayerState, x: Tensor) -> Processes | None:
     """The processes to synchronize with; None in eval, whose batches may differ."""
     communicator = communicator_for(layer.process_group) if layer.training else None
     if communicator is None:
@@ -158,15 +151,13 @@ def processes_of(layer: _SynchronizedBatchNorm, x: Tensor) -> Processes | None:
     return Processes(communicator, CallSite(name, (dtype,), (original,), LAYER_NAMES))
 
 
-def _surely_alone(layer: _SynchronizedBatchNorm) -> bool:
+def _surely_alone(layer: LayerState) -> bool:
     """Whether there is nothing to synchronize with, by tests that torch.compile can trace."""
     processes = layer.process_group is not None or (dist.is_available() and dist.is_initialized())
     return layer._replica_sync is None and not (layer.training and processes)
 
 
-def _eval(
-    layer: _SynchronizedBatchNorm, x: Tensor, affine: Affine, mean: Tensor, var: Tensor
-) -> Tensor:
+def _eval(layer: LayerState, x: Tensor, affine: Affine, mean: Tensor, var: Tensor) -> Tensor:
     """y in eval, by torch's kernel; for "clamp" with the clamped variance and negligible eps."""
     weight, bias, eps = *affine, layer.eps
     check_floating(weight, bias, mean, var)
@@ -175,7 +166,7 @@ def _eval(
     return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
 
-def _by_torch(layer: _SynchronizedBatchNorm, x: Tensor, affine: Affine) -> Tensor:
+def _by_torch(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
     running = checked_running(layer)
     check_for_torch(x, *affine, running)
     return torch_kernel.batch_norm(x, *affine, running, layer.eps)

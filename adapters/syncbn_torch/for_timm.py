@@ -13,7 +13,7 @@ from torch import Tensor
 from syncbn_core.checks import check_eps_mode
 from syncbn_core.moments import EpsMode
 from syncbn_torch.batchnorm import SynchronizedBatchNorm2d
-from syncbn_torch.conversion_registry import register_conversion
+from syncbn_torch.conversion.registry import register_conversion
 
 __all__ = ["SynchronizedBatchNormAct2d"]
 

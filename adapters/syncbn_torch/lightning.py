@@ -8,8 +8,8 @@ from torch import nn
 
 from syncbn_core.errors import StateError
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
-from syncbn_torch.convert import convert_model, revert_model
-from syncbn_torch.replacement import modules_of, swap_modules
+from syncbn_torch.conversion.convert import convert_model, revert_model
+from syncbn_torch.conversion.replacement import modules_of, swap_modules
 
 __all__ = ["SyncBatchNormPlugin"]
 

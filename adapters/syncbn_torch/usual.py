@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,12 +28,10 @@ from syncbn_torch._torch_private import (
 )
 from syncbn_torch.backends import torch_kernel
 from syncbn_torch.backends.memory import PLAIN, is_whole
+from syncbn_torch.layer_state import LayerState
 from syncbn_torch.process_group import communicator_for
 from syncbn_torch.validation import FLOATS
 from syncbn_torch.which_kernel import ours_is_faster
-
-if TYPE_CHECKING:
-    from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 
 __all__ = ["remember", "usual_eval", "usual_forward"]
 
@@ -55,7 +53,7 @@ class Checked(NamedTuple):
 
 
 def remember(
-    layer: _SynchronizedBatchNorm,
+    layer: LayerState,
     weight: Tensor | None,
     bias: Tensor | None,
     running: RunningStatistics | None,
@@ -78,7 +76,7 @@ def remember(
     )
 
 
-def usual_forward(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor | None:
+def usual_forward(layer: LayerState, x: Tensor) -> Tensor | None:
     """The training forward of a layer alone; None if something is unusual, or not checked yet."""
     checked = layer._checked
     if (
@@ -136,7 +134,7 @@ def usual_forward(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor | None:
     return torch_kernel.batch_norm_in_place(x, weight, bias, running, data, rule.eps)
 
 
-def usual_eval(layer: _SynchronizedBatchNorm, x: Tensor) -> Tensor | None:
+def usual_eval(layer: LayerState, x: Tensor) -> Tensor | None:
     """The forward in eval by torch's kernel; None if something is unusual."""
     parameters: Any = layer._parameters
     buffers: Any = layer._buffers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from syncbn_core.layout import shares_memory
 from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.backends.memory import PLAIN, check_storage
-
-if TYPE_CHECKING:
-    from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.layer_state import LayerState
 
 __all__ = [
     "check_floating",
@@ -36,7 +33,7 @@ _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMES = ("weight", "bias", "running_mean", "running_var")
 
 
-def check_input(layer: _SynchronizedBatchNorm, x: Tensor, weight: Tensor | None) -> None:
+def check_input(layer: LayerState, x: Tensor, weight: Tensor | None) -> None:
     """Raise `DTypeError`, `ShapeError` or `DeviceError` for input that doesn't fit the layer.
 
     `weight`: that of the layer, which is read only once because `nn.Module` takes long to find it.
@@ -160,12 +157,12 @@ def check_operands(
     check_savable(x, affine, affine.for_backward(rule))
 
 
-def checked_running_once(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
+def checked_running_once(layer: LayerState) -> RunningStatistics | None:
     """`checked_running`, but None for a forward that checkpointing repeats in backward."""
     return checked_running(layer) if backward_task() == -1 else None
 
 
-def checked_running(layer: _SynchronizedBatchNorm) -> RunningStatistics | None:
+def checked_running(layer: LayerState) -> RunningStatistics | None:
     """The running statistics that a training batch updates; None if the layer tracks none.
 
     Raises `StateError` if one of them can't be written, or two share memory.

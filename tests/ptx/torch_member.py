@@ -22,7 +22,7 @@ from torch import nn
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.layer_labels import CALLS_LATER
-from syncbn_torch import SynchronizedBatchNorm2d, dispatch, forward_together, message_arrays
+from syncbn_torch import SynchronizedBatchNorm2d, dispatch, forward_together, process_group
 from syncbn_torch.autograd import exchange
 from syncbn_torch.backends import plain
 
@@ -88,9 +88,9 @@ with (
     sent = []
     events = SimpleNamespace(query=lambda: bool(come), synchronize=lambda: None)
     come = []
-    patch.setattr(message_arrays, "_on_cuda", lambda tensor: True)
-    patch.setattr(message_arrays, "_captures", lambda tensor: bool(capturing))
-    patch.setattr(message_arrays, "_sent_to_host", lambda found: (sent.append(1) or found, events))
+    patch.setattr(process_group, "_on_cuda", lambda tensor: True)
+    patch.setattr(process_group, "_captures", lambda tensor: bool(capturing))
+    patch.setattr(process_group, "_sent_to_host", lambda found: (sent.append(1) or found, events))
     for capturing in (True, False):
         layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
         leaf = x[mine, :3].clone().requires_grad_()

@@ -19,7 +19,7 @@ from syncbn_torch import (
     register_conversion,
     revert_model,
 )
-from syncbn_torch.conversion_registry import _conversions, _origins
+from syncbn_torch.conversion.registry import _conversions, _origins
 
 
 class Fused(nn.BatchNorm2d):

@@ -19,7 +19,7 @@ from syncbn_torch import (
     convert_model,
     revert_model,
 )
-from syncbn_torch.lazy import LazySynchronizedBatchNorm2d
+from syncbn_torch.batchnorm import LazySynchronizedBatchNorm2d
 
 SHAPE = (4, 3, 5, 5)
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from syncbn_core.errors import ArgumentError, ShapeError
 from syncbn_torch import DataParallelWithCallback, Shared, SynchronizedBatchNorm1d
-from syncbn_torch.data_parallel.hidden_tensors import find_tensor
+from syncbn_torch.data_parallel.containers import find_tensor
 
 
 class Calls(nn.Module):

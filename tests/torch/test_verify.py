@@ -30,7 +30,7 @@ from syncbn_torch import (
     convert_model,
     verify_sync,
 )
-from syncbn_torch.verify.recording import Call, Recorder
+from syncbn_verify.recording import Call, Recorder
 
 
 class Net(nn.Module):
@@ -762,7 +762,7 @@ def test_a_batch_of_one_sample_is_refused() -> None:
 def test_importing_the_package_does_not_import_the_check() -> None:
     code = """
 import sys, syncbn_torch
-print('syncbn_torch.verify' in sys.modules, syncbn_torch.verify_sync.__name__)
+print('syncbn_verify' in sys.modules, syncbn_torch.verify_sync.__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False verify_sync"

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_core.errors import ShapeError
-from syncbn_torch.data_parallel.containers import PLAIN, Node, node
-from syncbn_torch.data_parallel.hidden_tensors import find_tensor
+from syncbn_torch.data_parallel.containers import PLAIN, Node, find_tensor, node
 from syncbn_torch.data_parallel.scatter import made, moved
 
 __all__ = ["join"]

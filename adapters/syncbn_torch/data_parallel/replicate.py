@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -22,22 +23,30 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
-from syncbn_torch._torch_private import HOOK_OPTIONS, HOOKS, backward_task, disable_tracing
-from syncbn_torch.conversion_registry import conversion_of
+from syncbn_torch._torch_private import (
+    HOOK_OPTIONS,
+    HOOKS,
+    InheritedModes,
+    backward_task,
+    disable_tracing,
+    restored_forward_ad,
+)
+from syncbn_torch.conversion.registry import conversion_of
+from syncbn_torch.conversion.replacement import class_of, modules_of
+from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.batch_sizes import BatchSizes, check_batch_sizes
 from syncbn_torch.data_parallel.gather import join
-from syncbn_torch.data_parallel.scatter import Parts, moved, split
-from syncbn_torch.data_parallel.thread_modes import call_within, modes_of_caller, place_of
-from syncbn_torch.replacement import class_of, modules_of
-from syncbn_torch.scripted import name_of_scripted, uses_batch
+from syncbn_torch.data_parallel.scatter import BatchSizes, Parts, check_batch_sizes, moved, split
 
 __all__ = [
     "CallbackContext",
     "DataParallelWithCallback",
     "OpenContext",
+    "call_within",
     "execute_replication_callbacks",
+    "modes_of_caller",
     "patch_replication_callback",
+    "place_of",
 ]
 
 
@@ -480,3 +489,48 @@ def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> Non
         data_parallel.__class__ = DataParallelWithCallback
     else:
         data_parallel.__class__ = type(kind.__name__, (DataParallelWithCallback, kind), {})
+
+
+Modes = list[Callable[[], AbstractContextManager[Any]]]
+
+
+def modes_of_caller() -> tuple[Modes, Modes]:
+    """The modes for all replicas, and those for replica 0 alone, which other threads don't inherit.
+
+    All have the gradient, inference, forward AD and autocast modes. Torch's function and dispatch
+    modes and hooks for saved tensors need not be safe in several threads at the same time.
+    """
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    modes: Modes = [
+        partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        restored_forward_ad(),
+    ]
+    for kind in kinds:
+        settings: dict[str, Any] = {
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        modes.append(partial(torch.autocast, kind, **settings))
+    inherited = InheritedModes()
+    return modes, [lambda: inherited]
+
+
+def place_of(device: torch.device) -> Modes:
+    """Context managers for a GPU and the calling thread's current stream on it; none for CPU."""
+    if device.type != "cuda":
+        return []
+    stream = torch.cuda.current_stream(device)
+    return [partial(torch.cuda.device, device), partial(torch.cuda.stream, stream)]
+
+
+def call_within(modes: Modes, call: Callable[[], Any]) -> Any:
+    """Run `call()` inside all `modes`; the first mode is the outermost.
+
+    Not with ExitStack or a generator: they assign `__traceback__`, which some errors forbid.
+    """
+    if not modes:
+        return call()
+    with modes[0]():
+        return call_within(modes[1:], call)

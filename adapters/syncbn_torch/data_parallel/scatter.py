@@ -2,23 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from operator import index
+from typing import Any, Literal, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from syncbn_core.errors import ShapeError
+from syncbn_core.errors import ArgumentError, ShapeError
 from syncbn_torch._torch_private import forward_ad_active
 from syncbn_torch.autograd.transforms import refuse_in_replicas
-from syncbn_torch.data_parallel.batch_sizes import BatchSizes, sizes_of_parts
-from syncbn_torch.data_parallel.containers import PLAIN, Node, node
-from syncbn_torch.data_parallel.hidden_tensors import find_tensor, is_iterator
+from syncbn_torch.data_parallel.containers import PLAIN, Node, find_tensor, is_iterator, node
 
-__all__ = ["Parts", "Shared", "made", "moved", "split"]
+__all__ = [
+    "BatchSizes",
+    "Parts",
+    "Shared",
+    "check_batch_sizes",
+    "made",
+    "moved",
+    "sizes_of_parts",
+    "split",
+]
+
+# Parts of equal size, a size for each replica, or a function from the number of samples to them.
+# None leaves it to `torch.chunk`.
+Sizes = Sequence[SupportsIndex]
+BatchSizes = Literal["even"] | Sizes | Callable[[int], Sizes] | None
+
+
+def check_batch_sizes(batch_sizes: BatchSizes) -> None:
+    """Raise `ArgumentError` for something else than `BatchSizes`."""
+    if batch_sizes is None or callable(batch_sizes):
+        return
+    known = batch_sizes == "even" if isinstance(batch_sizes, str) else _integers(batch_sizes)
+    if not known:
+        raise ArgumentError(
+            'expected batch_sizes="even", a list of sizes such as [8, 4], or a function from the '
+            f"number of samples to such a list, got {batch_sizes!r}"
+        )
+
+
+def sizes_of_parts(batch_sizes: BatchSizes, samples: int, parts: int) -> list[int]:
+    """The number of samples in each part, for at most `parts` parts.
+
+    Raises `ArgumentError` for sizes that are not positive integers, and `ShapeError` if there are
+    more sizes than parts or their sum is not `samples`.
+    """
+    check_batch_sizes(batch_sizes)
+    if batch_sizes is None or isinstance(batch_sizes, str):
+        used = max(1, min(parts, samples))
+        return [samples // used + (i < samples % used) for i in range(used)]
+    given = batch_sizes(samples) if callable(batch_sizes) else batch_sizes
+    sizes = _integers(given)
+    if not sizes:
+        raise ArgumentError(f"expected positive sizes from batch_sizes({samples}), got {given!r}")
+    if len(sizes) > parts or sum(sizes) != samples:
+        raise ShapeError(
+            f"expected batch_sizes for a batch of {samples} and at most {parts} replicas, got "
+            f"{sizes}, {sum(sizes)} in all; set batch_sizes before the forward, or make it a "
+            "function of the number of samples"
+        )
+    return sizes
+
+
+def _integers(sizes: Any) -> list[int]:
+    """`sizes` as a list of numbers; an empty one unless they are positive integers."""
+    if isinstance(sizes, (str, bytes, Mapping, Set)) or not hasattr(sizes, "__len__"):
+        return []
+    try:
+        numbers = [index(size) for size in sizes]
+    except TypeError:  # no sequence, or no integers
+        return []
+    return numbers if all(number > 0 for number in numbers) else []
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from syncbn_torch.conversion_registry import (
+from syncbn_torch.conversion.registry import (
     Target,
     check_target,
     conversion_of,
@@ -20,17 +20,17 @@ from syncbn_torch.conversion_registry import (
     origin_of,
     synchronized_subclass,
 )
-from syncbn_torch.conversion_report import ConversionReport, ReportedLayer
-from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
-from syncbn_torch.reference import BatchNorm2dReimpl
-from syncbn_torch.replacement import (
+from syncbn_torch.conversion.replacement import (
     become,
     class_of,
     forward_replaced,
     modules_of,
     swap_modules,
 )
-from syncbn_torch.scripted import name_of_scripted, scripted_batch_norm
+from syncbn_torch.conversion.report import ConversionReport, ReportedLayer
+from syncbn_torch.conversion.scripted import name_of_scripted, scripted_batch_norm
+from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
+from syncbn_torch.reference import BatchNorm2dReimpl
 
 __all__ = ["Choice", "Keep", "apply_target", "change_modules", "synchronize"]
 

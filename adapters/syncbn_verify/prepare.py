@@ -19,11 +19,11 @@ from torch.nn.parameter import is_lazy
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError
 from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
-from syncbn_torch.conversion_registry import origin_of
+from syncbn_torch.conversion.registry import origin_of
+from syncbn_torch.conversion.replacement import modules_of
+from syncbn_torch.conversion.scripted import name_of_scripted
 from syncbn_torch.data_parallel.containers import node
-from syncbn_torch.replacement import modules_of
-from syncbn_torch.scripted import name_of_scripted
-from syncbn_torch.verify.recording import norm_layers
+from syncbn_verify.recording import norm_layers
 
 __all__ = [
     "Arguments",

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from syncbn_torch.replacement import modules_of
-from syncbn_torch.verify.recording import Recorder, norm_layers
+from syncbn_torch.conversion.replacement import modules_of
+from syncbn_verify.recording import Recorder, norm_layers
 
 __all__ = ["FunctionalCalls"]
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
-from syncbn_torch.convert import convert_model
-from syncbn_torch.scripted import name_of_scripted, uses_batch
-from syncbn_torch.verify.figures import (
+from syncbn_torch.conversion.convert import convert_model
+from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
+from syncbn_verify.figures import (
     Tolerance,
     both_nan,
     buffer_difference,
@@ -29,11 +29,11 @@ from syncbn_torch.verify.figures import (
     moments,
     scale_of,
 )
-from syncbn_torch.verify.prepare import duplicate
-from syncbn_torch.verify.recording import Call
-from syncbn_torch.verify.replay import KNOWN, Buffers, Replay, replayed
-from syncbn_torch.verify.report import LayerReport, Verdict
-from syncbn_torch.verify.steps import Split, Whole
+from syncbn_verify.prepare import duplicate
+from syncbn_verify.recording import Call
+from syncbn_verify.replay import KNOWN, Buffers, Replay, replayed
+from syncbn_verify.report import LayerReport, Verdict
+from syncbn_verify.steps import Split, Whole
 
 __all__ = ["judge_layer", "judge_scripted", "model_differences"]
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from syncbn_torch.data_parallel.containers import PLAIN, node
-from syncbn_torch.data_parallel.hidden_tensors import find_tensor
+from syncbn_torch.data_parallel.containers import PLAIN, find_tensor, node
 
 __all__ = [
     "Found",

@@ -12,16 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncbn_core.errors import ArgumentError
-from syncbn_torch.data_parallel.batch_sizes import BatchSizes
+from syncbn_torch.conversion.replacement import modules_of
+from syncbn_torch.conversion.scripted import scripted_batch_norm
 from syncbn_torch.data_parallel.containers import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
-from syncbn_torch.data_parallel.scatter import moved
-from syncbn_torch.replacement import modules_of
-from syncbn_torch.scripted import scripted_batch_norm
-from syncbn_torch.verify.agreement import description, plain_values, with_plain_values
-from syncbn_torch.verify.figures import Tolerance, difference, scale_of, tolerance
-from syncbn_torch.verify.judge import judge_layer, judge_scripted, model_differences
-from syncbn_torch.verify.prepare import (
+from syncbn_torch.data_parallel.scatter import BatchSizes, moved
+from syncbn_verify.agreement import description, plain_values, with_plain_values
+from syncbn_verify.figures import Tolerance, difference, scale_of, tolerance
+from syncbn_verify.judge import judge_layer, judge_scripted, model_differences
+from syncbn_verify.prepare import (
     Arguments,
     arguments_of,
     check_model,
@@ -31,10 +30,10 @@ from syncbn_torch.verify.prepare import (
     random_state_kept,
     unwrapped,
 )
-from syncbn_torch.verify.ranks import Ranks, first_line
-from syncbn_torch.verify.recording import norm_layers
-from syncbn_torch.verify.report import Conclusion, LayerReport, SyncReport, Verdict
-from syncbn_torch.verify.steps import (
+from syncbn_verify.ranks import Ranks, first_line
+from syncbn_verify.recording import norm_layers
+from syncbn_verify.report import Conclusion, LayerReport, SyncReport, Verdict
+from syncbn_verify.steps import (
     Division,
     Split,
     Whole,

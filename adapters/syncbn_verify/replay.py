@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
-from syncbn_torch.verify.figures import (
+from syncbn_verify.figures import (
     Tolerance,
     both_nan,
     buffer_difference,
@@ -22,8 +22,8 @@ from syncbn_torch.verify.figures import (
     shaken,
     tolerance,
 )
-from syncbn_torch.verify.prepare import duplicate, make_alone
-from syncbn_torch.verify.recording import Call
+from syncbn_verify.prepare import duplicate, make_alone
+from syncbn_verify.recording import Call
 
 __all__ = ["KNOWN", "Buffers", "Replay", "replayed"]
 

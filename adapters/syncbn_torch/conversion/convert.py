@@ -10,6 +10,9 @@ from typing import Any
 from torch import nn
 
 from syncbn_torch.batchnorm import (
+    LazySynchronizedBatchNorm1d,
+    LazySynchronizedBatchNorm2d,
+    LazySynchronizedBatchNorm3d,
     SyncBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -17,7 +20,7 @@ from syncbn_torch.batchnorm import (
     _SynchronizedBatchNorm,
     set_process_group,
 )
-from syncbn_torch.conversion_registry import (
+from syncbn_torch.conversion.registry import (
     Target,
     conversion_of,
     load_known_libraries,
@@ -25,8 +28,9 @@ from syncbn_torch.conversion_registry import (
     origin_of,
     register_conversion,
 )
-from syncbn_torch.conversion_report import ConversionReport
-from syncbn_torch.conversion_rules import (
+from syncbn_torch.conversion.replacement import class_of
+from syncbn_torch.conversion.report import ConversionReport
+from syncbn_torch.conversion.rules import (
     Choice,
     Keep,
     apply_target,
@@ -34,12 +38,6 @@ from syncbn_torch.conversion_rules import (
     synchronize,
 )
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
-from syncbn_torch.lazy import (
-    LazySynchronizedBatchNorm1d,
-    LazySynchronizedBatchNorm2d,
-    LazySynchronizedBatchNorm3d,
-)
-from syncbn_torch.replacement import class_of
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
+from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.data_parallel.containers import PLAIN, node
-from syncbn_torch.replacement import modules_of
-from syncbn_torch.verify.recording import is_norm
+from syncbn_verify.recording import is_norm
 
 __all__ = ["description", "plain_values", "with_plain_values"]
 

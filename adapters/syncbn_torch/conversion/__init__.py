@@ -1,0 +1,1 @@
+"""Making models synchronized: which layer becomes which, and what is replaced where."""

@@ -1,0 +1,94 @@
+"""What a layer holds and what it is set to, apart from how it computes."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncbn_core.checks import check_eps_mode
+from syncbn_core.errors import ShapeError
+from syncbn_core.moments import EpsMode, NormRule
+from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected
+
+__all__ = ["LayerState", "set_sbn_eps_mode"]
+
+_default_eps_mode: EpsMode = "plus"
+
+
+def set_sbn_eps_mode(mode: str) -> None:
+    """Set the mode of every layer whose own `eps_mode` is None.
+
+    "plus": `1 / sqrt(var + eps)`, as `nn.BatchNorm2d`. "clamp": `1 / sqrt(max(var, eps))`, for
+    checkpoints of Synchronized-BatchNorm-PyTorch. Else `ArgumentError`. Applies in eval too.
+    """
+    global _default_eps_mode
+    _default_eps_mode = check_eps_mode(mode)
+
+
+class LayerState(_BatchNorm):
+    """The state of a layer; `batchnorm` has its forward."""
+
+    # The allowed numbers of axes of an input, and the same in words; None allows 2 or more.
+    _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
+    # Attributes of an instance that torch's layers do not have.
+    _own_attributes: ClassVar[tuple[str, ...]] = (
+        "eps_mode",
+        "_replica_sync",
+        "_copied_from",
+        "_checked",
+    )
+    # Class-level defaults: converted layers and old pickles never ran __init__.
+    process_group: Any = None
+    eps_mode: EpsMode | None = None
+    _replica_sync: ReplicaSync | Unconnected | None = None
+    _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
+    _checked: Any = None  # the tensors that passed the checks, see `usual`
+
+    @property
+    def _rule(self) -> NormRule:
+        """The layer's settings apart from arrays."""
+        return NormRule(float(self.eps), self.effective_eps_mode)
+
+    @property
+    def effective_eps_mode(self) -> EpsMode:
+        """The layer's own mode, or else the one set by `set_sbn_eps_mode`."""
+        return self.eps_mode or _default_eps_mode
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy or pickle of a replica is an ordinary layer
+        return {**self.__dict__, "_replica_sync": None, "_copied_from": None, "_checked": None}
+
+    @property
+    def _original(self) -> nn.Module:
+        """The layer of the model; replicas are new objects in every forward."""
+        original = None if self._copied_from is None else self._copied_from()
+        return self if original is None else original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        group = self.process_group
+        memo[id(group)] = group  # share the process group: it can't be copied
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        # by name: the `__getstate__` of a parametrized layer refuses
+        state = LayerState.__getstate__(self)
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+    def extra_repr(self) -> str:
+        mode = "" if self.eps_mode is None else f", eps_mode={self.eps_mode!r}"
+        return f"{super().extra_repr()}{mode}"
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if self._ranks is None:
+            if input.dim() < 2:
+                raise ShapeError(
+                    f"expected at least 2D input (N, C, *spatial), got shape {tuple(input.shape)}"
+                )
+        elif input.dim() not in self._ranks[0]:
+            raise ShapeError(
+                f"expected {self._ranks[1]}, got {input.dim()}D input of shape {tuple(input.shape)}"
+            )
