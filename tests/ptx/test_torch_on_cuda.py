@@ -31,7 +31,7 @@ from torch import nn  # noqa: E402
 import syncbn_torch  # noqa: E402
 from syncbn_core.backends.cuda import driver  # noqa: E402
 from syncbn_core.backends.cuda.grid import MAX_PARTS, SIZES  # noqa: E402
-from syncbn_core.backends.cuda.memory import BLOCK_COUNTERS, Launcher  # noqa: E402
+from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.backends.cuda.usable import usable_kernel  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 from syncbn_core.backends.base import Affine, Forward, Gradients, RunningStatistics, Sums
 from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.driver import KernelFailure
-from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView, Launcher
+from syncbn_core.backends.cuda.launcher import Launcher
+from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView
 from syncbn_core.backends.cuda.plain import DeviceStatistics, PlainDeviceOperations
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.layout import Layout

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,13 +24,11 @@ from syncbn_core.backends.cuda.driver import (
     failure_of,
     multiprocessor_count,
 )
+from syncbn_core.backends.cuda.memory import DeviceMemory
 from syncbn_core.backends.reference import OPERATIONS as REFERENCE
 from syncbn_core.errors import BackendError
 from syncbn_core.kernels.cuda.constants import MIN_INNER, UNROLL, VECTOR
 from syncbn_core.moments import Moments, NormRule, Statistics, merge_moments
-
-if TYPE_CHECKING:
-    from syncbn_core.backends.cuda.memory import DeviceMemory
 
 __all__ = ["CASES", "check"]
 

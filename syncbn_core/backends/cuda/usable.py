@@ -20,7 +20,7 @@ import threading
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.compiler import Source, cache_folder
@@ -31,12 +31,10 @@ from syncbn_core.backends.cuda.driver import (
     description,
     kernel_for,
 )
+from syncbn_core.backends.cuda.memory import DeviceMemory
 from syncbn_core.backends.cuda.selfcheck import CASES, check
 from syncbn_core.disk_cache import on_rank, write_atomically
 from syncbn_core.errors import ArgumentError, BackendError
-
-if TYPE_CHECKING:
-    from syncbn_core.backends.cuda.memory import DeviceMemory
 
 __all__ = ["Setting", "setting", "usable_kernel"]
 

@@ -1,0 +1,71 @@
+"""`Launcher`: starts kernels on a stream of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from syncbn_core.backends.cuda.compiler import Source
+from syncbn_core.backends.cuda.driver import LEGACY_STREAMS, multiprocessor_count
+from syncbn_core.backends.cuda.memory import DeviceMemory
+from syncbn_core.backends.cuda.usable import usable_kernel
+from syncbn_core.kernels.cuda.constants import THREADS
+
+__all__ = ["Launcher"]
+
+Array = Any  # of the library
+Pointer = Any  # an int on a device
+
+BLOCK_COUNTERS = 4096  # the first allocation; a reduction needs one per channel or tile
+PER_THREAD_STREAM = 2  # the same handle in all threads, but a different stream in each
+
+
+class Launcher:
+    """Launches kernels on the current stream of device `index`, which must be current."""
+
+    __slots__ = ("counters", "index", "memory", "multiprocessors", "stream")
+
+    threads = THREADS
+
+    def __init__(
+        self, memory: DeviceMemory, index: int, counters: dict[tuple[int, int], Array]
+    ) -> None:
+        self.memory = memory
+        self.index = index
+        self.stream = memory.stream(index)
+        self.counters = counters
+        self.multiprocessors = multiprocessor_count(index)
+
+    def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
+        """Start a kernel without waiting for it, except for its check before the first use.
+
+        Raises `KernelFailure` if the kernel can't be used; then nothing was started.
+        """
+        kernel = usable_kernel(self.memory, source, self.index, self.stream)
+        kernel.launch(grid, self.stream, *arguments)
+
+    def scratch(self, size: int) -> tuple[Pointer, Array]:
+        """Address of `size` float64 for the next launch, and the array that owns them."""
+        array = self.memory.empty((size,), "float64", self.index)
+        return self.memory.pointer(array), array
+
+    def block_counters(self, size: int) -> tuple[Pointer, Array]:
+        """Address of `size` int32 zeros, which kernels reset to zero, and the array that owns them.
+
+        Each stream that lives as long as the process has its own. So has each launch in a captured
+        graph, which may run at the same time as the stream on which it was captured, and each
+        launch on another stream, whose handle may come to mean a stream that runs at the same time.
+        """
+        memory, stream = self.memory, self.stream
+        lasts = stream in LEGACY_STREAMS or (
+            stream != PER_THREAD_STREAM
+            and memory.keeps_stream(stream)
+            and not memory.is_captured(stream)
+        )
+        known = self.counters.get((self.index, stream)) if lasts else None
+        if lasts and (known is None or known.shape[0] < size):
+            known = memory.lasting_zeros(max(size, BLOCK_COUNTERS), self.index, stream)
+            if known is not None:
+                self.counters[self.index, stream] = known
+        if known is None:
+            known = memory.zeros((size,), "int32", self.index)
+        return memory.pointer(known), known
