@@ -128,9 +128,9 @@ def _forward_in_range(layer: LayerState, x: Tensor) -> Tensor:
 
 def operations_for(x: Tensor) -> Operations:
     """The implementation of the steps for tensors like x."""
-    if memory.takes(x):
+    if memory.supports(x):
         return _cpu()
-    return cuda.OPERATIONS if cuda.takes(x) else plain.OPERATIONS
+    return cuda.OPERATIONS if cuda.supports(x) else plain.OPERATIONS
 
 
 @cache

@@ -59,7 +59,7 @@ def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
         return True  # transforms can't see into our kernels
     if _ours_always.get():
         return False
-    return not (ours_is_faster(x) and (x.is_cuda or memory.takes(x)))
+    return not (ours_is_faster(x) and (x.is_cuda or memory.supports(x)))
 
 
 def ours_is_faster(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import scripted_batch_norm
 from syncbn_torch.data_parallel.containers import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
-from syncbn_torch.data_parallel.scatter import BatchSizes, moved
+from syncbn_torch.data_parallel.scatter import BatchSizes, to_device
 from syncbn_verify.agreement import description, plain_values, with_plain_values
 from syncbn_verify.figures import Tolerance, difference, scale_of, tolerance
 from syncbn_verify.judge import judge_layer, judge_scripted, model_differences
@@ -293,7 +293,7 @@ def _not_run(count: int) -> Split:
 
 def _again(arguments: Arguments) -> Arguments:
     """A copy for one more undivided step, which may write into it; nothing in it is `Shared`."""
-    return moved(converted(arguments), None)  # type: ignore[no-any-return]
+    return to_device(converted(arguments), None)  # type: ignore[no-any-return]
 
 
 def _device(model: nn.Module) -> torch.device:

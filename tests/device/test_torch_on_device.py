@@ -344,7 +344,7 @@ def test_second_derivatives(device):
 
 
 def test_the_kernels_are_ours(device, only_cuda):
-    assert cuda.takes(torch.zeros(1, device=device))
+    assert cuda.supports(torch.zeros(1, device=device))
     layer = layer_for(8, device)
     x = batch((4, 8, 16, 16), "float32", device).requires_grad_()
     layer(x).sum().backward()

@@ -106,7 +106,7 @@ def test_on_an_h100_nothing_that_was_not_timed_goes_to_our_kernels() -> None:
 
 def test_in_a_captured_graph_torch_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_is_measured", lambda device: True)
-    monkeypatch.setattr(cuda, "takes", lambda tensor: True)
+    monkeypatch.setattr(cuda, "supports", lambda tensor: True)
     for captured in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=captured: c)
         assert cuda.measured(torch.empty(1)) is not captured
@@ -165,7 +165,7 @@ def test_a_gpu_that_nobody_measured_keeps_the_kernel_of_torch(
     monkeypatch.setattr(driver, "missing", lambda: [] if capability else ["a package"])
     monkeypatch.setattr(driver, "compute_capability", lambda device: capability)
     monkeypatch.setattr(driver, "compile_failure", lambda capability: None)
-    monkeypatch.setattr(cuda, "takes", lambda tensor: True)
+    monkeypatch.setattr(cuda, "supports", lambda tensor: True)
     cuda._is_measured.cache_clear()
     try:
         assert cuda.measured(torch.empty(1)) is (capability == (9, 0))

@@ -313,7 +313,7 @@ def test_a_rank_with_rows_on_a_device_goes_with_ranks_without_kernels(rank: int,
 @on_ranks(2)
 def test_a_rank_without_kernels_is_named_once_and_results_are_right(rank: int, size: int) -> None:
     if rank == 1:
-        memory.takes = lambda tensor: False  # type: ignore[assignment]
+        memory.supports = lambda tensor: False  # type: ignore[assignment]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         equals_the_undivided_model_of_two(rank)

@@ -23,7 +23,13 @@ from syncbn_torch import ranges
 from syncbn_torch._torch_private import backward_task, run_after_backward
 from syncbn_torch.autograd.transforms import has_tangent_or_wrapper, refuse_over_processes
 
-__all__ = ["BackwardPass", "BackwardPasses", "Processes", "needed", "needs_plain_backward"]
+__all__ = [
+    "BackwardPass",
+    "BackwardPasses",
+    "Processes",
+    "needs_plain_backward",
+    "wanted_gradients",
+]
 
 
 class Processes(NamedTuple):
@@ -107,7 +113,9 @@ class BackwardPasses:
         return current
 
 
-def needed(ctx: Any, first: int, grad_weight: Tensor, grad_bias: Tensor) -> list[Tensor | None]:
+def wanted_gradients(
+    ctx: Any, first: int, grad_weight: Tensor, grad_bias: Tensor
+) -> list[Tensor | None]:
     """The gradients that autograd needs of weight and bias, inputs `first` and `first + 1`."""
     by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
     return [grad_weight if by_weight else None, grad_bias if by_bias else None]

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from syncbn_core.backends.base import Affine, Sums
 from syncbn_core.moments import require_more_than_one_value
 from syncbn_torch.autograd.alone import LayerCall
-from syncbn_torch.autograd.exchange import Processes, needed, needs_plain_backward
+from syncbn_torch.autograd.exchange import Processes, needs_plain_backward, wanted_gradients
 
 __all__ = ["SyncBatchNormFunction", "batch_norm_of_processes"]
 
@@ -103,7 +103,7 @@ def _backward_over_processes(
         start = end
         dx = call.operations.backward_input(x, dy, statistics, affine, call.rule, own)
         gradients.append(dx)
-        gradients += needed(ctx, 4 + 3 * i, sums[i].grad_weight, sums[i].grad_bias)
+        gradients += wanted_gradients(ctx, 4 + 3 * i, sums[i].grad_weight, sums[i].grad_bias)
     return tuple(gradients)
 
 

@@ -35,8 +35,8 @@ from syncbn_torch.autograd.exchange import (
     BackwardPass,
     BackwardPasses,
     Processes,
-    needed,
     needs_plain_backward,
+    wanted_gradients,
 )
 from syncbn_torch.autograd.stream_handoff import StreamHandoff
 from syncbn_torch.backends import plain
@@ -261,7 +261,7 @@ class Normalize(Function):
             left = (dy, affine, StreamHandoff(sums.exchange))
             exchange.current_pass().pending_grads[record] = left
             edge = dy.new_empty(0)
-        own = needed(ctx, 2, sums.grad_weight, sums.grad_bias)
+        own = wanted_gradients(ctx, 2, sums.grad_weight, sums.grad_bias)
         return None, edge, *own, None, None, None
 
 

@@ -21,8 +21,8 @@ from syncbn_torch.backends.memory import (
     as_tensor,
     dltensors,
     empty_like,
-    in_memory,
     is_whole,
+    resolved,
 )
 
 __all__ = ["OPERATIONS", "TensorMemory", "look_at"]
@@ -49,13 +49,13 @@ class TensorMemory:
         return look_at(call, threads, *arrays)
 
     def dense(self, x: Tensor) -> Tensor:
-        x = in_memory(x)
+        x = resolved(x)
         return x if _is_dense(x) else torch.empty_like(x).copy_(x)
 
     def dense_pair(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         x = self.dense(x)
         if type(dy) in PLAIN:
-            dy = in_memory(dy)
+            dy = resolved(dy)
             if dy.dtype == x.dtype and dy.stride() == x.stride():
                 return x, dy
         return x, torch.empty_like(x).copy_(dy)
@@ -70,7 +70,7 @@ class TensorMemory:
         return torch.empty_like(x)
 
     def wide(self, values: Tensor | None) -> Tensor | None:
-        return None if values is None else in_memory(values.detach()).to(torch.float64).contiguous()
+        return None if values is None else resolved(values.detach()).to(torch.float64).contiguous()
 
     def gradients(self, like: Tensor | None, channels: int) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if like is None else like.dtype

@@ -27,7 +27,7 @@ from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_torch._torch_private import current_raw_stream, current_stream_number
 from syncbn_torch.backends import plain
 
-__all__ = ["OPERATIONS", "TensorDeviceMemory", "measured", "takes"]
+__all__ = ["OPERATIONS", "TensorDeviceMemory", "measured", "supports"]
 
 _NAMES = {getattr(torch, name): name for name in (*SIZES, "int32", "int64")}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -40,7 +40,7 @@ def _device(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def takes(tensor: Tensor) -> bool:
+def supports(tensor: Tensor) -> bool:
     """Whether the kernels support this tensor; warns once if the kernels can't run here.
 
     False with SYNCBN_KERNELS=off.
@@ -63,7 +63,7 @@ def measured(tensor: Tensor) -> bool:
     """
     if torch.cuda.is_current_stream_capturing():
         return False
-    return _is_measured(tensor.device.index) and takes(tensor)
+    return _is_measured(tensor.device.index) and supports(tensor)
 
 
 @cache

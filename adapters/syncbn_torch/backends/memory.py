@@ -32,9 +32,9 @@ __all__ = [
     "dltensors",
     "empty_like",
     "huge_pages_on_request",
-    "in_memory",
     "is_whole",
-    "takes",
+    "resolved",
+    "supports",
 ]
 
 LARGE = 1 << 22  # bytes; NumPy asks for huge pages from the same size on
@@ -64,7 +64,7 @@ _DLPACK_DTYPES = {
 _KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def takes(tensor: Tensor) -> bool:
+def supports(tensor: Tensor) -> bool:
     """Whether the CPU kernels support the type, device, dtype and layout of this tensor."""
     return (
         type(tensor) in PLAIN
@@ -86,7 +86,7 @@ def _has_half() -> bool:
     return import_module("syncbn_core.kernels.cpu.numerics").has_half()  # type: ignore[no-any-return]
 
 
-def in_memory(tensor: Tensor) -> Tensor:
+def resolved(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy if its address is not that of its values or is not aligned.
 
     For plain CPU tensors. Raises `StateError` if the storage was freed or is too small.
@@ -169,8 +169,8 @@ def _check_extent(tensor: Tensor) -> None:
 
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """An array that shares memory with a CPU `tensor` (or with its copy by `in_memory`)."""
-    tensor = in_memory(tensor)
+    """An array that shares memory with a CPU `tensor` (or with its copy by `resolved`)."""
+    tensor = resolved(tensor)
     if tensor.numel() == 0:
         return np.empty(tuple(tensor.shape), NUMPY_DTYPES[tensor.dtype])
     dtype = NUMPY_DTYPES[tensor.dtype]

@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_torch._torch_private import registered_node
 
-__all__ = ["PLAIN", "Node", "find_tensor", "is_iterator", "named", "node", "tensors_in"]
+__all__ = ["PLAIN", "Node", "find_tensor", "is_iterator", "key_path", "node", "tensors_in"]
 
 
 class Node(NamedTuple):
@@ -95,7 +95,7 @@ def _numbers(values: Sequence[Any]) -> list[str]:
 
 
 def _names(tree: Mapping[Any, Any]) -> list[str]:
-    return [named(key) for key in tree]
+    return [key_path(key) for key in tree]
 
 
 def _attributes(names: Sequence[str]) -> list[str]:
@@ -193,7 +193,7 @@ def find_tensor(thing: Any, known: Collection[Any] = ()) -> str | None:
     return None
 
 
-def named(key: Any) -> str:
+def key_path(key: Any) -> str:
     """How a path shows the key of a dictionary."""
     return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
 
@@ -204,7 +204,7 @@ def _held(thing: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(thing, dict):
         for key, value in islice(thing.items(), _ENOUGH_OF_ONE):
             if type(value) not in _SKIPPED:
-                yield named(key), value
+                yield key_path(key), value
     elif isinstance(thing, (list, tuple, set, frozenset, deque)):
         for index, value in enumerate(islice(thing, _ENOUGH_OF_ONE)):
             if type(value) not in _SKIPPED:

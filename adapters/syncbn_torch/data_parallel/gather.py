@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_core.errors import ShapeError
 from syncbn_torch.data_parallel.containers import PLAIN, Node, find_tensor, node
-from syncbn_torch.data_parallel.scatter import made, moved
+from syncbn_torch.data_parallel.scatter import rebuilt, to_device
 
 __all__ = ["join"]
 
@@ -45,7 +45,7 @@ def join(
                 + _by_replica([f"{len(o)} for {n}" for o, n in zip(outputs, sizes, strict=True)])
                 + "; return a tuple if its entries are not samples"
             )
-        return [moved(sample, device) for output in outputs for sample in output]
+        return [to_device(sample, device) for output in outputs for sample in output]
     if type(first) in (list, tuple) and _are_plain(outputs) and all(o == first for o in outputs):
         return first  # quick also for thousands of numbers
     containers = [node(output) for output in outputs]
@@ -70,7 +70,7 @@ def join(
     rows = [c.values if c.keys == like.keys else _in_order(c, like.keys) for c in found]
     columns = zip(like.keys, *rows, strict=True)
     values = [join(column, dim, device, sizes, path + key) for key, *column in columns]
-    return made(like, values, first, path)
+    return rebuilt(like, values, first, path)
 
 
 def _are_plain(outputs: Sequence[Any]) -> bool:

@@ -36,7 +36,13 @@ from syncbn_torch.conversion.replacement import class_of, modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.gather import join
-from syncbn_torch.data_parallel.scatter import BatchSizes, Parts, check_batch_sizes, moved, split
+from syncbn_torch.data_parallel.scatter import (
+    BatchSizes,
+    Parts,
+    check_batch_sizes,
+    split,
+    to_device,
+)
 
 __all__ = [
     "CallbackContext",
@@ -358,7 +364,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model in replicas and join their outputs on `output_device`."""
         if not self.device_ids:
-            inputs, kwargs = moved(inputs, None), moved(kwargs, None)
+            inputs, kwargs = to_device(inputs, None), to_device(kwargs, None)
         if len(self.device_ids) < 2:
             return super().forward(*inputs, **kwargs)
         run = super().forward

@@ -22,10 +22,10 @@ __all__ = [
     "Parts",
     "Shared",
     "check_batch_sizes",
-    "made",
-    "moved",
+    "rebuilt",
     "sizes_of_parts",
     "split",
+    "to_device",
 ]
 
 # Parts of equal size, a size for each replica, or a function from the number of samples to them.
@@ -115,7 +115,7 @@ def split(
     `StateError` inside a function transform.
     """
     if len(devices) == 1:
-        return Parts([moved(args, devices[0])]), [moved(kwargs, devices[0])]
+        return Parts([to_device(args, devices[0])]), [to_device(kwargs, devices[0])]
     plan = _Plan(devices, samples=batch_sizes is not None)
     part_of_args, part_of_kwargs = plan.of(args, "args"), plan.of(kwargs, "kwargs")
     sizes = None
@@ -164,7 +164,7 @@ class _Plan:
     def of(self, tree: Any, path: str) -> Callable[[int], Any]:
         """A function from the number of a part to this part of `tree`."""
         if isinstance(tree, Shared) or (isinstance(tree, Tensor) and tree.dim() == 0):
-            return lambda i: moved(tree, self.devices[i])
+            return lambda i: to_device(tree, self.devices[i])
         if isinstance(tree, Tensor) or (self.samples and isinstance(tree, list)):
             cut = _Cut(tree, path)
             self.cuts.append(cut)
@@ -179,7 +179,7 @@ class _Plan:
             self.of(value, path + key)
             for value, key in zip(container.values, container.keys, strict=True)
         ]
-        return lambda i: made(container, [part(i) for part in inside], tree, path)
+        return lambda i: rebuilt(container, [part(i) for part in inside], tree, path)
 
 
 def _check_divisible(tree: Any, container: Node | None, path: str) -> None:
@@ -208,7 +208,7 @@ def _check_divisible(tree: Any, container: Node | None, path: str) -> None:
         )
 
 
-def made(container: Node, values: list[Any], tree: Any, path: str) -> Any:
+def rebuilt(container: Node, values: list[Any], tree: Any, path: str) -> Any:
     """A container like `tree` with other `values`; `ShapeError` if its class prevents it."""
     try:
         return container.make(values)
@@ -280,10 +280,10 @@ def _pieces(
         container = node(value)
         assert container is not None
         several = [
-            [moved(sample, device) for sample in value[end - size : end]]
+            [to_device(sample, device) for sample in value[end - size : end]]
             for size, end, device in zip(sizes, ends, devices, strict=False)
         ]
-        return [made(container, samples, value, cut.path) for samples in several]
+        return [rebuilt(container, samples, value, cut.path) for samples in several]
     if count == 1:
         return [value.to(devices[0])]
     if sizes is None and len(set(devices)) > 1:
@@ -298,16 +298,16 @@ def _pieces(
     ]
 
 
-def moved(tree: Any, device: torch.device | None) -> Any:
+def to_device(tree: Any, device: torch.device | None) -> Any:
     """`tree` with its tensors on `device` (None: where they are), and with nothing `Shared`."""
     if isinstance(tree, Shared):
-        return moved(tree.value, device)
+        return to_device(tree.value, device)
     if isinstance(tree, (Tensor, PackedSequence)):
         return tree if device is None else cast(Any, tree).to(device)
     container = node(tree)
     if container is None:
         return tree
-    values = [moved(value, device) for value in container.values]
+    values = [to_device(value, device) for value in container.values]
     if all(new is old for new, old in zip(values, container.values, strict=True)):
         return tree
-    return made(container, values, tree, "an argument")
+    return rebuilt(container, values, tree, "an argument")
