@@ -1,4 +1,4 @@
-"""`DeviceMoments`: moments that stay on a device until a kernel merges them.
+"""`DeviceMoments`, which stay on a device until a kernel merges them, and `DeviceStatistics`.
 
 To merge two parts takes about six small array operations. Each of them takes as long to launch as
 a kernel over the whole activation. So parts are only joined here, as rows of a float64 array
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from syncbn_core.moments import Moments, merged
+from syncbn_core.moments import Moments, Statistics, merged
 
-__all__ = ["DeviceMoments", "join_rows"]
+__all__ = ["DeviceMoments", "DeviceStatistics", "join_rows"]
 
 Array = Any  # of CuPy or torch
 
@@ -52,6 +52,37 @@ class DeviceMoments(NamedTuple):
             return Moments(count, rows[0, 1 : 1 + channels], rows[0, 1 + channels : -1])
         mean, m2 = merged(rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels : -1])
         return Moments(count, mean, m2)
+
+
+class DeviceStatistics(NamedTuple):
+    """Statistics of the whole batch on a device.
+
+    Attributes:
+        packed: float64 `(3 C + 1,)`: count, mean, m2, invstd.
+        label: what backward writes behind its two sums per channel, so that they are `(2 C + 1,)`;
+            None: nothing, and they are `(2, C)`.
+        label_of_total: the number behind the sums of all members.
+    """
+
+    packed: Array
+    label: float | None = None
+    label_of_total: float = 0.0
+
+    @property
+    def mean(self) -> Array:
+        """Per channel, `(C,)` float64."""
+        return self.packed[1 : 1 + len(self.packed) // 3]
+
+    @property
+    def invstd(self) -> Array:
+        """Per channel, `(C,)` float64."""
+        return self.packed[1 + len(self.packed) // 3 * 2 :]
+
+    def as_plain(self) -> Statistics:
+        """The same as `Statistics`, for `PlainOperations`; the count is an array `()`."""
+        packed, channels = self.packed, len(self.packed) // 3
+        m2 = packed[1 + channels : 1 + 2 * channels]
+        return Statistics(Moments(packed[0], self.mean, m2), self.invstd)
 
 
 def join_rows(parts: Sequence[DeviceMoments]) -> DeviceMoments:

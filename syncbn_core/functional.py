@@ -47,7 +47,7 @@ from syncbn_core.checks import (
 from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, readable, writable
 from syncbn_core.errors import ArgumentError
-from syncbn_core.moment_exchange import CallSite, exchange_moments, exchange_sums
+from syncbn_core.moment_exchange import CallSite, exchange_moments, exchange_sums, labelled
 from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
 
 __all__ = [
@@ -253,10 +253,15 @@ def batch_norm_backward(
     if communicator is None and saved.count is not None:
         gradients = operations.backward_single(x, dy, statistics, affine, rule, out)
         return _converted(saved.caller, gradients, original_out)
+    # Constant statistics: no gradient flows through them, and nothing is exchanged.
+    group = None if saved.count is None else communicator
+    if group is not None:
+        statistics = labelled(group, statistics, saved.call)
     sums = operations.backward_reduce(x, dy, statistics, affine, rule)
-    total = None  # constant statistics: no gradient flows through them
-    if saved.count is not None and communicator is not None:
-        total = exchange_sums(communicator, sums.exchange, site or _no_layer(x), saved.call)
+    total = None
+    if group is not None:
+        place = site or _no_layer(x)
+        total = exchange_sums(group, sums.exchange, place, saved.call, statistics)
     dx = operations.backward_input(x, dy, statistics, affine, rule, total, out)
     return _converted(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
 

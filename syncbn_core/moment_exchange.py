@@ -35,7 +35,8 @@ from syncbn_core.comm import (
     waits,
 )
 from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of
-from syncbn_core.device_moments import DeviceMoments
+from syncbn_core.comm.process_group import ProcessCommunicator
+from syncbn_core.device_moments import DeviceMoments, DeviceStatistics
 from syncbn_core.errors import ProtocolError, ShapeError
 from syncbn_core.layer_labels import (
     LATER,
@@ -48,7 +49,7 @@ from syncbn_core.layer_labels import (
 )
 from syncbn_core.moments import Moments, merged
 
-__all__ = ["CallSite", "MomentsRow", "exchange_moments", "exchange_sums"]
+__all__ = ["CallSite", "MomentsRow", "exchange_moments", "exchange_sums", "labelled"]
 
 Array = Any
 PartMoments = Moments | DeviceMoments
@@ -141,10 +142,24 @@ def exchange_moments(
     return totals, number
 
 
-def exchange_sums(communicator: Communicator, sums: Array, site: CallSite, forward: int) -> Array:
+def labelled(communicator: Communicator, statistics: Any, forward: int) -> Any:
+    """The statistics for backward; on a device with the labels that its kernels write and check.
+
+    `forward`: the number that `exchange_moments` gave. `comm.sum_labels` explains labels.
+    """
+    if isinstance(statistics, DeviceStatistics) and isinstance(communicator, ProcessCommunicator):
+        label, label_of_total = communicator.label(forward)
+        return statistics._replace(label=label, label_of_total=label_of_total)
+    return statistics
+
+
+def exchange_sums(
+    communicator: Communicator, sums: Array, site: CallSite, forward: int, statistics: Any = None
+) -> Array:
     """`sums` added up over all members: an array of the same shape, dtype and device, to be read.
 
-    `forward`: the number that `exchange_moments` gave. Raises `ProtocolError` where members are in
+    `forward`: the number that `exchange_moments` gave. `statistics`: those of `labelled` from which
+    the sums were computed. Raises `ProtocolError` where members are in
     the backward of different calls, if the communicator compares keys, and its other errors.
     """
     if type(communicator) is SingleCommunicator:
@@ -153,13 +168,17 @@ def exchange_sums(communicator: Communicator, sums: Array, site: CallSite, forwa
     group.begin(communicator)
     position = group.position(site)
     known = [position] * bool(position) + [f"forward in call {forward}"] * bool(forward)
+    has_label = isinstance(statistics, DeviceStatistics) and statistics.label is not None
     call = CollectiveCall(
         lambda: f"backward of {site.name()}",
         ", ".join(known),
-        _details(math.prod(sums.shape), site.dtypes),
+        _details(math.prod(sums.shape) - has_label, site.dtypes),
         forward,
         _SAME_LOSS,
     )
+    if has_label:
+        group_of_processes = cast(ProcessCommunicator, communicator)
+        return _run(communicator, group_of_processes.all_reduce_labelled, sums, call, site)
     return _run(communicator, communicator.all_reduce, sums, call, site)
 
 

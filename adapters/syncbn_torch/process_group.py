@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
-from syncbn_core.comm.message_arrays import HostCopy, Verdict, register_arrays
+from syncbn_core.comm.message_arrays import NOT_YET, HostCopy, Verdict, register_arrays
 from syncbn_core.comm.process_group import grace_after, whereabouts
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
 from syncbn_torch.backends.memory import as_array, as_tensor
@@ -75,7 +75,7 @@ class _GroupTransport:
         return _like(rows.view(self.size, *own.shape), values)
 
     def all_reduce(self, values: Values, call: CollectiveCall) -> Values:
-        total = self._wire(values).contiguous().clone()
+        total = self._wire(values).contiguous()
         group = self._alive(call)
         self._run(_reduce, call, total, group)
         return _like(total, values)
@@ -290,16 +290,18 @@ class TensorArrays:
             return values, found.item() == label
         if values.is_floating_point():
             values = torch.where(found == label, values, float("nan"))
-        if _captures(total):
-            return values, True
-        on_host, copied = _sent_to_host(found)
+        return values, TensorArrays.has_label(found, label)
 
-        def verdict() -> bool | None:
-            if _captures(total) or not copied.query():
-                return None
-            return on_host.item() == label
-
-        return values, verdict
+    @staticmethod
+    def has_label(found: Tensor, label: int) -> Verdict:
+        if not _on_cuda(found):
+            return found.item() == label
+        if _captures(found):
+            return True
+        bits = _pinned(_BITS[found.element_size()])
+        on_host = bits.view(found.dtype)
+        on_host.copy_(found, non_blocking=True)
+        return lambda: None if bits.item() == NOT_YET else on_host.item() == label
 
     @staticmethod
     def fill(values: Tensor, number: float) -> None:
@@ -327,6 +329,13 @@ class TensorArrays:
 
 
 register_arrays(Tensor, TensorArrays())
+
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def _pinned(dtype: torch.dtype) -> Tensor:
+    return torch.full((1,), NOT_YET, dtype=dtype, pin_memory=True)
 
 
 def _on_cuda(tensor: Tensor) -> bool:

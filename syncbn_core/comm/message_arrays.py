@@ -27,6 +27,9 @@ __all__ = [
 
 Array = Any
 
+# The bits of a number that a device has yet to copy to the host; no arithmetic gives this NaN.
+NOT_YET = -1
+
 # Whether a total has the right label; on a device, a function that returns None until it is known.
 Verdict = bool | Callable[[], bool | None]
 
@@ -63,6 +66,12 @@ class MessageArrays(Protocol):
         On a device, floating values become NaN if the label differs.
         """
 
+    def has_label(self, found: Array, label: int) -> Verdict:
+        """Whether the number in `found`, `(1,)`, is `label`.
+
+        On a device it is copied to the host without waiting; True while a CUDA graph is captured.
+        """
+
     def fill(self, values: Array, number: float) -> None:
         """Write `number` to all of `values`."""
 
@@ -94,6 +103,10 @@ class NumpyArrays:
     @staticmethod
     def without_label(total: Array, shape: tuple[int, ...], label: int) -> tuple[Array, Verdict]:
         return total[:-1].reshape(shape), bool(total.item(-1) == label)
+
+    @staticmethod
+    def has_label(found: Array, label: int) -> Verdict:
+        return bool(found.item() == label)
 
     @staticmethod
     def fill(values: Array, number: float) -> None:
@@ -140,16 +153,20 @@ class CupyArrays:
         values, found = total[:-1].reshape(shape), total[-1:]
         if values.dtype.kind == "f":
             values = cupy.where(found == label, values, np.nan)
+        return values, CupyArrays.has_label(found, label)
+
+    @staticmethod
+    def has_label(found: Array, label: int) -> Verdict:
+        import cupy
+
         if is_captured(cupy.cuda.get_current_stream()):
-            return values, True
-        on_host, copied = _sent_to_host(found)
-
-        def verdict() -> bool | None:
-            if is_captured(cupy.cuda.get_current_stream()) or not copied.done:
-                return None
-            return bool(on_host[0] == label)
-
-        return values, verdict
+            return True
+        memory = cupy.cuda.alloc_pinned_memory(found.nbytes)
+        on_host = np.frombuffer(memory, found.dtype, 1)
+        bits = on_host.view(f"i{found.dtype.itemsize}")
+        bits[0] = NOT_YET
+        found.get(out=on_host, blocking=False)
+        return lambda: None if bits[0] == NOT_YET else bool(on_host[0] == label)
 
     @staticmethod
     def fill(values: Array, number: float) -> None:

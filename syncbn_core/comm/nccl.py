@@ -186,11 +186,10 @@ class _NCCLTransport:
         import cupy
 
         own = cupy.ascontiguousarray(cupy.asarray(values))
-        total = cupy.empty(own.shape, own.dtype)
         code, operation = self._code(own, call), self._library.NCCL_SUM
-        arguments = (own.data.ptr, total.data.ptr, own.size, code, operation)
+        arguments = (own.data.ptr, own.data.ptr, own.size, code, operation)
         self._call(self._comm.allReduce, call, *arguments)
-        return self._like(total, values)
+        return self._like(own, values)
 
     def _code(self, values: Array, call: CollectiveCall) -> int:
         code: int | None = getattr(self._library, f"NCCL_{values.dtype.name.upper()}", None)

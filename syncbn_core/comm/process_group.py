@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from syncbn_core.comm.message_arrays import arrays_of
+from syncbn_core.comm.message_arrays import Verdict, arrays_of
 from syncbn_core.comm.protocol import CollectiveCall, CommunicatorBase
 from syncbn_core.comm.sum_labels import label_of
 from syncbn_core.errors import (
@@ -55,7 +55,7 @@ class Transport(Protocol):
         """The arrays of all ranks in rank order, `(size, *values.shape)`."""
 
     def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
-        """The elementwise sum over all ranks, bitwise the same on each; a new array."""
+        """The elementwise sum over all ranks, bitwise the same on each; may overwrite `values`."""
 
 
 class ProcessCommunicator(CommunicatorBase):
@@ -125,11 +125,33 @@ class ProcessCommunicator(CommunicatorBase):
         call = self._begin(call, "all_reduce")
         total = self._run(self.transport.all_reduce, message, call)
         result, verdict = arrays.without_label(total, values.shape, label * self.size)
+        self._judge(verdict, call)
+        return result
+
+    def label(self, key: int) -> tuple[int, int]:
+        """What a rank writes behind float64 sums in call `key`, and what is behind the total."""
+        label = label_of(key, self.size, 8)
+        return label, label * self.size
+
+    def all_reduce_labelled(self, message: Array, call: CollectiveCall) -> Array:
+        """Add up float64 numbers on a device, the last of which is the `label` of `call.key`.
+
+        May write the result into `message`. Who reads it checks its last number on the device,
+        without waiting; the host looks at it later.
+        """
+        call = self._begin(call, "all_reduce")
+        total = self._run(self.transport.all_reduce, message, call)
+        arrays = arrays_of(total)
+        assert arrays is not None
+        self._judge(arrays.has_label(total[-1:], self.label(call.key)[1]), call)
+        return total
+
+    def _judge(self, verdict: Verdict, call: CollectiveCall) -> None:
+        """Raise `ProtocolError` for a wrong label, now or in a later call."""
         if verdict is False:
             raise _different_calls(call)
         if verdict is not True:
             self._later.append((verdict, call))
-        return result
 
     def _begin(self, call: CollectiveCall, operation: str) -> CollectiveCall:
         """`call` with its number; with `check_order`, after comparing it on all ranks."""

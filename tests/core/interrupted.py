@@ -64,6 +64,13 @@ class Storm:
         return True
 
 
+def join_members() -> None:
+    """Wait for the threads of members: after a second signal the call does not wait for them."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("member", "replica")) and thread.ident is not None:
+            thread.join(60)
+
+
 def check_statistics(layer: Any, mean: np.ndarray, var: np.ndarray) -> None:
     """Running statistics are those of as many batches, all alike, as the counter says."""
     share = 1 - 0.9 ** int(layer.num_batches_tracked)
@@ -104,9 +111,7 @@ def main(count: int) -> None:
         train(layers)
     while storm.interrupts < count:
         if storm.run(partial(train, layers)):
-            for thread in threading.enumerate():  # a second signal doesn't wait for them
-                if thread.name.startswith("member") and thread.ident is not None:
-                    thread.join(60)
+            join_members()
             for own in layers:
                 for layer in own:
                     check_statistics(layer, mean, var)

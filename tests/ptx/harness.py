@@ -39,6 +39,9 @@ def from_bfloat16(bits: Any) -> Array:
     return values
 
 
+LABEL = 123456789.0
+
+
 class Buffer:
     """Numbers in memory that kernels may touch; `offset`: bytes from a multiple of 16."""
 
@@ -299,6 +302,7 @@ class Setting:
     rule: NormRule = DEFAULT_RULE
     members: int = 1
     constant: bool = False  # running statistics in place of the batch's
+    other_call: bool = False  # a member has sent the sums of another call
 
 
 SETTINGS = [
@@ -320,6 +324,7 @@ SETTINGS = [
     Setting("float16", "float32", "float16", constant=True),
     Setting("bfloat16", "float32", "bfloat16", constant=True),
     Setting(None, "float32", "float32", constant=True),
+    Setting(other_call=True),
 ]
 
 
@@ -516,7 +521,8 @@ class Steps:
         grad = self.dy.values()
         xhat, _, _, _, weight = self._normalized()
         by_bias, by_weight = grad.sum((0, 2)), (grad * xhat).sum((0, 2))
-        sums = bench.empty(2 * channels, "float64", name="sums")
+        labels = [LABEL] if self.weight else []  # a group of processes has one
+        sums = bench.empty(2 * channels + len(labels), "float64", name="sums")
         ours = [bench.empty(channels, setting.gradients, name="gradients") for _ in range(2)]
         cuda.backward_reduce(
             bench,
@@ -527,11 +533,14 @@ class Steps:
             sums.pointer,
             *(buffer.pointer for buffer in (ours if self.weight else ())),
             code=cuda.CODES[setting.gradients],
+            **({"label": LABEL} if labels else {}),
         )
+        np.testing.assert_array_equal(sums.array[2 * channels :], labels)
         arithmetic = work_epsilon(self.dtype)[1]
         bound = np.abs(grad * (1 + np.abs(xhat))).sum((0, 2)) * 8 * arithmetic + 1e-300
-        within(sums.array[:channels], by_bias * weight, bound * np.abs(weight), "sum_dy")
-        within(sums.array[channels:], by_weight * weight, bound * np.abs(weight), "sum_dy_xhat")
+        first, second = sums.array[: 2 * channels].reshape(2, -1)
+        within(first, by_bias * weight, bound * np.abs(weight), "sum_dy")
+        within(second, by_weight * weight, bound * np.abs(weight), "sum_dy_xhat")
         if self.weight:
             rounding = 1.01 * work_epsilon(setting.gradients)[0]
             for buffer, wanted in zip(ours, (by_weight, by_bias), strict=True):
@@ -542,7 +551,9 @@ class Steps:
         grad = self.dy.values()
         xhat, count, m2, invstd, weight = self._normalized()
         sums = np.stack([grad.sum((0, 2)), (grad * xhat).sum((0, 2))]) * weight * 1.5
-        total = bench.of(sums, "float64", name="sums of all members")
+        labels = [LABEL] if self.weight else []
+        message = np.append(sums.ravel(), [label + setting.other_call for label in labels])
+        total = bench.of(message, "float64", name="sums of all members")
         dx = bench.like(self.x, "dx")
         cuda.backward_input(
             bench,
@@ -553,7 +564,11 @@ class Steps:
             self.parameters,
             0 if setting.constant else total.pointer,
             rule=setting.rule,
+            **({"label": LABEL} if labels else {}),
         )
+        if setting.other_call:
+            assert np.isnan(dx.values()).all()
+            return
         first, second = np.zeros((2, channels)) if setting.constant else sums
         if setting.rule.clamps:
             second = np.where(m2 / count < setting.rule.eps, 0, second)

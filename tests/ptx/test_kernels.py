@@ -319,7 +319,7 @@ def test_memory_that_is_too_small_is_noticed(short, bench, rng, monkeypatch):
 def test_the_table_of_signatures_names_the_arguments_of_each_kernel(name):
     kernel = cuda.source(name, "float32", 4, False, cuda.THREADS).build()
     assert tuple(inspect.signature(kernel).parameters) == SIGNATURES[name]
-    floats = {"eps", "factor"}
+    floats = {"eps", "factor", "label"}
     assert codes_of(name) == "".join("d" if n in floats else "q" for n in SIGNATURES[name])
 
 
@@ -359,8 +359,10 @@ def test_each_argument_is_launched_under_its_name(kind):
     cuda.moments(run, x, "moments")
     cuda.normalize(run, x, y, parameters, "parts", 5, "statistics", **rule, running=running)
     gradients = ("sums", "grad_weight", "grad_bias")
-    cuda.backward_reduce(run, x, dy, "statistics", parameters, *gradients, code="gradient_code")
-    cuda.backward_input(run, x, dy, dx, "statistics", parameters, "sums", **rule)
+    cuda.backward_reduce(
+        run, x, dy, "statistics", parameters, *gradients, code="gradient_code", label="label"
+    )
+    cuda.backward_input(run, x, dy, dx, "statistics", parameters, "sums", **rule, label="label")
     cuda.merge_parts(run, "parts", 5, 24, "moments")
     sizes |= {"total": prod(shape), "rows": shape[0], "num_parts": 5, "clamp": 1}
     if kind == "planes":

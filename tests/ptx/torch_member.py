@@ -12,13 +12,16 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from emulator.device import emulated
 from test_torch_on_cuda import on_kernels
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from syncbn_core.comm.message_arrays import NOT_YET
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.layer_labels import CALLS_LATER
@@ -29,6 +32,29 @@ from syncbn_torch.backends import plain
 rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:5]))
 without = sys.argv[5:] == ["without"]
 dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2)
+
+
+class DeviceOperations(TorchDispatchMode, list):
+    """The names of the operations that a device would run, apart from our own kernels."""
+
+    def __torch_dispatch__(self, operation, types, arguments=(), settings=None):
+        name = str(operation)
+        if not any(word in name for word in HOST_ONLY):
+            self.append(name)
+        return operation(*arguments, **(settings or {}))
+
+
+HOST_ONLY = (
+    "empty",
+    "view",
+    "detach",
+    "slice",
+    "select",
+    "unbind",
+    "alias",
+    "lift_fresh",
+    "_local_scalar",
+)
 
 on_device = []
 original = exchange.exchange_moments
@@ -88,16 +114,29 @@ with (
     sent = []
     events = SimpleNamespace(query=lambda: bool(come), synchronize=lambda: None)
     come = []
+
+    def pinned(dtype):
+        sent.append(1)
+        assert dtype is torch.int64
+        on_host = torch.from_numpy(np.zeros(1, np.int64))
+        return SimpleNamespace(view=on_host.view, item=lambda: 0 if come else NOT_YET)
+
     patch.setattr(process_group, "_on_cuda", lambda tensor: True)
     patch.setattr(process_group, "_captures", lambda tensor: bool(capturing))
+    patch.setattr(process_group, "_pinned", pinned)
     patch.setattr(process_group, "_sent_to_host", lambda found: (sent.append(1) or found, events))
     for capturing in (True, False):
         layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
         leaf = x[mine, :3].clone().requires_grad_()
+        y, whole_dy = layers[0](leaf), dy[mine, :3].contiguous()
+        with DeviceOperations() as noted:
+            y.backward(whole_dy)
+        label = [] if capturing else ["aten.copy_.default"]
+        assert list(noted) == ["c10d.allreduce_.default", *label], list(noted)
         ys = [layer(leaf) for layer in layers]
         ys[rank].backward(dy[mine, :3])
         assert leaf.grad.isnan().all()
-        assert len(sent) == (0 if capturing else 3)  # labels of two forwards and a backward
+        assert len(sent) == (0 if capturing else 5)  # labels of three forwards and two backwards
         layers[0](leaf)  # nobody waits for the news
     come.append(True)
     with pytest.raises(ProtocolError, match=rf"layer {7 + rank}, forward in call"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm1d
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-from interrupted import Storm, check_statistics
+from interrupted import Storm, check_statistics, join_members
 
 REPLICAS, LAYERS = 2, 6
 
@@ -53,6 +53,7 @@ def main(count: int) -> None:
         train(model, x, dy)
     while storm.interrupts < count:
         if storm.run(partial(train, model, x, dy)):
+            join_members()
             for layer, (mean, var) in zip(model.module, moments, strict=True):
                 check_statistics(layer, mean, var)
         for parameter in model.parameters():

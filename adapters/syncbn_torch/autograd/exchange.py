@@ -45,8 +45,8 @@ class Processes(NamedTuple):
         with ranges.span("exchange", self.site.name):
             return exchange_moments(self.communicator, parts, self.site, with_kernels)
 
-    def all_reduce(self, sums: Any, call: int) -> Any:
-        """Add up `sums` over all processes; `call` is the number of the forward's exchange."""
+    def all_reduce(self, sums: Any, call: int, statistics: Any = None) -> Any:
+        """Add up `sums` over all processes; arguments as of `exchange_sums`."""
         if torch.is_grad_enabled():
             raise StateError(
                 f"expected a backward without create_graph=True in {self.site.name()}, which "
@@ -55,7 +55,7 @@ class Processes(NamedTuple):
                 "which take the statistics of one process"
             )
         with ranges.span("exchange", self.site.name):
-            return exchange_sums(self.communicator, sums, self.site, call)
+            return exchange_sums(self.communicator, sums, self.site, call, statistics)
 
 
 def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:

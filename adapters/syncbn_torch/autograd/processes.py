@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core.backends.base import Affine, Sums
+from syncbn_core.moment_exchange import labelled
 from syncbn_core.moments import require_more_than_one_value
 from syncbn_torch.autograd.alone import LayerCall
 from syncbn_torch.autograd.exchange import Processes, needs_plain_backward, wanted_gradients
@@ -88,13 +89,16 @@ def _backward_over_processes(
     ctx: Any, xs: Sequence[Tensor], dys: Sequence[Tensor], affines: Sequence[Affine]
 ) -> tuple[Any, ...]:
     """Gradients after one all_reduce for all layers, which every rank calls, needed or not."""
-    layers = list(zip(ctx.calls, ctx.statistics, xs, dys, affines, strict=True))
+    known = ctx.statistics
+    if len(known) == 1:
+        known = [labelled(ctx.processes.communicator, known[0], ctx.number)]
+    layers = list(zip(ctx.calls, known, xs, dys, affines, strict=True))
     sums: list[Sums] = [
         call.operations.backward_reduce(x, dy, statistics, affine, call.rule)
         for call, statistics, x, dy, affine in layers
     ]
     exchanges = [one.exchange for one in sums]
-    total = ctx.processes.all_reduce(_joined(exchanges), ctx.number)
+    total = ctx.processes.all_reduce(_joined(exchanges), ctx.number, known[0])
     gradients: list[Any] = [None, None, None]
     start = 0
     for i, (call, statistics, x, dy, affine) in enumerate(layers):

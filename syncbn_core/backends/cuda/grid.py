@@ -8,7 +8,8 @@ passed in the order of `syncbn_core/kernels/cuda/signatures.py`.
 
     packed moments   float64 [2 C + 2]: count, mean, m2, and a place for a label, set to 0
     statistics       float64 [3 C + 1]: count, mean, m2, invstd; backward needs them besides x
-    sums             float64 [2 C]: sum(dy) * weight, sum(dy * xhat) * weight
+    sums             float64 [2 C] or [2 C + 1]: sum(dy) * weight, sum(dy * xhat) * weight, and
+                     where members are processes a label (`comm.sum_labels`)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
-from math import isqrt
+from math import isqrt, nan
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +37,7 @@ from syncbn_core.moments import NormRule
 
 __all__ = [
     "CODES",
+    "NO_LABEL",
     "NO_RUNNING",
     "SIZES",
     "THREADS",
@@ -144,6 +146,7 @@ class Running:
 
 
 NO_RUNNING = Running()
+NO_LABEL = nan
 
 
 class _Step(NamedTuple):
@@ -456,10 +459,12 @@ def backward_reduce(
     grad_bias: Pointer = 0,
     *,
     code: int = CODES["float32"],
+    label: float = NO_LABEL,
 ) -> None:
     """Write this member's sums to `into`, and its gradients of weight and bias.
 
-    `code`: the dtype of those gradients, one of `CODES`. x and dy must not be empty.
+    `code`: the dtype of those gradients, one of `CODES`. `label` is written behind the sums. x and
+    dy must not be empty.
     """
     cut = _cut_reduction(_BACKWARD_REDUCE, run, x, dy)
     partials, counters, _kept = _shared_sums(run, cut)
@@ -475,6 +480,7 @@ def backward_reduce(
         parameters.weight,
         parameters.weight_code,
         code,
+        label,
         into,
         grad_weight,
         grad_bias,
@@ -491,8 +497,12 @@ def backward_input(
     sums: Pointer,
     *,
     rule: NormRule,
+    label: float = NO_LABEL,
 ) -> None:
-    """Write dx. `sums`: pointer to the sums over all members; 0 for constant statistics (eval)."""
+    """Write dx. `sums`: pointer to the sums over all members; 0 for constant statistics (eval).
+
+    If the number behind the sums is not `label`, dx becomes NaN.
+    """
     if x.outer * x.channels * x.inner == 0:
         return
     cut = _cut_elementwise(_BACKWARD_INPUT, run.threads, x, dy, dx)
@@ -507,6 +517,7 @@ def backward_input(
         parameters.weight,
         parameters.weight_code,
         sums,
+        label,
         rule.eps,
         int(rule.clamps),
     )

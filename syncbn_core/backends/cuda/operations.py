@@ -17,8 +17,8 @@ from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.driver import KernelFailure
 from syncbn_core.backends.cuda.launcher import Launcher
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView
-from syncbn_core.backends.cuda.plain import DeviceStatistics, PlainDeviceOperations
-from syncbn_core.device_moments import DeviceMoments
+from syncbn_core.backends.cuda.plain import PlainDeviceOperations
+from syncbn_core.device_moments import DeviceMoments, DeviceStatistics
 from syncbn_core.layout import Layout
 from syncbn_core.moments import NormRule
 
@@ -220,6 +220,9 @@ class CudaOperations(PlainDeviceOperations):
             if 0 in x.shape:
                 dtype = memory.dtype_name(x if affine.weight is None else affine.weight)
                 exchange = memory.zeros((2, x.shape[1]), "float64", index)
+                if statistics.label is not None:
+                    exchange = memory.zeros((2 * x.shape[1] + 1,), "float64", index)
+                    exchange[-1:] = statistics.label
                 return Sums(exchange, *memory.zeros((2, x.shape[1]), dtype, index))
             pair = self._pair(x, dy)
             parameters, _kept = self._parameters(affine)
@@ -275,7 +278,9 @@ class CudaOperations(PlainDeviceOperations):
         memory, index = self.memory, run.index
         shape = (2, pair.x.channels)
         dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
-        exchange = memory.empty(shape, "float64", index)
+        labelled = statistics.label is not None
+        size = (2 * pair.x.channels + 1,) if labelled else shape
+        exchange = memory.empty(size, "float64", index)
         grad_weight, grad_bias = memory.empty(shape, dtype, index)
         grid.backward_reduce(
             run,
@@ -287,6 +292,7 @@ class CudaOperations(PlainDeviceOperations):
             memory.pointer(grad_weight),
             memory.pointer(grad_bias),
             code=grid.CODES[dtype],
+            label=grid.NO_LABEL if statistics.label is None else statistics.label,
         )
         return Sums(exchange, grad_weight, grad_bias)
 
@@ -311,6 +317,7 @@ class CudaOperations(PlainDeviceOperations):
             parameters,
             0 if total is None else memory.pointer(total),
             rule=rule,
+            label=grid.NO_LABEL if statistics.label is None else statistics.label_of_total,
         )
         return memory.cast_to_output(dx, out)
 

@@ -6,42 +6,18 @@ the two can be exchanged, within a member and between members.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from syncbn_core.backends.base import Affine, Forward, Operations, RunningStatistics, Sums
 from syncbn_core.backends.cuda.memory import DeviceMemory
-from syncbn_core.device_moments import DeviceMoments, join_rows
+from syncbn_core.device_moments import DeviceMoments, DeviceStatistics, join_rows
 from syncbn_core.moments import Moments, NormRule, Statistics
 
-__all__ = ["DeviceStatistics", "PlainDeviceOperations"]
+__all__ = ["PlainDeviceOperations"]
 
 Array = Any
-
-
-class DeviceStatistics(NamedTuple):
-    """Statistics of the whole batch on a device: count, mean, m2, invstd in `packed`.
-
-    `packed`: float64 `(3 C + 1,)`.
-    """
-
-    packed: Array
-
-    @property
-    def mean(self) -> Array:
-        """Per channel, `(C,)` float64."""
-        return self.packed[1 : 1 + len(self.packed) // 3]
-
-    @property
-    def invstd(self) -> Array:
-        """Per channel, `(C,)` float64."""
-        return self.packed[1 + len(self.packed) // 3 * 2 :]
-
-    def as_plain(self) -> Statistics:
-        """The same as `Statistics`, for `PlainOperations`; the count is an array `()`."""
-        packed, channels = self.packed, len(self.packed) // 3
-        m2 = packed[1 + channels : 1 + 2 * channels]
-        return Statistics(Moments(packed[0], self.mean, m2), self.invstd)
 
 
 class PlainDeviceOperations(Operations):
@@ -106,9 +82,13 @@ class PlainDeviceOperations(Operations):
     def backward_reduce(
         self, x: Array, dy: Array, statistics: DeviceStatistics, affine: Affine, rule: NormRule
     ) -> Sums:
-        memory = self.memory
-        with memory.on_device(memory.device_of(x)):
-            return memory.plain.backward_reduce(x, dy, statistics.as_plain(), affine, rule)
+        memory, index = self.memory, self.memory.device_of(x)
+        with memory.on_device(index):
+            sums = memory.plain.backward_reduce(x, dy, statistics.as_plain(), affine, rule)
+            if statistics.label is None:
+                return sums
+            label = memory.zeros((1,), "float64", index) + statistics.label
+            return sums._replace(exchange=memory.join([sums.exchange.reshape(-1), label]))
 
     def backward_input(
         self,
@@ -122,6 +102,9 @@ class PlainDeviceOperations(Operations):
     ) -> Array:
         memory, known = self.memory, statistics.as_plain()
         with memory.on_device(memory.device_of(x)):
+            if total is not None and statistics.label is not None:
+                wrong = total[-1:] != statistics.label_of_total
+                total = memory.plain.xp.where(wrong, math.nan, total[:-1]).reshape(2, -1)
             return memory.plain.backward_input(x, dy, known, affine, rule, total, out)
 
     def update_running(

@@ -37,9 +37,10 @@ HostArray = np.ndarray[Any, Any]
 
 # The largest error of a kernel for activations of a dtype, over the largest value.
 TOLERANCES = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-5, "float64": 1e-11}
-CASES = 1  # to be increased when cases change: kernels are then checked again
+CASES = 2  # to be increased when cases change: kernels are then checked again
 GUARD = 32  # numbers before and behind each result, which a kernel must not write
 GUARDED = 7.0
+LABEL = 3.0 * 2**40  # of sums
 
 
 @dataclass(slots=True)
@@ -335,13 +336,21 @@ def _check_backward_reduce(case: _Case) -> None:
     for dtype in case.parameter_dtypes:
         parameters, affine = case.affine(dtype)
         wanted = REFERENCE.backward_reduce(case.x, dy, statistics, affine, rule)
-        into = run.result("sums", "float64", tolerance, *wanted.exchange)
+        into = run.result("sums", "float64", tolerance, *wanted.exchange, np.array([LABEL]))
         least = max(tolerance, TOLERANCES[dtype])
         grad_weight = run.result("gradient of weight", dtype, least, wanted.grad_weight)
         grad_bias = run.result("gradient of bias", dtype, least, wanted.grad_bias)
         code, gradients = grid.CODES[dtype], (grad_weight, grad_bias)
         grid.backward_reduce(
-            run, case.view, dy_view, given, parameters, into, *gradients, code=code
+            run,
+            case.view,
+            dy_view,
+            given,
+            parameters,
+            into,
+            *gradients,
+            code=code,
+            label=LABEL,
         )
         run.compare()
     wanted = REFERENCE.backward_reduce(case.x, dy, statistics, Affine(), rule)
@@ -358,9 +367,11 @@ def _check_backward_input(case: _Case) -> None:
         dy_view, dy = case.gradient(statistics)
         total = REFERENCE.backward_reduce(case.x, dy, statistics, affine, rule).exchange
         wanted = REFERENCE.backward_input(case.x, dy, statistics, affine, rule, total)
-        (given, _), (sums, _) = (run.given(v, "float64") for v in (_known(statistics), total))
+        message = np.append(total, LABEL)
+        (given, _), (sums, _) = (run.given(v, "float64") for v in (_known(statistics), message))
         dx = case.output(f'dx with eps_mode="{rule.mode}"', wanted)
-        grid.backward_input(run, case.view, dy_view, dx, given, parameters, sums, rule=rule)
+        views = case.view, dy_view, dx
+        grid.backward_input(run, *views, given, parameters, sums, rule=rule, label=LABEL)
         run.compare()
     wanted = REFERENCE.backward_input(case.x, dy, statistics, Affine(), rule, None)
     dx = case.output("dx in eval", wanted)

@@ -150,7 +150,7 @@ def _first_slot(tid, threads, outer, channels, inner, slots, c, k, splits):
 
 @device
 def _next_slot(start, slot, slots, start_on, slots_on, plane_on):
-    """`(start, slot)` of the slot that is so much on; `plane_on`: from one plane to the next."""
+    """`(start, slot)`, advanced by a step; `plane_on`: the distance from one plane to the next."""
     start += start_on
     slot += slots_on
     if slot >= slots:
@@ -351,6 +351,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
         weight,
         weight_code,
         gradient_code,
+        label,
         sums,
         grad_weight,
         grad_bias,
@@ -417,6 +418,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
                 weight,
                 weight_code,
                 gradient_code,
+                label,
                 sums,
                 grad_weight,
                 grad_bias,
@@ -583,7 +585,7 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         store(dx, at, results(v, g, left, i, rounded_means, dy_scales, x_scales, shifts))
 
     def kernel(
-        x, dy, dx, total, channels, inner, statistics, weight, weight_code, sums, eps, clamp
+        x, dy, dx, total, channels, inner, statistics, weight, weight_code, sums, label, eps, clamp
     ):
         rounded_means = cuda.shared.array(TABLE, work)
         dy_scales = cuda.shared.array(TABLE, work)
@@ -604,7 +606,7 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         while (plane + i) * inner < end:
             c = (plane + i) - quotient(plane + i, channels) * channels
             rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
-                work, c, channels, statistics, weight, weight_code, sums, eps, clamp
+                work, c, channels, statistics, weight, weight_code, sums, label, eps, clamp
             )
             rounded_means[i] = rounded_mean
             dy_scales[i] = dy_scale

@@ -52,7 +52,7 @@ def _partial(partials, at, span, exists):
 
 @device
 def _store_partials(partials, number, span, tid, first, second):
-    """Store two sums of each of the first `span` threads as number `number`, for other blocks."""
+    """Store two sums of each of the first `span` threads, where `number` tells other blocks."""
     if tid < span:
         at = number * 2 * span + tid
         store_f64(partials, at, first)
@@ -297,6 +297,7 @@ def rows_backward_reduce(dtype, lanes, threads):
         weight,
         weight_code,
         gradient_code,
+        label,
         sums,
         grad_weight,
         grad_bias,
@@ -372,6 +373,7 @@ def rows_backward_reduce(dtype, lanes, threads):
                 weight,
                 weight_code,
                 gradient_code,
+                label,
                 sums,
                 grad_weight,
                 grad_bias,
@@ -529,6 +531,7 @@ def rows_backward_input(dtype, lanes, threads):
         weight,
         weight_code,
         sums,
+        label,
         eps,
         clamp,
     ):
@@ -548,7 +551,7 @@ def rows_backward_input(dtype, lanes, threads):
         c = tile * span + tid
         if tid < span and c < channels:
             rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
-                work, c, channels, statistics, weight, weight_code, sums, eps, clamp
+                work, c, channels, statistics, weight, weight_code, sums, label, eps, clamp
             )
             rounded_means[tid] = rounded_mean
             dy_scales[tid] = dy_scale

@@ -13,7 +13,7 @@ from typing import Final
 
 __all__ = ["SIGNATURES", "codes_of"]
 
-_FLOATS: Final = ("eps", "factor")  # float64; all other arguments are int64
+_FLOATS: Final = ("eps", "factor", "label")  # float64; all other arguments are int64
 
 _PLANES_REDUCTION = "skew outer channels inner slots splits partials block_counters"
 _ROWS_REDUCTION = "rows channels width splits group partials block_counters"
@@ -23,8 +23,8 @@ _NORMALIZE = (
     "weight weight_code bias bias_code parts num_parts eps clamp "
     "running_mean running_var running_code tracked factor statistics"
 )
-_BACKWARD_REDUCE = "statistics weight weight_code gradient_code sums grad_weight grad_bias"
-_BACKWARD_INPUT = "statistics weight weight_code sums eps clamp"
+_BACKWARD_REDUCE = "statistics weight weight_code gradient_code label sums grad_weight grad_bias"
+_BACKWARD_INPUT = "statistics weight weight_code sums label eps clamp"
 
 SIGNATURES: Final = {
     name: tuple(arguments.split())

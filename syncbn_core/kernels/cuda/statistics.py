@@ -194,10 +194,13 @@ def input_gradient(x, dy, rounded_mean, dy_scale, x_scale, shift):
 
 
 @device
-def gradient_coefficients(work, c, channels, statistics, weight, weight_code, sums, eps, clamp):
+def gradient_coefficients(
+    work, c, channels, statistics, weight, weight_code, sums, label, eps, clamp
+):
     """`(rounded_mean, dy_scale, x_scale, shift)` of channel `c`, for `input_gradient`.
 
-    Without `sums` the statistics are constants: no gradient flows through them.
+    Without `sums` the statistics are constants: no gradient flows through them. Unless `label` is
+    NaN, the sums must end with this number; else all gradients become NaN.
     """
     mean = load_f64(statistics, 1 + c)
     invstd = load_f64(statistics, 1 + 2 * channels + c)
@@ -210,6 +213,8 @@ def gradient_coefficients(work, c, channels, statistics, weight, weight_code, su
             var = load_f64(statistics, 1 + channels + c) / count
             if not is_clamped(var, eps, clamp):
                 mean_dy_xhat = load_f64(sums, channels + c) / count
+        if not math.isnan(label) and load_f64(sums, 2 * channels) != label:
+            mean_dy = math.nan
     dy_scale = invstd * weight_of(weight, weight_code, c)
     x_scale = -invstd * invstd * mean_dy_xhat
     rounded_mean, shift = around_rounded_mean(work, mean, x_scale)
@@ -244,13 +249,15 @@ def write_sums(
     weight,
     weight_code,
     gradient_code,
+    label,
     sums,
     grad_weight,
     grad_bias,
 ):
     """From sums of dy and `dy * (x - rounded_mean)`: gradients of weight and bias, sums for dx.
 
-    `sums` are `sum(dy) * weight`, `sum(dy * xhat) * weight`: what the members add up.
+    `sums` are `sum(dy) * weight`, `sum(dy * xhat) * weight`, which the members add up. `label` is
+    written behind them, unless it is NaN.
     """
     mean = load_f64(statistics, 1 + c)
     invstd = load_f64(statistics, 1 + 2 * channels + c)
@@ -259,6 +266,8 @@ def write_sums(
         store_parameter(gradient_code, grad_weight, c, second)
     if given(grad_bias):
         store_parameter(gradient_code, grad_bias, c, first)
+    if c == 0 and not math.isnan(label):
+        store_f64(sums, 2 * channels, label)
     scale = weight_of(weight, weight_code, c)
     store_f64(sums, c, first * scale)
     store_f64(sums, channels + c, second * scale)
