@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from functools import cache, partial
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn_core.backends.base import Affine, Operations
+from syncbn_core.backends.base import Affine, Operations, RunningStatistics
 from syncbn_core.moment_exchange import CallSite
 from syncbn_core.moments import require_more_than_one_value
 from syncbn_torch import ranges
@@ -45,7 +46,7 @@ from syncbn_torch.backends import cuda, memory, plain, torch_kernel
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
-from syncbn_torch.usual import remember, usual_eval, usual_forward
+from syncbn_torch.usual import is_in_place, remember, still_checked, usual_eval, usual_forward
 from syncbn_torch.validation import (
     check_floating,
     check_for_processes,
@@ -67,7 +68,7 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
     it is one flag for all threads. `in_range`: whether a profiler already sees this forward.
     """
     if not (traced and torch.compiler.is_compiling()):
-        found = usual_forward(layer, x) if layer.training else usual_eval(layer, x)
+        found = _usual(layer, x)
         if found is not None:
             return found
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
@@ -107,14 +108,40 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
         single: Tensor = operations.forward_single(x, affine, rule, running).y
         return single
     call, hooks = LayerCall(operations, rule, running), saving_runs_hooks()
+    if operations.with_kernels:
+        remember(layer, *affine, running)
     if processes is not None:
         node = batch_norm_of_processes if hooks else SyncBatchNormFunction.apply
         (y,) = node([call], processes, [], x, *affine)
         return y
-    if operations.with_kernels:
-        remember(layer, *affine, running)
     alone = batch_norm_updating_last if hooks else BatchNormFunction.apply
     return alone(call, None, x, *affine)
+
+
+def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
+    """`forward` without its checks, where all have passed before; None if something is unusual."""
+    if not layer.training:
+        return usual_eval(layer, x)
+    checked = still_checked(layer, x)
+    if checked is None:
+        return None
+    processes = None
+    if layer.process_group is not None or (dist.is_available() and dist.is_initialized()):
+        processes = processes_of(layer, x)
+    y: Any = None
+    if processes is None:
+        y = usual_forward(layer, x, checked)
+        if y is not None or x.is_cpu:
+            return y  # type: ignore[no-any-return]
+    operations = operations_for(x)
+    if not (operations.with_kernels and is_in_place(checked, x)):
+        return None
+    running = RunningStatistics(*checked[2:5], layer.momentum)
+    call = LayerCall(operations, layer._rule, running)
+    if processes is None:
+        return BatchNormFunction.apply(call, None, x, *checked[:2])  # type: ignore[no-any-return]
+    (y,) = SyncBatchNormFunction.apply([call], processes, [], x, *checked[:2])
+    return y  # type: ignore[no-any-return]
 
 
 def _forward_in_range(layer: LayerState, x: Tensor) -> Tensor:

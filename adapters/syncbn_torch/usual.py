@@ -1,4 +1,4 @@
-"""The usual case of a layer alone on the CPU, in as few steps as can be.
+"""The usual case of a layer in as few steps as can be.
 
 In a network a step of Python takes longer than in a loop, because its memory is no longer in the
 caches: the checks of `dispatch` would take as long as the kernel of a middle-sized layer. So the
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.backends.base import RunningStatistics
@@ -29,11 +28,10 @@ from syncbn_torch._torch_private import (
 from syncbn_torch.backends import torch_kernel
 from syncbn_torch.backends.memory import PLAIN, is_whole
 from syncbn_torch.layer_state import LayerState
-from syncbn_torch.process_group import communicator_for
 from syncbn_torch.validation import FLOATS
 from syncbn_torch.which_kernel import ours_is_faster
 
-__all__ = ["remember", "usual_eval", "usual_forward"]
+__all__ = ["Checked", "is_in_place", "remember", "still_checked", "usual_eval", "usual_forward"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -46,6 +44,7 @@ class Checked(NamedTuple):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
+    device: torch.device | None  # None: the CPU
     data: tuple[Tensor, Tensor]  # of the running mean and variance
     present: list[Tensor]
     places: list[int]
@@ -64,26 +63,33 @@ def remember(
     mean, var, counter = running.mean, running.var, running.num_batches_tracked
     tensors = (weight, bias, mean, var, counter)
     present = [own for own in tensors if own is not None]
-    for own in present:
-        if not (type(own) in PLAIN and own.is_cpu and not own.is_neg() and not own.is_inference()):
-            return
-    if mean is None or var is None or counter is None:
+    if mean is None or var is None or counter is None or not (mean.is_cpu or mean.is_cuda):
         return
+    device = mean.device
+    for own in present:
+        if type(own) not in PLAIN or own.device != device or own.is_neg() or own.is_inference():
+            return
     places = [*map(Tensor.data_ptr, present)]
     addresses = np.array([0 if own is None else own.data_ptr() for own in tensors])
+    where, data = None if mean.is_cpu else device, (mean.data, var.data)
     layer.__dict__["_checked"] = Checked(
-        weight, bias, mean, var, counter, (mean.data, var.data), present, places, addresses
+        weight, bias, mean, var, counter, where, data, present, places, addresses
     )
 
 
-def usual_forward(layer: LayerState, x: Tensor) -> Tensor | None:
-    """The training forward of a layer alone; None if something is unusual, or not checked yet."""
-    checked = layer._checked
+def still_checked(layer: LayerState, x: Tensor) -> Checked | None:
+    """The tensors of a layer in training if all checks of this call would pass, as they did before.
+
+    None if something is unusual, or was not checked yet.
+    """
+    checked: Checked | None = layer._checked
+    if checked is None:
+        return None
+    weight, bias, mean, var, counter, device, *_ = checked
     if (
-        checked is None
-        or layer._replica_sync is not None
+        layer._replica_sync is not None
         or type(x) not in PLAIN
-        or not x.is_cpu
+        or (not x.is_cpu if device is None else x.device != device)
         or x.layout is not torch.strided
         or x.is_nested
         or x.is_inference()
@@ -94,7 +100,6 @@ def usual_forward(layer: LayerState, x: Tensor) -> Tensor | None:
         or saving_runs_hooks()
     ):
         return None
-    weight, bias, mean, var, counter, data, present, places, addresses = checked
     parameters: Any = layer._parameters
     buffers: Any = layer._buffers
     if (
@@ -106,12 +111,9 @@ def usual_forward(layer: LayerState, x: Tensor) -> Tensor | None:
         or not layer.track_running_stats
     ):
         return None
-    group = layer.process_group
-    if (group is not None or dist.is_initialized()) and communicator_for(group) is not None:
-        return None
     layer._check_input_dim(x)
     dtype: Any = x.dtype
-    own: Any = mean.dtype if weight is None else weight.dtype
+    own: Any = (mean if weight is None else weight).dtype
     if (
         (dtype is not own and not (own is torch.float32 and dtype in _HALVES))
         or x.size(1) != layer.num_features
@@ -119,19 +121,31 @@ def usual_forward(layer: LayerState, x: Tensor) -> Tensor | None:
         or var.requires_grad
     ):
         return None
-    rule, momentum = layer._rule, layer.momentum
-    if rule.clamps or ours_is_faster(x):
-        y: Tensor | None = cpu_kernels().batch_norm(x, checked[:5], addresses, momentum, rule)
+    return checked
+
+
+def is_in_place(checked: Checked, x: Tensor) -> bool:
+    """Whether x and the tensors have memory, the tensors where it was when they were checked."""
+    return is_whole(x) and [*map(Tensor.data_ptr, checked.present)] == checked.places
+
+
+def usual_forward(layer: LayerState, x: Tensor, checked: Checked) -> Tensor | None:
+    """The training forward of a layer alone by torch's kernel or those for CPU.
+
+    None if others are to be used, or something is unusual.
+    """
+    momentum = layer.momentum
+    if ours_is_faster(x) or layer.effective_eps_mode == "clamp":
+        y: Tensor | None = None
+        if x.is_cpu:
+            kernels, rule = cpu_kernels(), layer._rule
+            y = kernels.batch_norm(x, checked[:5], checked.addresses, momentum, rule)
         return y
-    if (
-        modes_run_other_code()
-        or x.numel() <= x.size(1)
-        or not is_whole(x)
-        or [*map(Tensor.data_ptr, present)] != places
-    ):
+    if modes_run_other_code() or x.numel() <= x.size(1) or not is_in_place(checked, x):
         return None
-    running = (mean, var, counter, momentum)
-    return torch_kernel.batch_norm_in_place(x, weight, bias, running, data, rule.eps)
+    weight, bias, mean, var, counter, _, data, *_ = checked
+    running = mean, var, counter, momentum
+    return torch_kernel.batch_norm_in_place(x, weight, bias, running, data, layer.eps)
 
 
 def usual_eval(layer: LayerState, x: Tensor) -> Tensor | None:

@@ -82,11 +82,13 @@ def _is_large_on_device(x: Tensor) -> bool:
 def _is_large(x: Tensor) -> bool:
     """Whether x is so large that our CPU kernels are faster than torch's (see the table above)."""
     size, bytes_each = x.numel(), x.element_size()
+    if size < KERNEL_SIZE:
+        return False
     if size * bytes_each >= HUGE_SIZE and memory.huge_pages_on_request():
         return True
     if x.dim() < 3 or not x.is_contiguous():
         return False
     if bytes_each > 2:
-        return size >= KERNEL_SIZE
+        return True
     short = size <= SHORT * x.shape[0] * x.shape[1]
     return short and size >= KERNEL_SIZE_16_BITS * torch.get_num_threads()

@@ -29,12 +29,15 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
+from syncbn_core.backends.base import RunningStatistics  # noqa: E402
 from syncbn_core.backends.cuda import driver  # noqa: E402
 from syncbn_core.backends.cuda.grid import MAX_PARTS, SIZES  # noqa: E402
 from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.backends.cuda.usable import usable_kernel  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
+from syncbn_torch import dispatch  # noqa: E402
+from syncbn_torch.autograd.alone import BatchNormFunction, LayerCall  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
 from syncbn_torch.which_kernel import always_ours  # noqa: E402
 
@@ -225,6 +228,12 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     def operations_for(tensor: torch.Tensor) -> Any:
         return gpu.operations if gpu.takes(tensor) else plain.OPERATIONS
 
+    def usual_forward(layer: Any, x: torch.Tensor, checked: Any) -> Any:
+        """As for a tensor of a device."""
+        running = RunningStatistics(*checked[2:5], layer.momentum)
+        call = LayerCall(operations_for(x), layer._rule, running)
+        return BatchNormFunction.apply(call, None, x, *checked[:2])
+
     def uncached() -> None:
         cuda._ready.cache_clear()
         cuda._missing.cache_clear()
@@ -233,6 +242,7 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     with pytest.MonkeyPatch.context() as patch, always_ours():
         for module in ("dispatch", "forward_together"):
             patch.setattr(sys.modules[f"syncbn_torch.{module}"], "operations_for", operations_for)
+        patch.setattr(dispatch, "usual_forward", usual_forward)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
         try:
