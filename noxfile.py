@@ -57,8 +57,9 @@ from pathlib import Path
 import syncbn_core
 assert "torch" not in sys.modules, "import syncbn_core has imported torch"
 import syncbn_torch
+import syncbn_verify
 
-for package in (syncbn_core, syncbn_torch):
+for package in (syncbn_core, syncbn_torch, syncbn_verify):
     place = Path(package.__file__).parent
     assert place.is_relative_to(sys.prefix), f"{place} is not the installed package"
     assert resources.files(package).joinpath("py.typed").is_file(), f"no py.typed in {place}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
 from syncbn_core.comm.message_arrays import NOT_YET, HostCopy, Verdict, register_arrays
-from syncbn_core.comm.process_group import grace_after, whereabouts
+from syncbn_core.comm.process_group import grace_after, reports_of_others, whereabouts
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
 from syncbn_torch.backends.memory import as_array, as_tensor
 
@@ -147,36 +147,19 @@ def _in_world(group: Any, rank: int) -> str:
 
 def _where_others_are(group: Any, rank: int, size: int, call: CollectiveCall, grace: float) -> str:
     """Text that says which ranks report the failure in the group's store in time, and where."""
-    heard: dict[int, str] = {}
-    others = [other for other in range(size) if other != rank]
 
-    def ask() -> None:
-        store = _store_of(group)
-        store.set(_report_of(group, rank), str(call))
-        deadline = time.monotonic() + grace
-        while len(heard) < len(others) and time.monotonic() < deadline:
-            for other in others:
-                if other not in heard and store.check([_report_of(group, other)]):
-                    heard[other] = store.get(_report_of(group, other)).decode()
-            time.sleep(0.01)
+    def tell() -> None:
+        _store_of(group).set(_report_of(group, rank), str(call))
 
-    gone = []
+    def read(other: int) -> str | None:
+        store, key = _store_of(group), _report_of(group, other)
+        return store.get(key).decode() if store.check([key]) else None
 
-    def ask_quietly() -> None:
-        try:
-            ask()
-        except Exception as error:  # the store has failed too
-            gone.append(error)
-
-    thread = threading.Thread(target=ask_quietly, daemon=True)
-    thread.start()
-    thread.join(grace + 1.0)  # the store may hang; this rank must not
-    if gone or thread.is_alive():
+    reports = reports_of_others(tell, read, [r for r in range(size) if r != rank], grace)
+    if reports is None:
         return "the missing ranks are not known, because the group's store is gone too"
-    said = dict(heard)
-    return whereabouts(
-        call, {f"{other}{_in_world(group, other)}": said.get(other) for other in others}
-    )
+    names = {f"{other}{_in_world(group, other)}": text for other, text in reports.items()}
+    return whereabouts(call, names)
 
 
 def _report_of(group: Any, rank: int) -> str:

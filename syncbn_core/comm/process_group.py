@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -28,7 +30,7 @@ from syncbn_core.errors import (
     StateError,
 )
 
-__all__ = ["ProcessCommunicator", "Transport", "grace_after", "whereabouts"]
+__all__ = ["ProcessCommunicator", "Transport", "grace_after", "reports_of_others", "whereabouts"]
 
 Array = Any
 
@@ -250,6 +252,37 @@ def grace_after(seconds: float) -> float:
     tenth of the timeout `seconds`, but 1 to 30.
     """
     return min(max(1.0, 0.1 * seconds), 30.0)
+
+
+def reports_of_others(
+    tell: Callable[[], None],
+    read: Callable[[int], str | None],
+    others: Sequence[int],
+    grace: float,
+) -> dict[int, str | None] | None:
+    """What each of `others` has reported of a failed call within `grace` seconds; None for nothing.
+
+    `tell()` reports for this rank; `read(other)` is what another has reported. Returns None if they
+    raise or hang.
+    """
+    heard: dict[int, str | None] = dict.fromkeys(others)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            tell()
+            deadline = time.monotonic() + grace
+            while None in heard.values() and time.monotonic() < deadline:
+                for other, text in heard.items():
+                    heard[other] = read(other) if text is None else text
+                time.sleep(0.01)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(grace + 1.0)  # what they ask may hang; this rank must not
+    return None if errors or thread.is_alive() else dict(heard)
 
 
 def whereabouts(call: CollectiveCall, reports: Mapping[str, str | None]) -> str:
