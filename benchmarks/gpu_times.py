@@ -26,6 +26,8 @@ from syncbn_core.kernels.cuda.constants import SIZES, THREADS, UNROLL, VECTOR
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED = RESULTS / "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
+COSTS = "ptx-costs.json"  # of the kernels as they are
+MEASURED_COSTS = "ptx-costs-809ee92.json"  # of those that were measured
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 LAYOUTS = {"NCHW": "planes", "channels_last": "rows"}
 RATES = ("issue slots", "float64", "conversions")
@@ -94,8 +96,8 @@ def resnet(batch: int, dtype: str, layout: str) -> list[Shape]:
 
 
 @cache
-def _costs() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads((RESULTS / "ptx-costs.json").read_text(encoding="utf-8"))
+def _costs(file: str) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     return table["kernels"]
 
 
@@ -110,9 +112,9 @@ COUNTED = ("instructions", "float64", "conversions", "conversions64")
 
 
 @cache
-def _per_byte_and_block(key: str) -> dict[str, tuple[float, float]]:
+def _per_byte_and_block(key: str, costs: str) -> dict[str, tuple[float, float]]:
     """Of what is counted: how many per byte of x, and how many per block besides."""
-    small = _costs()[key]
+    small = _costs(costs)[key]
     large = small["large"]
     nbytes = math.prod(small["shape"]) * SIZES[key.split("-")[1]]
     found = {}
@@ -126,7 +128,7 @@ def _per_byte_and_block(key: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _rates(key: str, size: int) -> dict[str, tuple[float, float]]:
+def _rates(key: str, size: int, costs: str) -> dict[str, tuple[float, float]]:
     """Of what is counted: how many per byte and per block, for planes of `size` numbers.
 
     Those of kernels for ragged planes were counted for planes of 7x7. For longer planes, what they
@@ -134,10 +136,11 @@ def _rates(key: str, size: int) -> dict[str, tuple[float, float]]:
     elementwise kernels are not: there it is per vector. For planes of 14x14 in float16 this agrees
     with the counts within a tenth.
     """
-    found = _per_byte_and_block(key)
+    found = _per_byte_and_block(key, costs)
     if "-ragged" not in key:
         return found
-    whole, share = _per_byte_and_block(key.replace("-ragged", "")), min(1.0, 49 / size)
+    whole = _per_byte_and_block(key.replace("-ragged", ""), costs)
+    share = min(1.0, 49 / size)
     return {
         name: (each, per_block)
         if name == "instructions" and ("normalize" in key or "input" in key)
@@ -179,7 +182,7 @@ def resident_blocks(gpu: Gpu, key: str) -> int:
     return max(1, min(gpu.threads // THREADS, gpu.blocks, by_registers, by_shared))
 
 
-def launch(gpu: Gpu, shape: Shape, step: str) -> Launch:
+def launch(gpu: Gpu, shape: Shape, step: str, costs: str = COSTS) -> Launch:
     """A step of a shape. No data is taken to be in L2."""
     pair = step in ("reduce", "input")
     offsets = (0,) * (3 if step == "input" else 2 if step != "moments" else 1)
@@ -196,7 +199,7 @@ def launch(gpu: Gpu, shape: Shape, step: str) -> Launch:
         merged = 2 if shape.layout != "NCHW" and group < splits else 1
 
     nbytes = shape.nbytes
-    rates = _rates(key, shape.size)
+    rates = _rates(key, shape.size, costs)
     counts = {name: a * nbytes + b * blocks for name, (a, b) in rates.items()}
     per_byte, own = rates["instructions"][0], rates["instructions"][1] / THREADS
     ahead = AHEAD.get(step) or AHEAD[f"{LAYOUTS[shape.layout]}_{step}"]
@@ -262,9 +265,12 @@ def binding(gpu: Gpu, shape: Shape, step: str) -> str:
     return max(LIMITS, key=found.__getitem__)
 
 
-def predict(gpu: Gpu, shape: Shape, constants: Constants = CALIBRATED) -> dict[str, float]:
+def predict(
+    gpu: Gpu, shape: Shape, constants: Constants = CALIBRATED, costs: str = COSTS
+) -> dict[str, float]:
     """Seconds of each step, of forward and of backward."""
-    found = {step: seconds(gpu, launch(gpu, shape, step), constants)["all"] for step in STEPS}
+    runs = {step: launch(gpu, shape, step, costs) for step in STEPS}
+    found = {step: seconds(gpu, run, constants)["all"] for step, run in runs.items()}
     return found | {name: sum(found[s] for s in steps) for name, steps in DIRECTIONS.items()}
 
 
@@ -295,7 +301,7 @@ def over_measured(constants: Constants = CALIBRATED) -> dict[tuple[str, str, str
     """Predicted over measured times, by dtype, layout and direction."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for shape, times in measured():
-        predicted = predict(GPUS["H100"], shape, constants)
+        predicted = predict(GPUS["H100"], shape, constants, MEASURED_COSTS)
         for name, time in times.items():
             group = found.setdefault((shape.dtype, shape.layout, name), [])
             group.append(predicted[name] / time)
