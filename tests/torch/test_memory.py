@@ -11,7 +11,7 @@ from syncbn_torch.backends.memory import (
     as_array,
     as_tensor,
     huge_pages_on_request,
-    takes,
+    supports,
 )
 
 
@@ -49,13 +49,13 @@ def test_lazily_negated_tensor_has_its_own_sign() -> None:
 
 
 def test_what_takes() -> None:
-    assert takes(torch.ones(1))
-    assert takes(torch.ones(1).double())
-    assert takes(torch.ones(1).half())
-    assert takes(torch.ones(1).bfloat16())
-    assert not takes(torch.ones(1, dtype=torch.float8_e5m2))
-    assert not takes(torch.ones(1, device="meta"))
-    assert not takes(torch.ones(2, 2).to_sparse())
+    assert supports(torch.ones(1))
+    assert supports(torch.ones(1).double())
+    assert supports(torch.ones(1).half())
+    assert supports(torch.ones(1).bfloat16())
+    assert not supports(torch.ones(1, dtype=torch.float8_e5m2))
+    assert not supports(torch.ones(1, device="meta"))
+    assert not supports(torch.ones(2, 2).to_sparse())
 
 
 def test_import_compiles_nothing() -> None:

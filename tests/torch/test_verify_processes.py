@@ -445,7 +445,7 @@ def factory_of_the_first_rank() -> Any:
 
 @on_ranks(2)
 def test_a_factory_that_fails_on_one_rank_ends_the_command_on_all(rank: int, size: int) -> None:
-    from syncbn_torch.__main__ import main
+    from syncbn_verify.command import main
 
     os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank)}
     arguments = ["verify", f"{__name__}:factory_of_the_first_rank"]
@@ -459,7 +459,7 @@ def test_a_factory_that_fails_on_one_rank_ends_the_command_on_all(rank: int, siz
 
 @on_ranks(2)
 def test_the_command_checks_over_the_processes_of_torchrun(rank: int, size: int) -> None:
-    from syncbn_torch.__main__ import main
+    from syncbn_verify.command import main
 
     os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank)}
     stdout, kept = os.dup(1), open(os.path.join(os.environ["FOLDER"], f"out{rank}"), "w+")  # noqa: SIM115

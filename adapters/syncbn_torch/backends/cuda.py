@@ -194,7 +194,6 @@ class TensorDeviceMemory:
         return array if array.is_contiguous() else array.detach().contiguous()
 
     def dense(self, x: Tensor) -> tuple[Tensor, Layout]:
-        x = x.detach()
         layout = layout_of_strides(x.shape, x.stride())
         if layout is None:
             x = x.contiguous()
@@ -210,7 +209,7 @@ class TensorDeviceMemory:
             and not other.is_neg()
             and type(other) in (Tensor, Parameter)
         ):
-            return other.detach()
+            return other
         return torch.empty_like(dense).copy_(other)
 
     def target(
