@@ -158,13 +158,17 @@ def tests_benchmarks(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def works_with(session: nox.Session) -> None:
-    """Models and programs of other libraries, with the newest torch; writes docs/works-with.md."""
+    """The newest torch: its private names, how its tensors are read, programs of other libraries.
+
+    Writes docs/works-with.md.
+    """
     install(session, "-e", ".[torch]", *groups("test", "works_with"), options=NEWEST)
     fresh_numba_cache(session)
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
     rows = fresh_directory(session, "works-with") / "rows.jsonl"
+    session.run("pytest", "tests/torch/test_usual.py", "tests/torch/test_torch_private.py")
     session.run("pytest", "tests/works_with", env={"SYNCBN_WORKS_WITH": str(rows)})
     session.run("python", "tests/works_with/page.py", str(rows), "docs/works-with.md")
 

@@ -64,13 +64,14 @@ __all__ = ["forward", "operations_for", "processes_of"]
 def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = False) -> Tensor:
     """Normalize x and update the running statistics; see `LayerState.forward`.
 
-    `traced`: False in what torch.compile calls untraced. There `is_compiling` may still be true:
-    it is one flag for all threads. `in_range`: whether a profiler already sees this forward.
+    `traced`: whether torch.compile may be tracing this call. Where it surely is not,
+    `is_compiling` may still be true, because it is one flag for all threads. `in_range`: whether a
+    profiler already sees this forward.
     """
     if not (traced and torch.compiler.is_compiling()):
-        found = _usual(layer, x)
-        if found is not None:
-            return found
+        y = _usual(layer, x)
+        if y is not None:
+            return y
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
     check_input(layer, x, affine.weight)
     if not layer.training:
@@ -163,8 +164,8 @@ def operations_for(x: Tensor) -> Operations:
 @cache
 def _cpu() -> Operations:
     """Imported on first use: importing Numba doubles the import time."""
-    found: Operations = import_module("syncbn_torch.backends.cpu").OPERATIONS
-    return found
+    operations: Operations = import_module("syncbn_torch.backends.cpu").OPERATIONS
+    return operations
 
 
 def processes_of(layer: LayerState, x: Tensor) -> Processes | None:

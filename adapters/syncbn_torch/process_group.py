@@ -68,11 +68,11 @@ class _GroupTransport:
         self._types = {device.type for device in types}
 
     def all_gather(self, values: Values, call: CollectiveCall) -> Values:
-        own = self._wire(values)
-        rows = own.new_empty(self.size * own.numel())
+        tensor = self._wire(values)
+        rows = tensor.new_empty(self.size * tensor.numel())
         group = self._alive(call)
-        self._run(_gather, call, rows, own, group)
-        return _like(rows.view(self.size, *own.shape), values)
+        self._run(_gather, call, rows, tensor, group)
+        return _like(rows.view(self.size, *tensor.shape), values)
 
     def all_reduce(self, values: Values, call: CollectiveCall) -> Values:
         total = self._wire(values).contiguous()
@@ -112,10 +112,10 @@ class _GroupTransport:
             raise CommAborted(f"{who} lost its group in {call}: {text}; {where}") from error
 
 
-def _gather(rows: Tensor, own: Tensor, group: Any) -> None:
+def _gather(rows: Tensor, tensor: Tensor, group: Any) -> None:
     # newer torch has renamed this function and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, own.contiguous().view(-1), group=group)  # gloo checks that the axes fit
+    gather(rows, tensor.contiguous().view(-1), group=group)  # gloo checks that the axes fit
 
 
 def _reduce(total: Tensor, group: Any) -> None:
@@ -188,8 +188,8 @@ def group_of(process_group: Any) -> Any:
                 f'dimensions, as in mesh["{(process_group.mesh_dim_names or ("name",))[0]}"]'
             )
         return process_group.get_group()
-    known = isinstance(process_group, dist.ProcessGroup)
-    if not known and process_group != dist.GroupMember.NON_GROUP_MEMBER:
+    is_group = isinstance(process_group, dist.ProcessGroup)
+    if not is_group and process_group != dist.GroupMember.NON_GROUP_MEMBER:
         raise ArgumentError(
             "expected process_group to be a torch.distributed group, one dimension of a "
             f"DeviceMesh, a DistributedCommunicator or None, got {process_group!r}"
@@ -216,14 +216,16 @@ def communicator_for(process_group: Any) -> Communicator | None:
         if _is_communicator(kind):
             return process_group  # type: ignore[no-any-return]
     group = group_of(process_group)
-    known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
-    if known is None:
+    communicator = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
+    if communicator is None:
         with _making:  # replica threads may get here at the same time
-            known = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
-            if known is None:
-                known = DistributedCommunicator(group)
-                _communicators[group] = known
-    return known if known.size > 1 else None
+            communicator = (
+                _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
+            )
+            if communicator is None:
+                communicator = DistributedCommunicator(group)
+                _communicators[group] = communicator
+    return communicator if communicator.size > 1 else None
 
 
 @cache
@@ -268,22 +270,22 @@ class TensorArrays:
 
     @staticmethod
     def without_label(total: Tensor, shape: tuple[int, ...], label: int) -> tuple[Tensor, Verdict]:
-        values, found = total[:-1].view(shape), total[-1:]
+        values, number = total[:-1].view(shape), total[-1:]
         if not _on_cuda(total):
-            return values, found.item() == label
+            return values, number.item() == label
         if values.is_floating_point():
-            values = torch.where(found == label, values, float("nan"))
-        return values, TensorArrays.has_label(found, label)
+            values = torch.where(number == label, values, float("nan"))
+        return values, TensorArrays.has_label(number, label)
 
     @staticmethod
-    def has_label(found: Tensor, label: int) -> Verdict:
-        if not _on_cuda(found):
-            return found.item() == label
-        if _captures(found):
+    def has_label(number: Tensor, label: int) -> Verdict:
+        if not _on_cuda(number):
+            return number.item() == label
+        if _captures(number):
             return True
-        bits = _pinned(_BITS[found.element_size()])
-        on_host = bits.view(found.dtype)
-        on_host.copy_(found, non_blocking=True)
+        bits = _pinned(_BITS[number.element_size()])
+        on_host = bits.view(number.dtype)
+        on_host.copy_(number, non_blocking=True)
         return lambda: None if bits.item() == NOT_YET else on_host.item() == label
 
     @staticmethod
@@ -331,11 +333,11 @@ def _captures(tensor: Tensor) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _sent_to_host(found: Tensor) -> tuple[Tensor, Any]:
+def _sent_to_host(values: Tensor) -> tuple[Tensor, Any]:
     """`(copy of found on the host, event that the device records once it is complete)`."""
-    with torch.cuda.device(found.device):
-        on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        on_host.copy_(found, non_blocking=True)
+    with torch.cuda.device(values.device):
+        on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
     return on_host, copied

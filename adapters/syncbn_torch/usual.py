@@ -62,15 +62,20 @@ def remember(
         return
     mean, var, counter = running.mean, running.var, running.num_batches_tracked
     tensors = (weight, bias, mean, var, counter)
-    present = [own for own in tensors if own is not None]
+    present = [tensor for tensor in tensors if tensor is not None]
     if mean is None or var is None or counter is None or not (mean.is_cpu or mean.is_cuda):
         return
     device = mean.device
-    for own in present:
-        if type(own) not in PLAIN or own.device != device or own.is_neg() or own.is_inference():
+    for tensor in present:
+        if (
+            type(tensor) not in PLAIN
+            or tensor.device != device
+            or tensor.is_neg()
+            or tensor.is_inference()
+        ):
             return
     places = [*map(Tensor.data_ptr, present)]
-    addresses = np.array([0 if own is None else own.data_ptr() for own in tensors])
+    addresses = np.array([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     where, data = None if mean.is_cpu else device, (mean.data, var.data)
     layer.__dict__["_checked"] = Checked(
         weight, bias, mean, var, counter, where, data, present, places, addresses
@@ -113,9 +118,9 @@ def still_checked(layer: LayerState, x: Tensor) -> Checked | None:
         return None
     layer._check_input_dim(x)
     dtype: Any = x.dtype
-    own: Any = (mean if weight is None else weight).dtype
+    layer_dtype: Any = (mean if weight is None else weight).dtype
     if (
-        (dtype is not own and not (own is torch.float32 and dtype in _HALVES))
+        (dtype is not layer_dtype and not (layer_dtype is torch.float32 and dtype in _HALVES))
         or x.size(1) != layer.num_features
         or mean.requires_grad
         or var.requires_grad

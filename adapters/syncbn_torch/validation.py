@@ -56,20 +56,20 @@ def check_input(layer: LayerState, x: Tensor, weight: Tensor | None) -> None:
         raise DTypeError(
             f"expected an input of float16, bfloat16, float32 or float64, got {x.dtype}; {remedy}"
         )
-    own = layer.running_mean if weight is None else weight
-    if own is None:
+    tensor = layer.running_mean if weight is None else weight
+    if tensor is None:
         return
-    if own.device != x.device:
+    if tensor.device != x.device:
         raise DeviceError(
-            f"expected input on {own.device}, the layer's device, got {x.device}; "
+            f"expected input on {tensor.device}, the layer's device, got {x.device}; "
             "move one of them with .to(device)"
         )
     half = x.dtype in (torch.float16, torch.bfloat16)
-    if own.dtype != x.dtype and not (half and own.dtype == torch.float32):
+    if tensor.dtype != x.dtype and not (half and tensor.dtype == torch.float32):
         check_floating(weight, layer.bias, layer.running_mean, layer.running_var)
         raise DTypeError(
-            f"expected input of dtype {own.dtype}, the layer's dtype, got {x.dtype}; "
-            f"convert one with input.to({own.dtype}) or layer.to({x.dtype})"
+            f"expected input of dtype {tensor.dtype}, the layer's dtype, got {x.dtype}; "
+            f"convert one with input.to({tensor.dtype}) or layer.to({x.dtype})"
         )
 
 
@@ -134,25 +134,25 @@ def check_operands(
     weight, bias = affine
     size = (num_features,)
     tensors = affine if running is None else (weight, bias, running.mean, running.var)
-    for name, own in zip(_NAMES, tensors, strict=False):
-        if own is None:
+    for name, tensor in zip(_NAMES, tensors, strict=False):
+        if tensor is None:
             continue
-        if own.shape != size:
+        if tensor.shape != size:
             raise ShapeError(
                 f"expected {name} of shape {size} (num_features={size[0]}), got "
-                f"{tuple(own.shape)}; change num_features and the tensors together"
+                f"{tuple(tensor.shape)}; change num_features and the tensors together"
             )
-        if own.device != x.device:
+        if tensor.device != x.device:
             raise DeviceError(
-                f"expected {name} on {x.device}, the input's device, got {own.device}; "
+                f"expected {name} on {x.device}, the input's device, got {tensor.device}; "
                 "move the layer with .to(device)"
             )
-        if own.dtype not in FLOATS:
-            raise _not_floating(name, own)
-        if by_address and type(own) not in PLAIN:
+        if tensor.dtype not in FLOATS:
+            raise _not_floating(name, tensor)
+        if by_address and type(tensor) not in PLAIN:
             raise DTypeError(
                 f"expected {name} to be a plain tensor like the input, got "
-                f"{type(own).__name__}; convert one of them"
+                f"{type(tensor).__name__}; convert one of them"
             )
     check_savable(x, affine, affine.for_backward(rule))
 
@@ -173,9 +173,11 @@ def checked_running(layer: LayerState) -> RunningStatistics | None:
     running = RunningStatistics(mean, var, counter, layer.momentum)
     if torch.compiler.is_compiling():
         return running
-    for own in (mean, var, counter):
-        if own is not None and (own.requires_grad or own.is_inference() or not own.is_contiguous()):
-            _check_writable(own)
+    for tensor in (mean, var, counter):
+        if tensor is not None and (
+            tensor.requires_grad or tensor.is_inference() or not tensor.is_contiguous()
+        ):
+            _check_writable(tensor)
     if (mean is None) != (var is None):
         raise StateError(
             "expected running_mean and running_var together or neither, got only "
@@ -234,33 +236,33 @@ def check_savable(x: Tensor, affine: Affine, kept: Affine) -> None:
         )
 
 
-def _check_writable(own: Tensor) -> None:
-    if own.is_inference() and not torch.is_inference_mode_enabled():
+def _check_writable(tensor: Tensor) -> None:
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise StateError(
             "expected running statistics that can be updated, got those of a layer built "
             "in torch.inference_mode(); build it outside of that mode, or train it inside too"
         )
-    if own.requires_grad:
+    if tensor.requires_grad:
         raise StateError(
             "expected running statistics without gradients, got some with "
             "requires_grad=True; detach them and register them as buffers"
         )
-    if 0 in own.stride() and not own.is_contiguous():
+    if 0 in tensor.stride() and not tensor.is_contiguous():
         raise StateError(
             "expected running statistics with memory for each value, got some of shape "
-            f"{tuple(own.shape)} and strides {own.stride()}; clone() the result of expand()"
+            f"{tuple(tensor.shape)} and strides {tensor.stride()}; clone() the result of expand()"
         )
 
 
 def check_floating(*tensors: Tensor | None) -> None:
     """Raise `DTypeError` unless weight, bias, running_mean, running_var are None or in `FLOATS`."""
-    for name, own in zip(_NAMES, tensors, strict=True):
-        if own is not None and own.dtype not in FLOATS:
-            raise _not_floating(name, own)
+    for name, tensor in zip(_NAMES, tensors, strict=True):
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise _not_floating(name, tensor)
 
 
-def _not_floating(name: str, own: Tensor) -> DTypeError:
+def _not_floating(name: str, tensor: Tensor) -> DTypeError:
     return DTypeError(
-        f"expected {name} of float16, bfloat16, float32 or float64, got {own.dtype}; convert the "
-        "layer with .to(torch.float32), or replace the tensor"
+        f"expected {name} of float16, bfloat16, float32 or float64, got {tensor.dtype}; convert "
+        "the layer with .to(torch.float32), or replace the tensor"
     )

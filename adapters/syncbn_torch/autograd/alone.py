@@ -26,14 +26,14 @@ class LayerCall(NamedTuple):
 class BatchNormFunction(Function):
     """y of a layer; x (N, C, *spatial); weight, bias: (C,) or None.
 
-    Appends the statistics to `known`, if given. Raises `BatchSizeError` for one value per channel.
+    Appends the statistics to `collected`, if given. `BatchSizeError` for one value per channel.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         call: LayerCall,
-        known: list[Any] | None,
+        collected: list[Any] | None,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -44,8 +44,8 @@ class BatchNormFunction(Function):
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
         y, statistics, _ = operations.forward_single(x, affine, rule, running)
         ctx.operations, ctx.rule, ctx.statistics = operations, rule, statistics
-        if known is not None:
-            known.append(statistics)
+        if collected is not None:
+            collected.append(statistics)
         result: Tensor = y
         return result
 
@@ -80,7 +80,7 @@ def gradients_alone(
     return Gradients(dx, sums.grad_weight, sums.grad_bias)
 
 
-def batch_norm_updating_last(call: LayerCall, known: None, *operands: Tensor | None) -> Tensor:
+def batch_norm_updating_last(call: LayerCall, collected: None, *operands: Tensor | None) -> Tensor:
     """`BatchNormFunction.apply`, after which the running statistics are updated.
 
     For saved-tensor hooks, which run after the node's forward: if one of them raises, the running

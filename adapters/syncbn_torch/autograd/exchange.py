@@ -104,8 +104,8 @@ class BackwardPasses:
         """The pass that this thread runs."""
         task, by_task = backward_task(), self._by_task
         with self._beginning:
-            known = by_task.get(task)
-            current = None if known is None else known()
+            reference = by_task.get(task)
+            current = None if reference is None else reference()
             if current is None:
                 current = BackwardPass()
                 by_task[task] = weakref.ref(current, lambda _: by_task.pop(task, None))

@@ -94,9 +94,9 @@ class BatchNormFunction(Function):
                 run_backward(code, call, rule, table)
                 return None, dx, like if by_weight else None, grad_bias if by_bias else None
         statistics = HostStatistics(x.numel() // table.shape[1], table)
-        found = gradients_alone(OPERATIONS, rule, statistics, x, dy, Affine(weight), by_x)
+        gradients = gradients_alone(OPERATIONS, rule, statistics, x, dy, Affine(weight), by_x)
         needs = ctx.needs_input_grad[1:]
-        return None, *(one if need else None for one, need in zip(found, needs, strict=True))
+        return None, *(one if need else None for one, need in zip(gradients, needs, strict=True))
 
 
 _node = node_of(BatchNormFunction)

@@ -28,7 +28,7 @@ class SyncBatchNormFunction(Function):
     """y of each layer; `operands` are x, weight, bias of the first layer, the second, and so on.
 
     x: (N, C, *spatial); weight, bias: (C,) or None; y like x. Appends the statistics of each
-    layer to `known`. Raises `BatchSizeError` for one value per channel over the group.
+    layer to `all_statistics`. Raises `BatchSizeError` for one value per channel over the group.
     """
 
     @staticmethod
@@ -36,10 +36,10 @@ class SyncBatchNormFunction(Function):
         ctx: Any,
         calls: Sequence[LayerCall],
         processes: Processes,
-        known: list[Any],
+        all_statistics: list[Any],
         *operands: Any,
     ) -> tuple[Tensor, ...]:
-        ctx.calls, ctx.processes, ctx.statistics = calls, processes, known
+        ctx.calls, ctx.processes, ctx.statistics = calls, processes, all_statistics
         xs, affines = operands[::3], list(map(Affine, operands[1::3], operands[2::3]))
         kept = [affine.for_backward(call.rule) for affine, call in zip(affines, calls, strict=True)]
         ctx.save_for_backward(*xs, *chain.from_iterable(kept))
@@ -54,7 +54,7 @@ class SyncBatchNormFunction(Function):
         ):
             statistics = operations.statistics(total, rule)
             y, statistics, _ = operations.forward(x, statistics, affine, rule, running)
-            known.append(statistics)
+            all_statistics.append(statistics)
             outputs.append(y)
         return tuple(outputs)
 
@@ -70,7 +70,7 @@ class SyncBatchNormFunction(Function):
 def batch_norm_of_processes(
     calls: Sequence[LayerCall],
     processes: Processes,
-    known: list[Any],
+    all_statistics: list[Any],
     *operands: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """y of each layer; updates the running statistics of all, or if a step fails of none.
@@ -78,8 +78,10 @@ def batch_norm_of_processes(
     Saved-tensor hooks run after the node's forward, and the last of several layers may fail.
     """
     later = [call._replace(running=None) for call in calls]
-    outputs: tuple[Tensor, ...] = SyncBatchNormFunction.apply(later, processes, known, *operands)
-    for call, statistics in zip(calls, known, strict=True):
+    outputs: tuple[Tensor, ...] = SyncBatchNormFunction.apply(
+        later, processes, all_statistics, *operands
+    )
+    for call, statistics in zip(calls, all_statistics, strict=True):
         if call.running is not None:
             call.operations.update_running(call.running, statistics)
     return outputs
@@ -89,23 +91,23 @@ def _backward_over_processes(
     ctx: Any, xs: Sequence[Tensor], dys: Sequence[Tensor], affines: Sequence[Affine]
 ) -> tuple[Any, ...]:
     """Gradients after one all_reduce for all layers, which every rank calls, needed or not."""
-    known = ctx.statistics
-    if len(known) == 1:
-        known = [labelled(ctx.processes.communicator, known[0], ctx.number)]
-    layers = list(zip(ctx.calls, known, xs, dys, affines, strict=True))
+    all_statistics = ctx.statistics
+    if len(all_statistics) == 1:
+        all_statistics = [labelled(ctx.processes.communicator, all_statistics[0], ctx.number)]
+    layers = list(zip(ctx.calls, all_statistics, xs, dys, affines, strict=True))
     sums: list[Sums] = [
         call.operations.backward_reduce(x, dy, statistics, affine, call.rule)
         for call, statistics, x, dy, affine in layers
     ]
     exchanges = [one.exchange for one in sums]
-    total = ctx.processes.all_reduce(_joined(exchanges), ctx.number, known[0])
+    total = ctx.processes.all_reduce(_joined(exchanges), ctx.number, all_statistics[0])
     gradients: list[Any] = [None, None, None]
     start = 0
     for i, (call, statistics, x, dy, affine) in enumerate(layers):
         end = start + 2 * x.shape[1]
-        own = total if len(layers) == 1 else total[start:end].reshape(2, -1)
+        total_of_layer = total if len(layers) == 1 else total[start:end].reshape(2, -1)
         start = end
-        dx = call.operations.backward_input(x, dy, statistics, affine, call.rule, own)
+        dx = call.operations.backward_input(x, dy, statistics, affine, call.rule, total_of_layer)
         gradients.append(dx)
         gradients += wanted_gradients(ctx, 4 + 3 * i, sums[i].grad_weight, sums[i].grad_bias)
     return tuple(gradients)

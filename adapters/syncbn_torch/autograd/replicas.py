@@ -261,8 +261,8 @@ class Normalize(Function):
             left = (dy, affine, StreamHandoff(sums.exchange))
             exchange.current_pass().pending_grads[record] = left
             edge = dy.new_empty(0)
-        own = wanted_gradients(ctx, 2, sums.grad_weight, sums.grad_bias)
-        return None, edge, *own, None, None, None
+        gradients = wanted_gradients(ctx, 2, sums.grad_weight, sums.grad_bias)
+        return None, edge, *gradients, None, None, None
 
 
 def measure(operations: Operations, x: Tensor) -> tuple[ReplicaRecord, Tensor]:

@@ -109,7 +109,7 @@ class TensorOperations(PlainOperations):
         if running.mean is not None:
             statistics = plain_statistics(statistics, running.mean.device)
         new = super().update_running(running, statistics)
-        pairs = [(own, n) for own, n in zip(running[:3], new[:3], strict=True) if own is not None]
+        pairs = [(old, n) for old, n in zip(running[:3], new[:3], strict=True) if old is not None]
         # one C call writes all, so that KeyboardInterrupt can't come between two writes
         deque(map(Tensor.copy_, *zip(*pairs, strict=True)) if pairs else (), maxlen=0)
         return running

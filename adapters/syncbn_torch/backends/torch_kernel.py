@@ -60,7 +60,7 @@ def batch_norm(
     more = transforming() or not kinds <= _PLAIN or saving_runs_hooks()
     more = more or modes_run_other_code()
     if recomputed or more or mean is None or var is None or counter is None:
-        new_mean, new_var = (None if own is None else own.clone() for own in (mean, var))
+        new_mean, new_var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
         y = F.batch_norm(x, new_mean, new_var, weight, bias, True, factor, eps)
         if not recomputed:
             _write(running, new_mean, new_var)
@@ -99,5 +99,5 @@ def _write(running: RunningStatistics, mean: Tensor | None, var: Tensor | None) 
     counter: Any = running.num_batches_tracked
     counted = None if counter is None else counter + 1
     pairs = [(running.mean, mean), (running.var, var), (counter, counted)]
-    written = [(own, new) for own, new in pairs if own is not None and new is not None]
+    written = [(buffer, new) for buffer, new in pairs if buffer is not None and new is not None]
     deque(starmap(Tensor.copy_, written), maxlen=0)

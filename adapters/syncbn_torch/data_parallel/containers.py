@@ -45,7 +45,7 @@ class Node(NamedTuple):
     settings: Any = None
 
 
-# What is often met, and no container.
+# Frequent types that are not containers.
 PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
@@ -162,7 +162,7 @@ _WHOLE = (str, bytes, int, float, complex, type(None), type, Enum, nn.Module, Mo
 
 
 def is_iterator(thing: Any) -> bool:
-    """Whether `thing` is used up by the first who reads it; open files are not meant."""
+    """Whether `thing` can be read only once, such as a generator; open files do not count."""
     return isinstance(thing, Iterator) and not isinstance(thing, IOBase)
 
 
