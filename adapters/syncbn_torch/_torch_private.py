@@ -1,6 +1,6 @@
 """The private names of torch that this package uses, and why it needs each of them.
 
-Every one has a test in tests/torch/test_torch_private.py: a torch release may remove it.
+A torch release may remove any of them, so each has a test in tests/torch/test_torch_private.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = [
     "transforming",
 ]
 
-# The dictionaries of a module with hooks that run when it is called. The module
-# torch.nn.modules.module has one for all modules, `_global_forward_hooks`, for each of them.
+# A module's dictionaries of hooks that run when it is called. For each, torch.nn.modules.module
+# has one of hooks for all modules, such as `_global_forward_hooks`.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # The dictionaries that say how to call some of these hooks.
 HOOK_OPTIONS = (
@@ -51,7 +51,7 @@ HOOK_OPTIONS = (
     "_forward_pre_hooks_with_kwargs",
 )
 
-# These are bare C functions: Python wrappers would double their cost, which small layers notice.
+# These are bare C functions: Python wrappers would double their cost, which slows small layers.
 # The number of the backward pass that runs in this thread; -1 outside of a backward pass:
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether a transform of torch.func (grad, jvp, vmap) runs in this thread:
@@ -74,14 +74,14 @@ _is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_bat
 
 
 def node_of(function: type[Function]) -> Callable[..., Any]:
-    """`function.apply` without its Python, which only serves function transforms."""
+    """`function.apply` without its Python wrapper, which only function transforms need."""
     base: Any = super(Function, function)
     apply: Callable[..., Any] = base.apply
     return apply
 
 
 def increment_versions(tensors: Iterable[Tensor]) -> None:
-    """Note that tensors were written in place; inference tensors have no version."""
+    """Tell autograd that tensors were written in place; inference tensors have no version."""
     if _takes_several:
         _increment_version(tensors)
     else:
@@ -91,7 +91,7 @@ def increment_versions(tensors: Iterable[Tensor]) -> None:
 
 
 def current_stream_number(index: int) -> int:
-    """torch's number of the current stream of a device; of a stream made elsewhere, its handle."""
+    """torch's number of a device's current stream; its handle if torch did not create it."""
     return int(_current_stream(index)[0])
 
 
@@ -104,7 +104,7 @@ def run_after_backward(callback: Callable[[], None]) -> None:
 def saving_runs_hooks() -> bool:
     """Whether saving tensors for backward runs hooks of the user, which may raise.
 
-    True before torch 2.8 whenever gradients are on: those releases can't tell.
+    Before torch 2.8, which can't tell, True whenever gradients are enabled.
     """
     return torch.is_grad_enabled() and (_top_hooks is None or _top_hooks(True) is not None)
 
@@ -130,7 +130,7 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def restored_forward_ad() -> Callable[[], AbstractContextManager[Any]]:
-    """Makes a context manager for other threads: forward AD is on or off as in this thread."""
+    """Returns a function that makes context managers: they set forward AD as in this thread."""
     enabled = torch._C._is_fwd_grad_enabled()
     return lambda: forward_ad._set_fwd_grad_enabled(enabled)
 
@@ -138,8 +138,8 @@ def restored_forward_ad() -> Callable[[], AbstractContextManager[Any]]:
 class InheritedModes:
     """A context manager for another thread: the modes of the thread that made this object.
 
-    Torch's function modes (such as the default device), dispatch modes, and the top one of the
-    hooks for saved tensors, which is the one that runs; before torch 2.8 without these hooks.
+    It enters torch's function modes (such as the default device), its dispatch modes and, from
+    torch 2.8 on, the innermost hooks for saved tensors (the only ones that run).
     """
 
     def __init__(self) -> None:
@@ -178,10 +178,10 @@ def disable_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
 def registered_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
     """The values in a container of a class that is registered with torch's pytree, or None.
 
-    Also a function that makes such a container from other values, and what must be equal in
-    two containers with values for the same places.
+    Also returns a function that makes such a container from new values, and the structure: two
+    containers with equal structures hold their values in the same places.
     """
     values, spec = _pytree.tree_flatten(tree, is_leaf=lambda thing: thing is not tree)
     if len(values) == 1 and values[0] is tree:
         return None
-    return values, lambda others: _pytree.tree_unflatten(others, spec), spec
+    return values, lambda new_values: _pytree.tree_unflatten(new_values, spec), spec

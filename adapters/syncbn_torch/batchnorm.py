@@ -2,9 +2,9 @@
 
     y = (x - mean) / sqrt(var + eps) * weight + bias
 
-mean and (biased) var are per channel, over the whole batch. Inside `DataParallelWithCallback`
-that is the batch of all replicas. If `torch.distributed` is initialized, it is also that of all
-processes. Otherwise a layer computes what the torch layer does.
+mean and (biased) var are per channel, over the whole batch: that of all replicas inside
+`DataParallelWithCallback`, and of all processes if `torch.distributed` is initialized. Otherwise a
+layer computes what the torch layer does.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class _SynchronizedBatchNorm(LayerState):
         `input` has the device and dtype of the layer, or float16 or bfloat16 for a float32 layer;
         else `ShapeError`, `DTypeError` or `DeviceError`. In training: `BatchSizeError` for one
         value per channel in the whole batch, `StateError` for running statistics that can't be
-        written, errors of `syncbn_core.comm` for missing members; then the running statistics are
-        unchanged. In a replica: `CommAborted` if its forward was given up, `StateError` if the
-        layer is not part of the replicated model.
+        written, errors of `syncbn_core.comm` for missing members; after any of these errors the
+        running statistics are unchanged. In a replica: `CommAborted` if its forward was given up,
+        `StateError` if the layer is not part of the replicated model.
         """
         if not isinstance(input, Tensor):
             return self._forward_of_no_tensor(input)
@@ -125,9 +125,10 @@ class _SynchronizedBatchNorm(LayerState):
         return dispatch.forward(self, input)
 
     def _forward_of_no_tensor(self, input: Any, forward: Any = None) -> Any:
-        """A node of the graph that torch.fx traces, as of layers of torch; else `DTypeError`.
+        """While torch.fx traces, add one graph node for this layer, as for torch's layers.
 
-        `forward`: of the subclass that calls this, if it is its own.
+        `forward`: that of the calling subclass, if it overrides ours. Raises `DTypeError` for
+        other inputs.
         """
         path_of_module = getattr(getattr(input, "tracer", None), "path_of_module", None)
         if path_of_module is None or not isinstance(input, fx.Proxy):
@@ -154,7 +155,7 @@ class _SynchronizedBatchNorm(LayerState):
         """Forward of a layer of the original model while replicas run, maybe in this thread."""
         replica = originals.copy_of(self)
         if replica is not None:
-            # not the forward of a subclass: that and the hooks are already running
+            # not the forward of a subclass, which is already running, like the hooks
             y = _SynchronizedBatchNorm.forward(cast(Any, replica), input)
             originals.note_reached(self, y)
             return y
@@ -240,11 +241,11 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """Make every `nn.BatchNorm*d` and `nn.SyncBatchNorm` of `module` one of this class.
+        """Replace every `nn.BatchNorm*d` and `nn.SyncBatchNorm` in `module` by this class.
 
-        Layers of other classes become what `convert_model` makes of them. All get
-        `process_group`. `convert_model` also says what is kept, returned, warned of and raised;
-        `revert_model` is the reverse. Finding nothing is no warning here, as in torch.
+        Other layers are converted as by `convert_model`, which documents the result, warnings and
+        errors. All synchronized layers get `process_group`. As in torch, a model without batch
+        norms gives no warning. `revert_model` undoes the conversion.
         """
         extra: dict[type[nn.Module], Any] = dict.fromkeys(_TORCHS_OWN, cls)
         extra[nn.DataParallel] = None
@@ -286,7 +287,7 @@ class _Arguments:
 
     def initialize_parameters(self, input: Tensor) -> None:
         super().initialize_parameters(input)  # type: ignore[misc]
-        if self.num_features == 0:  # a state dictionary gave the parameters; torch leaves 0
+        if self.num_features == 0:  # load_state_dict set the parameters; torch leaves 0
             self.num_features = input.shape[1]
 
 

@@ -2,12 +2,12 @@
 
     eval with running statistics                     torch's kernel
     replica                                          `autograd.replicas`
-    several processes                                `autograd.processes`: a collective a direction
+    several processes                                `autograd.processes`: one collective each way
     alone, under torch.compile or a transform        torch's kernel
     alone, where torch's kernel is as fast (below)   torch's kernel
     alone, otherwise                                 `autograd.alone`
 
-Except for torch's kernel, these implementations compute it:
+Where torch's kernel does not compute it, one of these implementations does:
 
     plain CPU tensor of 64, 32 or 16 bits            `backends.cpu`
     plain CUDA tensor, where our kernels can run     `backends.cuda`
@@ -72,7 +72,7 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
         y = _usual(layer, x)
         if y is not None:
             return y
-    affine = Affine(layer.weight, layer.bias)  # read once: nn.Module looks them up slowly
+    affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
     check_input(layer, x, affine.weight)
     if not layer.training:
         mean, var = layer.running_mean, layer.running_var
@@ -120,7 +120,7 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
 
 
 def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
-    """`forward` without its checks, where all have passed before; None if something is unusual."""
+    """`forward` without its checks if all passed before; None if something is unusual."""
     if not layer.training:
         return usual_eval(layer, x)
     checked = still_checked(layer, x)
@@ -146,7 +146,7 @@ def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
 
 
 def _forward_in_range(layer: LayerState, x: Tensor) -> Tensor:
-    """`forward`, seen by a profiler under the name of the layer."""
+    """`forward` in a profiler range with the name of the layer."""
     name = partial(name_of, layer._original)
     with ranges.span("forward", name):
         y = forward(layer, x, False, True)
@@ -169,7 +169,7 @@ def _cpu() -> Operations:
 
 
 def processes_of(layer: LayerState, x: Tensor) -> Processes | None:
-    """The processes to synchronize with; None in eval, whose batches may differ."""
+    """The processes to synchronize with; None in eval, where each may run any number of batches."""
     communicator = communicator_for(layer.process_group) if layer.training else None
     if communicator is None:
         return None
@@ -180,13 +180,13 @@ def processes_of(layer: LayerState, x: Tensor) -> Processes | None:
 
 
 def _surely_alone(layer: LayerState) -> bool:
-    """Whether there is nothing to synchronize with, by tests that torch.compile can trace."""
+    """Whether there is nothing to synchronize with; torch.compile can trace these tests."""
     processes = layer.process_group is not None or (dist.is_available() and dist.is_initialized())
     return layer._replica_sync is None and not (layer.training and processes)
 
 
 def _eval(layer: LayerState, x: Tensor, affine: Affine, mean: Tensor, var: Tensor) -> Tensor:
-    """y in eval, by torch's kernel; for "clamp" with the clamped variance and negligible eps."""
+    """y in eval, by torch's kernel; "clamp" passes it the clamped variance and a negligible eps."""
     weight, bias, eps = *affine, layer.eps
     check_floating(weight, bias, mean, var)
     if layer._rule.clamps:

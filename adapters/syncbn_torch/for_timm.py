@@ -37,7 +37,7 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
-        if not isinstance(input, Tensor):  # in torch.fx the whole layer is one node
+        if not isinstance(input, Tensor):  # torch.fx records the whole layer as one node
             node: Tensor = layer._forward_of_no_tensor(input, SynchronizedBatchNormAct2d.forward)
             return node
         y: Tensor = layer.act(layer.drop(super().forward(input)))
@@ -45,5 +45,5 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
 
 
 register_conversion(BatchNormAct2d, SynchronizedBatchNormAct2d)
-# timm's own conversion makes a SyncBatchNormAct of a BatchNormAct2d, with the same drop and act.
+# timm itself converts a BatchNormAct2d to a SyncBatchNormAct, with the same drop and act.
 register_conversion(SyncBatchNormAct, SynchronizedBatchNormAct2d)

@@ -41,9 +41,9 @@ def forward_together(
     """`[layer(x) for layer, x in zip(layers, inputs)]`, with one exchange between processes.
 
     In training over one process group, forward is one all_gather for all layers and backward is
-    one all_reduce, once the gradients of all outputs are known. Otherwise (eval, one process,
-    replicas, different groups or devices, hooks, subclasses) the layers run one after the other;
-    all processes must be in the same case. Raises `ShapeError` if the numbers of layers and
+    one all_reduce, once the gradients of all outputs are there. Otherwise (eval, one process,
+    replicas, different groups or devices, hooks, subclasses) the layers run one after the other.
+    All processes must be in the same case. Raises `ShapeError` if the numbers of layers and
     inputs differ or a layer is given twice, and the errors of the layers.
     """
     if len(layers) != len(inputs) or len(set(layers)) != len(layers):
@@ -83,11 +83,11 @@ def _common_communicator(
     """The communicator that all layers use, or None if they can't share a message."""
     if any(layer._replica_sync or layer._runs_other_code() for layer in layers):
         return None
-    if not all(isinstance(x, Tensor) for x in inputs):  # the layer raises
+    if not all(isinstance(x, Tensor) for x in inputs):  # the layer will raise
         return None
     if originals.current() is not None:  # in a replica, layers exchange with the other replicas
         return None
-    found = [processes_of(layer, x) for layer, x in zip(layers, inputs, strict=True)]
-    communicators = [None if one is None else one.communicator for one in found]
+    processes = [processes_of(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+    communicators = [None if one is None else one.communicator for one in processes]
     same = len(layers) > 1 and all(one is communicators[0] for one in communicators)
     return communicators[0] if same else None

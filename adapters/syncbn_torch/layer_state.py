@@ -1,4 +1,4 @@
-"""What a layer holds and what it is set to, apart from how it computes."""
+"""The state and the settings of a layer; `dispatch` chooses how to compute."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ def set_sbn_eps_mode(mode: str) -> None:
     """Set the mode of every layer whose own `eps_mode` is None.
 
     "plus": `1 / sqrt(var + eps)`, as `nn.BatchNorm2d`. "clamp": `1 / sqrt(max(var, eps))`, for
-    checkpoints of Synchronized-BatchNorm-PyTorch. Else `ArgumentError`. Applies in eval too.
+    checkpoints of Synchronized-BatchNorm-PyTorch. Applies in eval too. Raises `ArgumentError`
+    for other modes.
     """
     global _default_eps_mode
     _default_eps_mode = check_eps_mode(mode)
 
 
 class LayerState(_BatchNorm):
-    """The state of a layer; `batchnorm` has its forward."""
+    """The state of a layer; its subclasses in `batchnorm` define forward."""
 
-    # The allowed numbers of axes of an input, and the same in words; None allows 2 or more.
+    # The allowed numbers of input axes, and their description for errors; None allows 2 or more.
     _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
     # Attributes of an instance that torch's layers do not have.
     _own_attributes: ClassVar[tuple[str, ...]] = (
@@ -64,7 +65,7 @@ class LayerState(_BatchNorm):
 
     @property
     def _original(self) -> nn.Module:
-        """The layer of the model; replicas are new objects in every forward."""
+        """The layer that this replica copies, or self. Every forward makes new replicas."""
         original = None if self._copied_from is None else self._copied_from()
         return self if original is None else original
 
@@ -73,7 +74,7 @@ class LayerState(_BatchNorm):
         memo[id(group)] = group  # share the process group: it can't be copied
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        # by name: the `__getstate__` of a parametrized layer refuses
+        # not `self.__getstate__()`, which raises in a parametrized layer
         state = LayerState.__getstate__(self)
         copied.__setstate__(copy.deepcopy(state, memo))
         return copied

@@ -1,4 +1,4 @@
-"""A plugin for Lightning, whose `sync_batchnorm=True` would take torch's SyncBatchNorm."""
+"""A plugin for Lightning: `sync_batchnorm=True` then uses our layers, not torch's SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["SyncBatchNormPlugin"]
 
 
 class SyncBatchNormPlugin:
-    """Makes Lightning's Trainer synchronize batch norm layers by this package, on CPU too.
+    """Makes Lightning's Trainer synchronize batch norm layers with this package, on CPU too.
 
     Use: `Trainer(sync_batchnorm=True, plugins=[SyncBatchNormPlugin()], strategy="ddp", ...)`. When
     `fit` begins in several processes, the plugin calls `convert_model` on the LightningModule; when
-    `fit` has ended, the layers that it converted become those of torch again.
+    `fit` has ended, it converts these layers back to torch's.
 
     Works with `lightning` and with `pytorch_lightning`. Raises `StateError` if neither has been
     imported.
@@ -41,7 +41,7 @@ class SyncBatchNormPlugin:
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Undo `apply`: layers that were synchronized before it stay so."""
+        """Undo `apply`: layers that were synchronized before `apply` stay synchronized."""
         reverted = {layer: revert_model(layer) for layer in self._converted}
         self._converted = []
         new = {layer: result for layer, result in reverted.items() if result is not layer}
@@ -50,7 +50,7 @@ class SyncBatchNormPlugin:
 
 
 def _synchronized(model: nn.Module) -> list[nn.Module]:
-    """Our layers, and what registered functions made of others."""
+    """Our layers, and layers that functions registered for conversion returned."""
     return [
         module
         for module in modules_of(model)
@@ -59,16 +59,16 @@ def _synchronized(model: nn.Module) -> list[nn.Module]:
 
 
 def _register() -> bool:
-    """Let the imported packages of Lightning accept the plugin; whether there is one.
+    """Make the imported Lightning packages accept the plugin; returns whether one is imported.
 
-    They ask for subclasses of their own TorchSyncBatchNorm, an abstract base class. The plugin is
-    registered as a virtual one, so that this module need not import Lightning, which takes seconds.
+    Lightning accepts only subclasses of its abstract class TorchSyncBatchNorm. This registers the
+    plugin as a virtual subclass, so that the module need not import Lightning, which takes seconds.
     """
     packages = ("lightning.pytorch", "pytorch_lightning")
-    found = [sys.modules.get(f"{package}.plugins.layer_sync") for package in packages]
-    for module in filter(None, found):
+    layer_syncs = [sys.modules.get(f"{package}.plugins.layer_sync") for package in packages]
+    for module in filter(None, layer_syncs):
         module.TorchSyncBatchNorm.register(SyncBatchNormPlugin)
-    return any(found)
+    return any(layer_syncs)
 
 
 _register()  # LightningCLI looks at the class before it makes a plugin

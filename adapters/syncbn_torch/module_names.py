@@ -1,8 +1,8 @@
 """The name of a layer in its model: for error messages, and to tell layers of one group apart.
 
-Processes that run the same program may hold a model in unlike ways: one has wrapped it, or keeps
-it in a larger module beside a copy. So the names that tell layers apart leave out containers of a
-single module, as most wrappers are, and `keys_of` gives a layer's names in all models that hold it.
+Processes that run the same program may hold a model differently: one may wrap it, or keep it in a
+larger module beside a copy. So the names that tell layers apart leave out containers of a single
+module (most wrappers are such), and `keys_of` gives a layer's names in all modules that contain it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and
 
 _known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _short_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_without_model: deque[weakref.ref[nn.Module]] = deque(maxlen=3)  # the last layers of no model
+_without_model: deque[weakref.ref[nn.Module]] = deque(maxlen=3)  # the last layers outside of models
 
 Parents = dict[int, list[tuple[Any, str]]]  # see `_parents`
 
@@ -32,8 +32,8 @@ Parents = dict[int, list[tuple[Any, str]]]  # see `_parents`
 def name_of(layer: nn.Module) -> str:
     """`layer1.0.bn1 (SynchronizedBatchNorm2d)`, or only the class for a layer outside of models.
 
-    The same in every process that built the same model. The first call for a layer searches all
-    live modules, which takes about 0.1 s, and names all layers of its class in the same model.
+    Every process that built the same model gives the same name. The first call for a layer searches
+    all live modules, which takes about 0.1 s, and names all layers of its class in the same model.
     """
     name = _known.get(layer)
     if name is None:
@@ -41,7 +41,7 @@ def name_of(layer: nn.Module) -> str:
         parents = _parents(modules)
         name = _known[layer] = _found_name(layer, parents)
         model = _root(layer, parents)
-        # not those of other models, which may still be put together
+        # skip other models: they may still be under construction
         for other in modules:
             if type(other) is type(layer) and _root(other, parents) is model:
                 _known.setdefault(other, _found_name(other, parents))
@@ -61,11 +61,11 @@ def short_name_of(layer: nn.Module) -> str:
 
 
 def _is_made_for_one_call(layer: nn.Module) -> bool:
-    """Whether the last three layers outside of models are gone, and nothing holds this one.
+    """Whether the last three layers outside of models were freed, and no module holds this one.
 
-    Programs that make a layer for every call then do not pay for a search in every call.
+    Then the program probably makes a layer for every call, and a search each time would be slow.
     """
-    if len(_without_model) < 3 or any(seen() is not None for seen in _without_model):
+    if len(_without_model) < 3 or any(reference() is not None for reference in _without_model):
         return False
     return not any(isinstance(holder, dict) for holder in gc.get_referrers(layer))
 
@@ -77,7 +77,7 @@ def _search_short_name(layer: nn.Module) -> str:
         _without_model.append(weakref.ref(layer))
         return ""
     model = _root(layer, parents)
-    # not those of other models, which may still be put together
+    # skip other models: they may still be under construction
     for other in modules:
         if isinstance(other, _BatchNorm) and _root(other, parents) is model:
             _short_names.setdefault(other, _longest_short_name(other, parents))
@@ -90,10 +90,10 @@ def _longest_short_name(layer: nn.Module, parents: Parents) -> str:
 
 
 def keys_of(layer: nn.Module) -> list[tuple[str, bool]]:
-    """For each module that holds `layer`: a key of the layer in it, and whether nothing holds it.
+    """A key of `layer` in each module that contains it, and whether that module is outermost.
 
-    The key has the names, relative to that module, of the layer and of all batch norms. So it is
-    the same in all processes that hold an equal model, whatever holds the model there.
+    The key has the names of the layer and of all batch norms, relative to that module. So it is
+    equal in all processes with an equal model, even if they wrap the model differently.
     """
     parents = _parents(_live_modules())
     keys: dict[str, bool] = {}
@@ -109,7 +109,7 @@ LAYER_NAMES = LayerNames(short_name_of, keys_of)
 
 
 def _short(route: list[tuple[Any, str]]) -> str:
-    """The dotted names of a route, without those of modules that are alone in their container."""
+    """The dotted names of a route, without modules that are the only one in their container."""
     return ".".join(name for holder, name in route if len(_children(holder)) > 1)
 
 
@@ -121,7 +121,7 @@ def _children(module: Any) -> dict[str, Any]:
 def _routes(
     module: Any, parents: Parents, seen: frozenset[int] = frozenset()
 ) -> list[list[tuple[Any, str]]]:
-    """All routes from an outermost module down to `module`: (holder, name of the next in it)."""
+    """All routes from an outermost module down to `module`: lists of (parent, name of child)."""
     routes = [
         [*above, (parent, name)]
         for parent, name in parents.get(id(module), [])
@@ -147,7 +147,7 @@ def _live_modules() -> list[Any]:
 
 
 def _parents(modules: list[Any]) -> Parents:
-    """The modules that contain each module, by its id, and its name there."""
+    """For the id of each child module: its parents, each with the name of the child in it."""
     parents: Parents = {}
     for module in modules:
         for name, child in (module.__dict__.get("_modules") or {}).items():
@@ -156,7 +156,7 @@ def _parents(modules: list[Any]) -> Parents:
 
 
 def _root(module: nn.Module, parents: Parents) -> nn.Module:
-    """The outermost module that contains `module`, by the first parent of each."""
+    """The outermost module that contains `module`, found through the first parent of each."""
     seen: set[int] = set()
     while id(module) in parents and id(module) not in seen:
         seen.add(id(module))
@@ -172,13 +172,13 @@ def _found_name(layer: nn.Module, parents: Parents) -> str:
 
 
 def _paths(module: Any, parents: Parents, seen: frozenset[int]) -> list[str]:
-    """The dotted paths to `module` from every root, a module that no other module contains."""
-    found = []
+    """The dotted paths to `module` from every root (a module that no other module contains)."""
+    paths = []
     for parent, name in parents.get(id(module), []):
         if id(parent) not in seen:
             above = _paths(parent, parents, seen | {id(module)})
-            found += [f"{path}.{name}" if path else name for path in above]
-    return found or [""]
+            paths += [f"{path}.{name}" if path else name for path in above]
+    return paths or [""]
 
 
 def _without_wrappers(path: str) -> str:

@@ -1,11 +1,11 @@
 """Named ranges for torch's profilers, by layer.
 
     syncbn.forward layer1.0.bn1     a layer's forward in training
-    syncbn.exchange layer1.0.bn1    in it or in backward: sending to other members, and waiting
-    syncbn.backward layer1.0.bn1    a node of the layer's backward; replicas have two for a layer
+    syncbn.exchange layer1.0.bn1    in forward or backward: sending to other members, and waiting
+    syncbn.backward layer1.0.bn1    one node of the layer's backward; in replicas a layer has two
 
 `torch.profiler` shows them; so do Nsight Systems under `torch.autograd.profiler.emit_nvtx` and
-VTune under `emit_itt`. While none of these runs, a layer reads one flag, and no name is looked for.
+VTune under `emit_itt`. While none of these runs, a layer reads one flag and builds no name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
 def span(what: str, name: Callable[[], str]) -> AbstractContextManager[Any]:
-    """The range `syncbn.{what} {name()}` if a profiler runs."""
+    """The range `syncbn.{what} {name()}` if a profiler runs, else a context that does nothing."""
     if not profiler._is_profiler_enabled:
         return _NO_RANGE
     without_class = re.sub(r" \(\w+\)", "", name())
@@ -41,7 +41,7 @@ def name_backward(output: Tensor, name: Callable[[], str]) -> None:
     opened: list[AbstractContextManager[Any]] = []
 
     def begin(_: Any) -> None:
-        opened[:] = [span("backward", name)]  # drops one that an error has left open
+        opened[:] = [span("backward", name)]  # drops a range that an error left open
         opened[0].__enter__()
 
     def end(*_: Any) -> None:

@@ -12,7 +12,7 @@ __all__ = ["BatchNorm2dReimpl"]
 
 
 class BatchNorm2dReimpl(nn.BatchNorm2d):
-    """`nn.BatchNorm2d(num_features, eps, momentum)` in operations to read and change.
+    """`nn.BatchNorm2d(num_features, eps, momentum)` in plain operations, to read and to modify.
 
         mean = sum(x) / n        var = sum((x - mean)**2) / n
         y = (x - mean) / sqrt(var + eps) * weight + bias

@@ -36,7 +36,7 @@ _NAMES = ("weight", "bias", "running_mean", "running_var")
 def check_input(layer: LayerState, x: Tensor, weight: Tensor | None) -> None:
     """Raise `DTypeError`, `ShapeError` or `DeviceError` for input that doesn't fit the layer.
 
-    `weight`: that of the layer, which is read only once because `nn.Module` takes long to find it.
+    `weight`: the layer's, looked up only once per forward because `nn.Module` is slow at it.
     """
     if x.is_nested:
         raise DTypeError(
@@ -94,10 +94,10 @@ def not_a_tensor(x: object) -> DTypeError:
 
 
 def check_for_processes(name: Callable[[], str], x: Tensor, affine: Affine) -> None:
-    """Find, before ranks exchange anything, what would otherwise fail after the exchange.
+    """Raise, before ranks exchange anything, the errors that would occur after the exchange.
 
     Raises `DTypeError` for tensors without values of their own, such as DTensor, and `StateError`
-    for a weight or bias whose storage is too small. `name()`: what errors call the layer.
+    for a weight or bias whose storage is too small. `name()`: the layer's name in errors.
     """
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         plain = "its local tensor, x.to_local()" if hasattr(x, "to_local") else "a plain tensor"
@@ -111,7 +111,7 @@ def check_for_processes(name: Callable[[], str], x: Tensor, affine: Affine) -> N
 def check_for_torch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None
 ) -> None:
-    """Raise `DTypeError` or `StateError` for what torch's kernel does not check itself."""
+    """Raise `DTypeError` or `StateError` for tensors that torch's kernel does not check."""
     mean, var = (None, None) if running is None else running[:2]
     check_floating(weight, bias, mean, var)
     check_storage(x, weight, bias)
@@ -127,7 +127,7 @@ def check_operands(
     rule: NormRule,
     by_address: bool,
 ) -> None:
-    """Raise `ShapeError`, `DeviceError` or `DTypeError` for what our kernels do not check.
+    """Raise `ShapeError`, `DeviceError` or `DTypeError` for tensors that our kernels can't use.
 
     `by_address`: whether the kernels accept only plain tensors.
     """
@@ -195,19 +195,19 @@ def checked_running(layer: LayerState) -> RunningStatistics | None:
 
 
 def _check_apart(mean: Tensor, var: Tensor) -> None:
-    """Raise `StateError` if running mean and variance share memory: each would hold the other."""
+    """Raise `StateError` if running mean and variance share memory: updates would mix them."""
     if type(mean) not in PLAIN or type(var) not in PLAIN:  # such as FakeTensor
         return
     try:
-        places = mean.data_ptr(), var.data_ptr()
-    except RuntimeError:  # in function transforms tensors have no address
+        addresses = mean.data_ptr(), var.data_ptr()
+    except RuntimeError:  # tensors in function transforms have no address
         return
-    far = abs(places[0] - places[1]) >= max(mean.nbytes, var.nbytes)
+    far = abs(addresses[0] - addresses[1]) >= max(mean.nbytes, var.nbytes)
     if far and mean.is_contiguous() and var.is_contiguous():
         return
-    if 0 in places or mean.device != var.device:  # without memory, as on the meta device
+    if 0 in addresses or mean.device != var.device:  # no memory, as on the meta device
         return
-    if shares_memory(places[0], _Strides(mean), places[1], _Strides(var)):
+    if shares_memory(addresses[0], _Strides(mean), addresses[1], _Strides(var)):
         raise StateError(
             "expected running_mean and running_var with memory of their own, got tensors that "
             "overlap; clone() one of them"
@@ -215,7 +215,7 @@ def _check_apart(mean: Tensor, var: Tensor) -> None:
 
 
 class _Strides:
-    """What `shares_memory` asks of an array, for a tensor."""
+    """Shape, itemsize and strides (in bytes) of a tensor, as `shares_memory` reads them."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.itemsize = tuple(tensor.shape), tensor.element_size()
@@ -225,7 +225,7 @@ class _Strides:
 def check_savable(x: Tensor, affine: Affine, kept: Affine) -> None:
     """Raise `StateError` now for tensors that torch would later refuse to save for backward.
 
-    `kept`: what backward needs of `affine`, as `Affine.for_backward` gives it.
+    `kept`: the part of `affine` that backward needs (`Affine.for_backward`).
     """
     if not (x.is_inference() or any(t is not None and t.is_inference() for t in kept)):
         return

@@ -12,8 +12,8 @@ On a GPU of compute capability 9.0 (measured on an H100; docs/speed.md), from 19
     32 or 16 bits; contiguous, 3-D or more           784 elements per sample and channel
     bfloat16; channels_last                          a multiple of 8 channels
 
-Our launches take longer on the host than torch's; from this size on the device takes longer still.
-No other type of GPU has been measured, so there torch's kernel stays.
+Launching our kernels takes the host longer than launching torch's; from this size on, the device
+takes even longer, which hides it. Other types of GPU were not measured: they use torch's kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
 
 @contextmanager
 def always_ours(on: bool = True) -> Iterator[None]:
-    """In the block, a layer alone uses our kernels for every size: for tests and benchmarks."""
+    """For tests and benchmarks: in the block, a layer alone uses our kernels for every size."""
     token = _ours_always.set(on)
     try:
         yield
@@ -52,7 +52,7 @@ def always_ours(on: bool = True) -> Iterator[None]:
 
 
 def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
-    """Whether to use torch's kernel for a layer alone: it can, and is faster or the only one."""
+    """Whether torch's kernel fits a layer alone, and is faster than ours or ours can't run."""
     if rule.unusual is not None:
         return False
     if transforming():
@@ -75,8 +75,8 @@ def _is_large_on_device(x: Tensor) -> bool:
         return False
     if x.is_contiguous():
         return x.numel() >= CUDA_PLANE * x.shape[0] * x.shape[1]
-    rows = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return rows and x.dtype is torch.bfloat16 and x.shape[1] % 8 == 0
+    channels_innermost = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return channels_innermost and x.dtype is torch.bfloat16 and x.shape[1] % 8 == 0
 
 
 def _is_large(x: Tensor) -> bool:

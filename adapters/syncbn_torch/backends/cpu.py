@@ -81,8 +81,8 @@ class TensorMemory:
 
     def mark_written(self, *arrays: Tensor | None) -> None:
         for array in arrays:
-            if array is not None and not array.is_inference():  # those have no version
-                increment_version(array)  # a graph that has saved it must notice
+            if array is not None and not array.is_inference():  # inference: no version
+                increment_version(array)  # autograd must notice if a graph has saved it
 
     def assign(self, targets: Sequence[Tensor], values: Sequence[Any]) -> None:
         new = [v if isinstance(v, Tensor) else as_tensor(v) for v in values]
@@ -90,7 +90,7 @@ class TensorMemory:
 
 
 def look_at(call: Array, threads: int, *arrays: Tensor | None, expected: Array = ANYWHERE) -> int:
-    """`operands.look` at plain tensors that `is_whole`; negative if kernels can't use them."""
+    """`operands.look` for plain tensors that pass `is_whole`; negative if kernels can't run."""
     if _FUNCTION:
         return look(_FUNCTION, _NOTHING, *map(id, arrays), threads, _HALF, call, expected)  # type: ignore[no-any-return]
     try:

@@ -69,7 +69,7 @@ def measured(tensor: Tensor) -> bool:
 @cache
 def _is_measured(device: int) -> bool:
     if setting() == "off" or driver.compute_capability(device) != MEASURED:
-        return False  # and no compiler is asked
+        return False  # before the search for a compiler
     return not driver.missing() and driver.compile_failure(MEASURED) is None
 
 
@@ -85,10 +85,10 @@ def _ready(device: int, dtype: torch.dtype) -> bool:
 
 @cache
 def _missing() -> tuple[str, ...]:
-    lacks = tuple(driver.missing())
-    if lacks:
-        _warn("CUDA tensors", "; ".join(lacks))
-    return lacks
+    missing = tuple(driver.missing())
+    if missing:
+        _warn("CUDA tensors", "; ".join(missing))
+    return missing
 
 
 @cache
@@ -106,7 +106,7 @@ def _warn(tensors: str, reason: str) -> None:
 
 
 class _Counters(NamedTuple):
-    """Memory that is no tensor's."""
+    """Device memory that no tensor owns."""
 
     address: int
     shape: tuple[int, ...]
@@ -147,15 +147,15 @@ class TensorDeviceMemory:
         return torch.empty(shape, dtype=_DTYPES[dtype], device=_device(index))
 
     def keeps_stream(self, stream: int) -> bool:
-        # torch never destroys its pool's streams; one made elsewhere has its handle as number
+        # torch never destroys its own streams; the number of any other stream is its handle
         return bool(current_stream_number(torch.cuda.current_device()) != stream)
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
         return torch.zeros(shape, dtype=_DTYPES[dtype], device=_device(index))
 
     def lasting_zeros(self, size: int, index: int, stream: int) -> _Counters | None:
-        # torch.zeros would take them from a pool of `use_mem_pool`, or from that in which
-        # torch.compile warms up a CUDA graph: it takes the memory back
+        # not torch.zeros: in `use_mem_pool`, or while torch.compile warms up a CUDA graph, it
+        # allocates from a temporary pool, whose memory is used again later
         address = driver.lasting_zeros(index, size, stream)
         return None if address is None else _Counters(address, (size,))
 
@@ -168,7 +168,7 @@ class TensorDeviceMemory:
 
     @contextmanager
     def waiting_allowed(self) -> Iterator[None]:
-        # The mode is global, and setting it warns. So it is set only if it forbids waiting.
+        # The sync debug mode is global, and setting it warns. So set it only if it is on.
         with self._counting:
             if self._waiting == 0:
                 self._mode = torch.cuda.get_sync_debug_mode()
@@ -222,8 +222,8 @@ class TensorDeviceMemory:
 
     def mark_written(self, *arrays: Tensor) -> None:
         for array in arrays:
-            if not array.is_inference():  # those have no version
-                increment_version(array)  # a graph that has saved it must notice
+            if not array.is_inference():  # inference: no version
+                increment_version(array)  # autograd must notice if a graph has saved it
 
     def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for target, value in zip(targets, values, strict=True):

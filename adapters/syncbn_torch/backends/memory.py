@@ -1,4 +1,4 @@
-"""The memory of CPU tensors: whether it is valid, as NumPy arrays, and as DLTensors.
+"""The memory of CPU tensors: checks of it, and NumPy arrays and DLTensors that share it.
 
 Arrays are made from a tensor's address: `tensor.numpy()` would forbid resizing its storage, which
 FSDP does. NumPy has no bfloat16, so arrays hold its bits as uint16.
@@ -47,7 +47,7 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.int64: np.dtype(np.int64),  # num_batches_tracked
 }
 PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
-# Words of 8 bytes of a DLTensor; kind and bits of dtypes, and the device, as DLPack has them.
+# The size of a DLTensor in 8-byte words; DLPack's code of the CPU, and of dtypes (kind, bits).
 WORDS = 6
 _CPU = 1
 _DLPACK_DTYPES = {
@@ -87,7 +87,7 @@ def _has_half() -> bool:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy if its address is not that of its values or is not aligned.
+    """`tensor`, or a copy if its memory does not hold its values or is not aligned.
 
     For plain CPU tensors. Raises `StateError` if the storage was freed or is too small.
     """
@@ -100,20 +100,20 @@ def resolved(tensor: Tensor) -> Tensor:
     if tensor.is_neg():  # torch negates such a view on each read
         return tensor.detach().resolve_neg()
     address, size = tensor.data_ptr(), tensor.element_size()
-    if address == tensor.storage_offset() * size and tensor.numel() > 0:  # null: zeros, no data
+    if address == tensor.storage_offset() * size and tensor.numel() > 0:  # null: implicit zeros
         return tensor.detach().clone()
     return tensor.detach().clone() if address % size else tensor
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether the memory at the address of a tensor has its values, and is not too short.
+    """Whether the memory of a dense tensor holds all its values, as they are.
 
-    For dense tensors, of others a part may be missing.
+    For a tensor that is not dense, the end of the memory is not checked.
     """
     due, offset = tensor.nbytes, tensor.storage_offset()
     if offset:
         offset *= tensor.element_size()
-        if tensor.data_ptr() == offset:  # of no memory: a storage that was freed, or zeros
+        if tensor.data_ptr() == offset:  # null: the storage was freed, or implicit zeros
             return False
     return not tensor.is_neg() and tensor.untyped_storage().nbytes() >= due + offset
 
@@ -186,7 +186,7 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def dltensors(tensors: Sequence[Tensor | None]) -> tuple[list[int], Any]:
-    """The addresses of DLTensors of plain CPU tensors, 0 for None; and what keeps them alive.
+    """Addresses of DLTensors for plain CPU tensors (0 for None), and objects that keep them alive.
 
     For torch before 2.10, which has no C exchange API.
     """
@@ -198,15 +198,15 @@ def dltensors(tensors: Sequence[Tensor | None]) -> tuple[list[int], Any]:
             continue
         axes = array("q", [*tensor.shape, *tensor.stride()])
         kept.append(axes)
-        place, rank = axes.buffer_info()[0], tensor.dim()
+        address, rank = axes.buffer_info()[0], tensor.dim()
         device = _CPU if tensor.is_cpu and tensor.layout is torch.strided else 0
         dtype = _DLPACK_DTYPES.get(tensor.dtype, 255) << 32 | 1 << 48
-        words += [tensor.data_ptr(), device, rank | dtype, place, place + 8 * rank, 0]
+        words += [tensor.data_ptr(), device, rank | dtype, address, address + 8 * rank, 0]
     memory = array("q", words)
     kept.append(memory)
     begin, _ = memory.buffer_info()
-    places = [0 if t is None else begin + 8 * WORDS * i for i, t in enumerate(tensors)]
-    return places, kept
+    addresses = [0 if t is None else begin + 8 * WORDS * i for i, t in enumerate(tensors)]
+    return addresses, kept
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:

@@ -18,9 +18,9 @@ __all__ = ["DIFFERENTIABLE", "OPERATIONS", "TensorNamespace", "plain_moments", "
 
 
 class TensorNamespace(Namespace):
-    """`Namespace` of torch, without autograd: temporary tensors are overwritten.
+    """`Namespace` of torch, without autograd: it overwrites temporary tensors.
 
-    Operations on 16 bits and float32 convert within torch's kernels on GPUs, without a copy.
+    On GPUs, torch's kernels mix 16-bit and float32 operands without converted copies.
     """
 
     def cast(self, values: Tensor, dtype: Any) -> Tensor:
@@ -69,14 +69,14 @@ class TensorNamespace(Namespace):
 
 
 def _room(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` itself, or new memory if the dtype is another."""
+    """`values` itself if it has this dtype, else a new tensor."""
     return values if values.dtype is dtype else torch.empty_like(values, dtype=dtype)
 
 
 class DifferentiableNamespace(TensorNamespace):
-    """The same without writing in place, for autograd, forward-mode AD and `torch.func`.
+    """`TensorNamespace` without writing in place, for autograd, forward-mode AD and `torch.func`.
 
-    On a CPU it computes in float64, so that derivatives have the range of the CPU kernels.
+    On a CPU it computes in float64, so that derivatives have the same range as in the CPU kernels.
     """
 
     def working(self, values: Tensor) -> torch.dtype:
@@ -100,8 +100,8 @@ class TensorOperations(PlainOperations):
     """Plain operations that update running statistics in place and merge parts across devices."""
 
     def merge(self, parts: Sequence[Moments]) -> Moments:
-        home = parts[0].mean.device
-        return super().merge([plain_moments(part, home) for part in parts])
+        device = parts[0].mean.device
+        return super().merge([plain_moments(part, device) for part in parts])
 
     def update_running(
         self, running: RunningStatistics, statistics: Statistics

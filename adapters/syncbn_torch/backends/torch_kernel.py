@@ -40,7 +40,7 @@ def batch_norm(
     running: RunningStatistics | None,
     eps: float,
 ) -> Tensor:
-    """y for a layer alone, x (N, C, *spatial); updates `running` if given.
+    """Compute y for a layer alone, x (N, C, *spatial); update `running` if it is not None.
 
     A forward that checkpointing repeats in backward updates nothing. Raises `BatchSizeError` or
     torch's ValueError for one value per channel.
@@ -57,9 +57,9 @@ def batch_norm(
     recomputed = backward_task() != -1
     # transforms, subclasses, modes and hooks run code that may raise after the kernel
     kinds = {type(x), type(weight), type(bias), type(mean), type(var), type(counter)}
-    more = transforming() or not kinds <= _PLAIN or saving_runs_hooks()
-    more = more or modes_run_other_code()
-    if recomputed or more or mean is None or var is None or counter is None:
+    may_raise = transforming() or not kinds <= _PLAIN or saving_runs_hooks()
+    may_raise = may_raise or modes_run_other_code()
+    if recomputed or may_raise or mean is None or var is None or counter is None:
         new_mean, new_var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
         y = F.batch_norm(x, new_mean, new_var, weight, bias, True, factor, eps)
         if not recomputed:
@@ -67,8 +67,8 @@ def batch_norm(
         return y
     if x.numel() <= x.shape[1]:
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-    # The graph of this forward saves them too but never reads them. `data` has its own version
-    # counter, so autograd does not object when the next forward changes them.
+    # The graph of this forward saves mean and var too but never reads them. `data` has its own
+    # version counter, so autograd does not object when the next forward changes them.
     return batch_norm_in_place(x, weight, bias, running, (mean.data, var.data), eps)
 
 
@@ -82,11 +82,11 @@ def batch_norm_in_place(
 ) -> Tensor:
     """`batch_norm` where nothing can fail after the kernel.
 
-    `running`: mean, variance, counter and momentum; `data`: the `data` of the first two.
+    `running`: mean, variance, counter and momentum; `data`: `mean.data` and `var.data`.
     """
     mean, var, counter, momentum = running
     factor = averaging_factor(momentum, counter)
-    increment_versions((mean, var))  # autograd must notice if a graph of eval has saved them
+    increment_versions((mean, var))  # autograd must notice if an eval forward saved them
     settings = (*data, True, factor, eps, cudnn_enabled())
     steps: Any = (partial(torch.batch_norm, x, weight, bias, *settings), partial(counter.add_, 1))
     result: Tensor
@@ -95,7 +95,7 @@ def batch_norm_in_place(
 
 
 def _write(running: RunningStatistics, mean: Tensor | None, var: Tensor | None) -> None:
-    """Set what is not None and count the batch, in a C call that KeyboardInterrupt can't split."""
+    """Write mean and var and count the batch in one C call, which KeyboardInterrupt can't split."""
     counter: Any = running.num_batches_tracked
     counted = None if counter is None else counter + 1
     pairs = [(running.mean, mean), (running.var, var), (counter, counted)]
