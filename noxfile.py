@@ -356,7 +356,7 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def benchmark(session: nox.Session) -> None:
-    """Measure the CPU: tables, JSON, and the picture of the README; thirty minutes."""
+    """Measure the CPU: tables, JSON, and the picture of the README; fifteen minutes."""
     install(session, "-e", ".[torch]", *groups("bench", "nets"), options=NEWEST)
     fresh_numba_cache(session)
     session.run("python", "benchmarks/cpu.py", *(session.posargs or ["--plot", "docs/speed.png"]))

@@ -21,7 +21,7 @@ from gpu_devices import GPUS
 from gpu_report import DIRECTIONS, faster_than, over_floor, total_of_resnet50
 
 ROOT = Path(__file__).parents[1]
-CPU = "cpu-2026-11-21.json"
+CPU = "cpu-2026-11-23.json"
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 SCALING = "scaling-2026-11-21.json"
 LAYOUTS = ("NCHW", "channels_last")
@@ -84,6 +84,7 @@ def readme_cpu() -> Iterator[str]:
         f"backward, geometric mean; channels_last {rows[0]} and {rows[1]} times), and "
         f"{span(large, 1)} times from 24 MiB."
     )
+    yield f"are {span(of_nets('usual').values())} times as fast with converted layers"
     (one, _), (eight, _) = of_replicas(1), of_replicas(8)
     yield (
         f"four of them take {span(eight, 1)} times as long as the unsplit layers where eight "
@@ -113,6 +114,19 @@ def speed_cpu() -> Iterator[str]:
     yield f"{first:.1f} s; when no kernel has been compiled yet, {cold:.1f} s"
     one, eight = (geometric_mean(of_replicas(depth)[0]) for depth in (1, 8))
     yield f"take {one:.1f} times as long; in a row of eight layers {eight:.1f} times"
+
+
+def of_nets(allocator: str) -> dict[str, float]:
+    """Training steps with converted layers: times as fast as with the networks' own."""
+    return {row["net"]: row["faster"] for row in read(CPU)["nets"][allocator]}
+
+
+def nets_cpu() -> Iterator[str]:
+    usual, kept = of_nets("usual"), of_nets("kept")
+    for net in usual:
+        yield f"| {net} | {usual[net]:.2f}x | {kept[net]:.2f}x |"
+    means = [geometric_mean(steps.values()) for steps in (usual, kept)]
+    yield "| geometric mean | {:.2f}x | {:.2f}x |".format(*means)
 
 
 def targets_cpu() -> Iterator[str]:
@@ -365,7 +379,7 @@ ELEMENTWISE = tuple(
 
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "README.md": (readme_cpu, readme_h100),
-    "docs/speed.md": (speed_cpu, speed_h100),
+    "docs/speed.md": (speed_cpu, nets_cpu, speed_h100),
     "docs/scaling.md": (scaling,),
     "docs/internals/communication.md": (fit_of_scaling,),
     "docs/internals/gpu-model.md": (model_of_gpus,),
