@@ -158,7 +158,7 @@ def tests_benchmarks(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def works_with(session: nox.Session) -> None:
-    """The newest torch: its private names, how its tensors are read, programs of other libraries.
+    """The newest torch: its private names, how its tensors are read, graphs, other libraries.
 
     Writes docs/works-with.md.
     """
@@ -168,7 +168,8 @@ def works_with(session: nox.Session) -> None:
         session.run("pytest", *session.posargs)
         return
     rows = fresh_directory(session, "works-with") / "rows.jsonl"
-    session.run("pytest", "tests/torch/test_usual.py", "tests/torch/test_torch_private.py")
+    names = ("usual", "torch_private", "process_autograd", "compiled")
+    session.run("pytest", *(f"tests/torch/test_{name}.py" for name in names))
     session.run("pytest", "tests/works_with", env={"SYNCBN_WORKS_WITH": str(rows)})
     session.run("python", "tests/works_with/page.py", str(rows), "docs/works-with.md")
 
@@ -400,6 +401,10 @@ def examples(session: nox.Session) -> None:
     session.run(*ranks, "--epochs", "1", "--resume", saved, "--save", saved)
     other = ["--layers", "SyncBatchNorm", "--resume", saved]
     session.run("python", "examples/train_ddp.py", "--epochs", "1", *other)
+    ranks[-2:] = ["2", "examples/train_compiled.py"]
+    session.run(*ranks, "--steps", "10", "--backend", "aot_eager")
+    ranks[-1] = "examples/gradient_penalty.py"
+    session.run(*ranks, "--steps", "5")
     session.run("python", "examples/word_count.py")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")

@@ -23,6 +23,7 @@ from gpu_report import DIRECTIONS, faster_than, over_floor, total_of_resnet50
 ROOT = Path(__file__).parents[1]
 CPU = "cpu-2026-11-23.json"
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
+COMPILED = "compiled-2026-11-23.json"
 SCALING = "scaling-2026-11-21.json"
 LAYOUTS = ("NCHW", "channels_last")
 MIB = 1 << 20
@@ -373,13 +374,24 @@ def compiled() -> Iterator[str]:
     yield f"on sm_100, spills {span([row['spilled'] for row in spilled], 0)} bytes"
 
 
+def steps_of_graphs() -> Iterator[str]:
+    for net in read(COMPILED)["nets"]:
+        for way, seconds in net["step"].items():
+            over, first = net["over_eager"][way], net["first"][way]
+            graphs = net["graphs"][way]
+            yield (
+                f"| {net['net']} | {way} | {seconds * 1e3:.0f} | {over:.2f} | {first:.0f} | "
+                f"{graphs} |"
+            )
+
+
 ELEMENTWISE = tuple(
     f"{kind}_{step}" for kind in ("planes", "rows") for step in ("normalize", "backward_input")
 )
 
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "README.md": (readme_cpu, readme_h100),
-    "docs/speed.md": (speed_cpu, nets_cpu, speed_h100),
+    "docs/speed.md": (speed_cpu, nets_cpu, steps_of_graphs, speed_h100),
     "docs/scaling.md": (scaling,),
     "docs/internals/communication.md": (fit_of_scaling,),
     "docs/internals/gpu-model.md": (model_of_gpus,),

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 Row = dict[str, Any]
 
-PATIENCE = 20  # seconds in which a collective must end
+PATIENCE = 20  # seconds
 NO_GROUP = "no group"  # in place of a backend
 SHARES_A_GPU = (2, 30)  # NCCL, from which on two ranks may share a GPU if they ask for it
 ALONE = {  # nobody outside this machine is asked
@@ -51,8 +51,13 @@ def begin(description: str, be_one: Callable[[argparse.Namespace], None]) -> arg
     return options
 
 
-def be_rank(options: argparse.Namespace, work: Callable[[Any, Row], None]) -> NoReturn:
-    """Join the group, call `work(device, result)`, save the result with its error if it has one."""
+def be_rank(
+    options: argparse.Namespace, work: Callable[[Any, Row], None], patience: float = PATIENCE
+) -> NoReturn:
+    """Join the group, call `work(device, result)`, save the result with its error if it has one.
+
+    `patience`: seconds in which a collective must end.
+    """
     import torch
     import torch.distributed as dist
 
@@ -67,7 +72,7 @@ def be_rank(options: argparse.Namespace, work: Callable[[Any, Row], None]) -> No
             device = torch.device("cuda", options.rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         if options.backend != NO_GROUP:
-            limit = timedelta(seconds=PATIENCE)
+            limit = timedelta(seconds=patience)
             ranks = {"rank": options.rank, "world_size": options.size, "timeout": limit}
             dist.init_process_group(options.backend, init_method=options.store, **ranks)
             dist.all_reduce(torch.ones(1, device=device))  # here NCCL looks for its GPUs

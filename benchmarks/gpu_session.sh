@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that can be known on a GPU, stage by stage, in calls that take as long as you like: kernels are
 # compiled, without the device, and what would fail is said; then facts, tests, compute-sanitizer,
-# process groups, CUDA graphs, benchmarks.
+# process groups, CUDA graphs, torch.compile, benchmarks.
 #
 #   bash benchmarks/gpu_session.sh [SECONDS [STAGE...]]
 #
@@ -27,6 +27,7 @@ tests      130  200
 sanitize    30   55
 shared      60  100
 capture     40   60
+compiled    90  220
 steps       90  180
 lone        90  240
 shapes      40   60
@@ -190,7 +191,7 @@ command_of() {
     memcheck) sanitizer memcheck "$limit" --report-api-errors no --padding 64 ;;
     # of races it sees those in shared memory; what blocks tell each other is compared with float64
     racecheck | initcheck) sanitizer "$name" "$limit" ;;
-    shared | capture | steps | processes)
+    shared | capture | compiled | steps | processes)
         command=("$python" "benchmarks/gpu_$name.py" "${dryly[@]}" --seconds "$((limit - 12))"
             --json "$json")
         ;;
@@ -264,7 +265,7 @@ echo
     sed -n '/Device time/,$p' "$out/benchmark.log" | head -c 8000
 echo
 grep -h -E 'ERROR SUMMARY|RACECHECK SUMMARY|WRONG' \
-    "$out"/{sanitize,memcheck,racecheck,initcheck,shared,capture}.log \
+    "$out"/{sanitize,memcheck,racecheck,initcheck,shared,capture,compiled}.log \
     2>/dev/null | sort | uniq -c | head -n 12
 echo "== $SECONDS s, logs in $out"
 printf '%s\n' "${summary[@]}" | cut -c 1-220

@@ -125,8 +125,10 @@ def main() -> int:
     alone_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     begin = time.perf_counter()
-    wrapped = DistributedDataParallel(model) if size > 1 else model
-    first = train(wrapped, optimizer, data, args, rank, size)
+    # no variable holds DistributedDataParallel: torch can hang if it outlives the process group
+    first = train(
+        DistributedDataParallel(model) if size > 1 else model, optimizer, data, args, rank, size
+    )
     seconds = time.perf_counter() - begin
     status = 0
     if rank == 0:

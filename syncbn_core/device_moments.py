@@ -78,11 +78,15 @@ class DeviceStatistics(NamedTuple):
         """Per channel, `(C,)` float64."""
         return self.packed[1 + len(self.packed) // 3 * 2 :]
 
-    def as_plain(self) -> Statistics:
-        """The same as `Statistics`, for `PlainOperations`; the count is an array `()`."""
+    @property
+    def moments(self) -> Moments:
+        """Those of the whole batch; the count is an array `()`."""
         packed, channels = self.packed, len(self.packed) // 3
-        m2 = packed[1 + channels : 1 + 2 * channels]
-        return Statistics(Moments(packed[0], self.mean, m2), self.invstd)
+        return Moments(packed[0], self.mean, packed[1 + channels : 1 + 2 * channels])
+
+    def as_plain(self) -> Statistics:
+        """The same as `Statistics`, for `PlainOperations`."""
+        return Statistics(self.moments, self.invstd)
 
 
 def join_rows(parts: Sequence[DeviceMoments]) -> DeviceMoments:

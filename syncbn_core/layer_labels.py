@@ -57,7 +57,7 @@ __all__ = [
 
 Array = Any
 
-VERSION = 2  # of the rows and sums that members send each other
+VERSION = 3  # of the rows and sums that members send each other
 IDENTITY_VARIABLE = "SYNCBN_IDENTITY"
 FACTS = 8192  # bytes of the message with the facts of one member
 MOST_KEYS = 100

@@ -12,8 +12,8 @@ message. On a device the host looks at labels some calls later. There the rows s
 and the kernel that normalizes merges them.
 
 Backward is one `all_reduce` of 2 C sums, float64, and the label of the sum (`comm.sum_labels`). Its
-key is the number of the call in which the forward was. All members make the same calls in the same
-order, so it tells which call of which layer this is.
+key is made of the number of the call in which the forward was, and of what the sum is for (`SUMS`).
+All members make the same calls in the same order, so it tells which call of which layer this is.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from syncbn_core.comm import (
 )
 from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of
 from syncbn_core.comm.process_group import ProcessCommunicator
+from syncbn_core.comm.sum_labels import label_of
 from syncbn_core.device_moments import DeviceMoments, DeviceStatistics
 from syncbn_core.errors import ProtocolError, ShapeError
 from syncbn_core.layer_labels import (
@@ -49,15 +50,37 @@ from syncbn_core.layer_labels import (
 )
 from syncbn_core.moments import Moments, merged
 
-__all__ = ["CallSite", "MomentsRow", "exchange_moments", "exchange_sums", "labelled"]
+__all__ = [
+    "BACKWARD",
+    "OF_MOMENTS",
+    "OF_SUMS",
+    "OF_TANGENTS",
+    "WITH_GRAPH",
+    "CallSite",
+    "MomentsRow",
+    "exchange_moments",
+    "exchange_sums",
+    "exchange_sums_of_graph",
+    "labelled",
+]
 
 Array = Any
 PartMoments = Moments | DeviceMoments
 
 _SAME_LAYERS = "all members have to run the same layers in the same order"
 _SAME_LOSS = (
-    "all members have to run the same layers, forward and backward, in the same order, and the "
-    "loss has to use the same layers on every member"
+    "all members have to run the same layers in the same order, use them in the loss, and agree on "
+    "create_graph and forward-mode AD"
+)
+
+# What members add up. The first is for all libraries, the others for more derivatives.
+BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS, OF_TANGENTS = range(5)
+SUMS = (
+    "forward in call",
+    "create_graph=True, forward in call",
+    "second derivative, moments of call",
+    "second derivative, sums of call",
+    "forward-mode derivative of call",
 )
 
 
@@ -148,38 +171,65 @@ def labelled(communicator: Communicator, statistics: Any, forward: int) -> Any:
     `forward`: the number that `exchange_moments` gave. `comm.sum_labels` explains labels.
     """
     if isinstance(statistics, DeviceStatistics) and isinstance(communicator, ProcessCommunicator):
-        label, label_of_total = communicator.label(forward)
+        label, label_of_total = communicator.label(_key(forward, BACKWARD))
         return statistics._replace(label=label, label_of_total=label_of_total)
     return statistics
 
 
 def exchange_sums(
-    communicator: Communicator, sums: Array, site: CallSite, forward: int, statistics: Any = None
+    communicator: Communicator,
+    sums: Array,
+    site: CallSite,
+    forward: int,
+    statistics: Any = None,
+    purpose: int = BACKWARD,
 ) -> Array:
     """`sums` added up over all members: an array of the same shape, dtype and device, to be read.
 
     `forward`: the number that `exchange_moments` gave. `statistics`: those of `labelled` from which
-    the sums were computed. Raises `ProtocolError` where members are in
-    the backward of different calls, if the communicator compares keys, and its other errors.
+    the sums were computed. `purpose`: which of `SUMS`; where sums are differentiated, `forward` is
+    the number of the call that added up. Raises `ProtocolError` where members are in the backward
+    of different calls, if the communicator compares keys, and its other errors.
     """
     if type(communicator) is SingleCommunicator:
         return sums
     group = labels_in(communicator)
     group.begin(communicator)
     position = group.position(site)
-    known = [position] * bool(position) + [f"forward in call {forward}"] * bool(forward)
+    known = [position] * bool(position) + [f"{SUMS[purpose]} {forward}"] * bool(forward)
     has_label = isinstance(statistics, DeviceStatistics) and statistics.label is not None
     call = CollectiveCall(
         lambda: f"backward of {site.name()}",
         ", ".join(known),
         _details(math.prod(sums.shape) - has_label, site.dtypes),
-        forward,
+        _key(forward, purpose),
         _SAME_LOSS,
     )
     if has_label:
         group_of_processes = cast(ProcessCommunicator, communicator)
         return _run(communicator, group_of_processes.all_reduce_labelled, sums, call, site)
     return _run(communicator, communicator.all_reduce, sums, call, site)
+
+
+def exchange_sums_of_graph(communicator: Communicator, sums: Array, site: CallSite) -> Array:
+    """`exchange_sums` where only the device knows the number of the call of the forward.
+
+    `sums`: float64 `(2 C + 1,)`, that number behind the sums; may be written to. In the result, of
+    the same shape, the last number is 0, or members were in the backward of different calls: then
+    the sums are wrong, and a later call raises `ProtocolError`.
+    """
+    group = cast(ProcessCommunicator, communicator)
+    own = label_of(len(SUMS) * sums[-1:] + BACKWARD, group.size, 8)
+    sums[-1:] = own
+    call = CollectiveCall(
+        lambda: f"backward of {site.name()}", "", _details(len(sums), site.dtypes), 0, _SAME_LOSS
+    )
+    return _run(communicator, partial(group.all_reduce_labelled, own=own), sums, call, site)
+
+
+def _key(call: int, purpose: int) -> int:
+    """The key of a sum; 0, which compares nothing, if calls are not counted."""
+    return len(SUMS) * call + purpose if call else 0
 
 
 def _run(
@@ -193,7 +243,8 @@ def _run(
     report = waits.watching
     if report is None or isinstance(communicator, ThreadCommunicator):  # which reports by itself
         return collective(values, call)
-    key = collective.__name__, id(site.layers[0]) if site.layers else call.name()
+    operation = getattr(collective, "func", collective).__name__  # a partial has no name
+    key = operation, id(site.layers[0]) if site.layers else call.name()
     return report.timed(communicator, collective, values, call, key)
 
 

@@ -5,9 +5,12 @@ A torch release may remove any of them, so each has a test in tests/torch/test_t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import wraps
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,28 +20,36 @@ from torch.autograd import Function, forward_ad, profiler
 from torch.utils import _python_dispatch, _pytree
 
 __all__ = [
+    "COMPARES_GROUPS_BY_TYPE",
     "HOOKS",
     "HOOK_OPTIONS",
     "InheritedModes",
     "backward_task",
+    "constant_while_tracing",
     "cudnn_enabled",
     "current_raw_stream",
     "current_stream_number",
-    "disable_tracing",
+    "default_group",
+    "exporting",
+    "finished_work",
     "forward_ad",
     "forward_ad_active",
     "function_transforms_active",
+    "has_group",
     "increment_versions",
     "is_tracing",
     "is_wrapped",
     "modes_run_other_code",
     "node_of",
     "profiler",
+    "register_group",
     "registered_node",
+    "resolve_group",
     "restored_forward_ad",
     "run_after_backward",
     "saving_runs_hooks",
     "transforming",
+    "untraced",
 ]
 
 # A module's dictionaries of hooks that run when it is called. For each, torch.nn.modules.module
@@ -49,6 +60,16 @@ HOOK_OPTIONS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
+)
+
+# Whether torch.compile, unless asked for more, only guards that a process group is one.
+COMPARES_GROUPS_BY_TYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+# There are builds of torch without process groups.
+_world: Any = (
+    torch.distributed.distributed_c10d._world
+    if torch.distributed.is_available()
+    else SimpleNamespace(_default_pg=None)
 )
 
 # These are bare C functions: Python wrappers would double their cost, which slows small layers.
@@ -169,10 +190,67 @@ def is_tracing() -> bool:
     return CompileContext.try_get() is not None
 
 
-def disable_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, but torch.compile does not trace into it: the graph breaks there."""
-    disabled: Callable[..., Any] = torch._dynamo.disable(function)
-    return disabled
+def exporting() -> bool:
+    """Whether torch.export is tracing; always False before torch 2.7, which can't tell."""
+    # not `torch.compiler.is_exporting()`: before torch 2.9 torch.compile takes it for True
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
+def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: torch.compile breaks the graph at calls of the function, and says `reason`."""
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # also what the function calls runs without graphs; to import the module takes a second
+            compiler = sys.modules.get("torch._dynamo")
+            call = function if compiler is None else compiler.disable(function)
+            return call(*args, **kwargs)
+
+        run._torchdynamo_disable = True  # type: ignore[attr-defined]
+        run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return run
+
+    return decorated
+
+
+def constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which torch.compile calls while it traces; the result is a constant."""
+    # what `torch.compiler.assume_constant_result` does, which imports torch._dynamo: one second
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def default_group() -> Any:
+    """The default process group, or None. torch.compile guards it, unlike `is_initialized()`."""
+    return _world._default_pg
+
+
+def has_group(name: str) -> bool:
+    """Whether collectives in a graph know a group by `name`; torch forgets all with the world."""
+    try:
+        resolve_group(name)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def register_group(name: Any, group: Any) -> None:
+    """Make `group` the process group that collectives in a graph know by `name`."""
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def resolve_group(name: Any) -> Any:
+    """The process group of this name."""
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def finished_work(tensors: list[Tensor]) -> Any:
+    """What a collective returns that has finished."""
+    future: Any = torch.futures.Future()
+    future.set_result(tensors)
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future)
 
 
 def registered_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:

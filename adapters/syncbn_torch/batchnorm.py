@@ -13,7 +13,6 @@ import warnings
 import weakref
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
 
@@ -21,14 +20,14 @@ from syncbn_core.checks import check_eps, check_eps_mode, check_momentum
 from syncbn_core.errors import StateError
 from syncbn_core.moments import EpsMode
 from syncbn_torch import dispatch
-from syncbn_torch._torch_private import HOOKS, disable_tracing
+from syncbn_torch._torch_private import HOOKS, untraced
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.report import ConversionReport
 from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, context_of
 from syncbn_torch.data_parallel.replicate import CallbackContext
-from syncbn_torch.layer_state import LayerState, set_sbn_eps_mode
+from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
 from syncbn_torch.process_group import communicator_for
 from syncbn_torch.validation import not_a_tensor
 from syncbn_torch.which_kernel import always_ours
@@ -75,6 +74,7 @@ class _SynchronizedBatchNorm(LayerState):
             dtype=dtype,
             **newer,
         )
+        give_number(self)
         self.process_group = process_group
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
 
@@ -119,9 +119,7 @@ class _SynchronizedBatchNorm(LayerState):
         if self._replica_sync is not None:
             self._replica_sync.check()
         elif originals.watching:
-            if torch.compiler.is_compiling():  # torch.compile can't trace the lookup below
-                return disable_tracing(self._beside_replicas)(input)  # type: ignore[no-any-return]
-            return self._beside_replicas(input)
+            return self._beside_replicas(input)  # type: ignore[no-any-return]
         return dispatch.forward(self, input)
 
     def _forward_of_no_tensor(self, input: Any, forward: Any = None) -> Any:
@@ -151,6 +149,7 @@ class _SynchronizedBatchNorm(LayerState):
             or any(getattr(modules, f"_global{hooks}") for hooks in HOOKS)
         )
 
+    @untraced("only Python can look up whether the layer runs beside replicas")
     def _beside_replicas(self, input: Tensor) -> Tensor:
         """Forward of a layer of the original model while replicas run, maybe in this thread."""
         replica = originals.copy_of(self)

@@ -3,6 +3,8 @@
     eval with running statistics                     torch's kernel
     replica                                          `autograd.replicas`
     several processes                                `autograd.processes`: one collective each way
+    several processes, tangents                      `autograd.processes`, differentiable operations
+    several processes, under torch.compile           `autograd.traced`
     alone, under torch.compile or a transform        torch's kernel
     alone, where torch's kernel is as fast (below)   torch's kernel
     alone, otherwise                                 `autograd.alone`
@@ -29,23 +31,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics
+from syncbn_core.errors import StateError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_core.moments import require_more_than_one_value
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import (
-    disable_tracing,
+    COMPARES_GROUPS_BY_TYPE,
+    constant_while_tracing,
+    default_group,
+    exporting,
     profiler,
     saving_runs_hooks,
     transforming,
+    untraced,
 )
+from syncbn_torch.autograd import traced as traced_node
 from syncbn_torch.autograd.alone import BatchNormFunction, LayerCall, batch_norm_updating_last
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.processes import SyncBatchNormFunction, batch_norm_of_processes
+from syncbn_torch.autograd.processes import (
+    SyncBatchNormFunction,
+    batch_norm_of_processes,
+    batch_norm_with_tangents,
+)
 from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import cuda, memory, plain, torch_kernel
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
-from syncbn_torch.process_group import communicator_for
+from syncbn_torch.process_group import communicator_for, is_communicator
 from syncbn_torch.usual import is_in_place, remember, still_checked, usual_eval, usual_forward
 from syncbn_torch.validation import (
     check_floating,
@@ -79,10 +91,9 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
         if mean is not None and var is not None:
             return _eval(layer, x, affine, mean, var)
     if traced and torch.compiler.is_compiling():
-        if _surely_alone(layer) and layer._rule.unusual is None:
-            return _by_torch(layer, x, affine)
-        # torch.compile can't trace kernels and messages: break the graph here
-        return disable_tracing(forward)(layer, x, False)  # type: ignore[no-any-return]
+        if layer._replica_sync is None and not is_communicator(type(layer.process_group)):
+            return _traced(layer, x, affine)
+        return _with_messages_of_python(layer, x, False)  # type: ignore[no-any-return]
     if profiler._is_profiler_enabled and not in_range:
         return _forward_in_range(layer, x)
     sync, processes, rule = layer._replica_sync, processes_of(layer, x), layer._rule
@@ -105,6 +116,8 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
     if sync is not None:
         return sync.forward(operations, x, affine, rule, processes, running)
     if operations is plain.DIFFERENTIABLE:
+        if processes is not None:
+            return batch_norm_with_tangents(processes, x, affine, rule, running)
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
         single: Tensor = operations.forward_single(x, affine, rule, running).y
         return single
@@ -127,7 +140,7 @@ def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
     if checked is None:
         return None
     processes = None
-    if layer.process_group is not None or (dist.is_available() and dist.is_initialized()):
+    if layer.process_group is not None or _has_processes():
         processes = processes_of(layer, x)
     y: Any = None
     if processes is None:
@@ -179,10 +192,57 @@ def processes_of(layer: LayerState, x: Tensor) -> Processes | None:
     return Processes(communicator, CallSite(name, (dtype,), (original,), LAYER_NAMES))
 
 
-def _surely_alone(layer: LayerState) -> bool:
-    """Whether there is nothing to synchronize with; torch.compile can trace these tests."""
-    processes = layer.process_group is not None or (dist.is_available() and dist.is_initialized())
-    return layer._replica_sync is None and not (layer.training and processes)
+def _traced(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
+    """`forward` while torch.compile traces it."""
+    group, rule = "", layer._rule
+    processes = layer.training and (layer.process_group is not None or default_group() is not None)
+    if not traced_node.TRACES_LAYERS and (processes or rule.unusual is not None):
+        return _for_newer_torch(layer, x, False)  # type: ignore[no-any-return]
+    if processes:
+        group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
+    if not group and rule.unusual is None:
+        return _by_torch(layer, x, affine)
+    running = checked_running(layer)
+    check_operands(x, layer.num_features, affine, running, rule, False)
+    if group and exporting():
+        raise StateError(
+            "expected a model in eval for torch.export, got a layer in training that synchronizes "
+            "over processes: the exported program would compute wrong gradients; call "
+            "model.eval(), or export revert_model(copy.deepcopy(model))"
+        )
+    if not group and x.numel() <= x.shape[1]:
+        return _of_one_value(layer, x, False)  # type: ignore[no-any-return]
+    return traced_node.batch_norm(x, affine, running, rule, layer._number, group)
+
+
+# What torch.compile can't trace: `forward`, and why.
+_with_messages_of_python = untraced(
+    "a layer in replicas, or with a communicator as its process_group, sends messages by Python"
+)(forward)
+_for_newer_torch = untraced(
+    "a graph with a layer over processes, or in mode 'clamp', needs torch 2.10 or newer"
+)(forward)
+_of_one_value = untraced("the layer raises an error: expected more than 1 value per channel")(
+    forward
+)
+
+
+def _guarded(process_group: Any) -> int:
+    """A number by which torch.compile tells groups apart; before torch 2.12 it does by itself."""
+    group = default_group() if process_group is None else process_group
+    return id(group) if COMPARES_GROUPS_BY_TYPE else 0
+
+
+@constant_while_tracing
+def _group_for(process_group: Any, dtype: torch.dtype, guarded: int) -> str:
+    """`compiled_exchange.group_for`, a constant in the graph."""
+    # imported on first use: there are builds of torch without process groups
+    name: str = import_module("syncbn_torch.compiled_exchange").group_for(process_group, dtype)
+    return name
+
+
+def _has_processes() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _eval(layer: LayerState, x: Tensor, affine: Affine, mean: Tensor, var: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from syncbn_core.checks import check_eps_mode
 from syncbn_core.moments import EpsMode
 from syncbn_torch.batchnorm import SynchronizedBatchNorm2d
 from syncbn_torch.conversion.registry import register_conversion
+from syncbn_torch.layer_state import give_number
 
 __all__ = ["SynchronizedBatchNormAct2d"]
 
@@ -32,6 +33,7 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
         **kwargs: Any,
     ) -> None:
         BatchNormAct2d.__init__(self, *args, **kwargs)
+        give_number(self)
         self.process_group = process_group
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
 

@@ -16,10 +16,10 @@ from syncbn_core.comm import Communicator
 from syncbn_core.errors import ShapeError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_torch import ranges
+from syncbn_torch._torch_private import transforming
 from syncbn_torch.autograd.alone import LayerCall
 from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.processes import batch_norm_of_processes
-from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import plain
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.data_parallel import originals
@@ -42,9 +42,9 @@ def forward_together(
 
     In training over one process group, forward is one all_gather for all layers and backward is
     one all_reduce, once the gradients of all outputs are there. Otherwise (eval, one process,
-    replicas, different groups or devices, hooks, subclasses) the layers run one after the other.
-    All processes must be in the same case. Raises `ShapeError` if the numbers of layers and
-    inputs differ or a layer is given twice, and the errors of the layers.
+    replicas, different groups or devices, hooks, subclasses, forward-mode AD) the layers run one
+    after the other. All processes must be in the same case. Raises `ShapeError` if the numbers of
+    layers and inputs differ or a layer is given twice, and the errors of the layers.
     """
     if len(layers) != len(inputs) or len(set(layers)) != len(layers):
         raise ShapeError(
@@ -52,13 +52,12 @@ def forward_together(
             f"{len(set(layers))} layers; call a layer with several inputs once for each"
         )
     communicator = _common_communicator(layers, inputs)
-    if communicator is None or len({(type(x), x.device) for x in inputs}) > 1:
+    if communicator is None or transforming() or len({(type(x), x.device) for x in inputs}) > 1:
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         check_input(layer, x, layer.weight)
     for layer, x in zip(layers, inputs, strict=True):
         name, affine = partial(name_of, layer), Affine(layer.weight, layer.bias)
-        needs_plain_forward(name, False, True, x, *affine)
         check_for_processes(name, x, affine)
     calls: list[LayerCall] = []
     operands: list[Tensor | None] = []

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import weakref
+from itertools import count
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -14,7 +17,7 @@ from syncbn_core.errors import ShapeError
 from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected
 
-__all__ = ["LayerState", "set_sbn_eps_mode"]
+__all__ = ["LayerState", "give_number", "layer_of", "set_sbn_eps_mode"]
 
 _default_eps_mode: EpsMode = "plus"
 
@@ -30,6 +33,24 @@ def set_sbn_eps_mode(mode: str) -> None:
     _default_eps_mode = check_eps_mode(mode)
 
 
+_layers: weakref.WeakValueDictionary[int, LayerState] = weakref.WeakValueDictionary()
+_numbers = count(1)
+_NO_NUMBER = torch.from_numpy(np.zeros(1))  # not `torch.zeros`: see `give_number`
+
+
+def give_number(layer: LayerState) -> None:
+    """Set the number by which a compiled graph tells that it is in this layer."""
+    number = next(_numbers)
+    _layers[number] = layer
+    # not `torch.tensor`: it would be on the default device
+    layer.__dict__["_number"] = torch.from_numpy(np.array([number], np.float64))
+
+
+def layer_of(number: int) -> LayerState | None:
+    """The layer with this number, if it still exists."""
+    return _layers.get(number)
+
+
 class LayerState(_BatchNorm):
     """The state of a layer; its subclasses in `batchnorm` define forward."""
 
@@ -41,6 +62,7 @@ class LayerState(_BatchNorm):
         "_replica_sync",
         "_copied_from",
         "_checked",
+        "_number",
     )
     # Class-level defaults: converted layers and old pickles never ran __init__.
     process_group: Any = None
@@ -48,6 +70,7 @@ class LayerState(_BatchNorm):
     _replica_sync: ReplicaSync | Unconnected | None = None
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
     _checked: Any = None  # the tensors that passed the checks, see `usual`
+    _number: Tensor = _NO_NUMBER  # (1,) on the CPU, see `give_number`
 
     @property
     def _rule(self) -> NormRule:
@@ -61,7 +84,13 @@ class LayerState(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy or pickle of a replica is an ordinary layer
-        return {**self.__dict__, "_replica_sync": None, "_copied_from": None, "_checked": None}
+        state = {**self.__dict__, "_replica_sync": None, "_copied_from": None, "_checked": None}
+        state.pop("_number", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        give_number(self)
 
     @property
     def _original(self) -> nn.Module:

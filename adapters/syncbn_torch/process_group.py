@@ -25,6 +25,7 @@ __all__ = [
     "TensorArrays",
     "communicator_for",
     "create_syncbn_process_group",
+    "is_communicator",
 ]
 
 Values = Any  # numpy.ndarray or Tensor
@@ -228,10 +229,12 @@ def communicator_for(process_group: Any) -> Communicator | None:
     return communicator if communicator.size > 1 else None
 
 
-@cache
-def _is_communicator(kind: type) -> bool:
+def is_communicator(kind: type) -> bool:
     """Whether `kind` is a class of communicators, ours or the user's; torch's groups are not."""
     return hasattr(kind, "all_gather") and hasattr(kind, "all_reduce")
+
+
+_is_communicator = cache(is_communicator)
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

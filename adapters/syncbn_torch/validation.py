@@ -115,8 +115,7 @@ def check_for_torch(
     mean, var = (None, None) if running is None else running[:2]
     check_floating(weight, bias, mean, var)
     check_storage(x, weight, bias)
-    if not torch.compiler.is_compiling():
-        check_savable(x, Affine(weight, bias), Affine(weight))
+    check_savable(x, Affine(weight, bias), Affine(weight))
 
 
 def check_operands(
@@ -227,6 +226,8 @@ def check_savable(x: Tensor, affine: Affine, kept: Affine) -> None:
 
     `kept`: the part of `affine` that backward needs (`Affine.for_backward`).
     """
+    if torch.compiler.is_compiling():  # which can't trace `is_inference`
+        return
     if not (x.is_inference() or any(t is not None and t.is_inference() for t in kept)):
         return
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *affine)):

@@ -109,7 +109,7 @@ class PlainOperations(Operations):
 
     def moments(self, x: Array) -> Moments:
         space, axes = self.namespace, _axes(x)
-        count = math.prod(x.shape[axis] for axis in axes) if x.shape[1] else 0
+        count = math.prod([x.shape[axis] for axis in axes]) if x.shape[1] else 0
         if count == 0:
             zeros = space.sum(x, axes)
             return Moments(0, zeros, zeros)

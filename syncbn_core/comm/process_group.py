@@ -135,16 +135,23 @@ class ProcessCommunicator(CommunicatorBase):
         label = label_of(key, self.size, 8)
         return label, label * self.size
 
-    def all_reduce_labelled(self, message: Array, call: CollectiveCall) -> Array:
+    def all_reduce_labelled(
+        self, message: Array, call: CollectiveCall, own: Array | None = None
+    ) -> Array:
         """Add up float64 numbers on a device, the last of which is the `label` of `call.key`.
 
         May write the result into `message`. Who reads it checks its last number on the device,
         without waiting; the host looks at it later.
+
+        `own`: the label `(1,)`, if only the device knows it; then `call.key` is 0, and the last
+        number of the result is 0 if all ranks sent the same label.
         """
         call = self._begin(call, "all_reduce")
         total = self._run(self.transport.all_reduce, message, call)
         arrays = arrays_of(total)
         assert arrays is not None
+        if own is not None:  # then `call.key` is 0, whose label is 0
+            total[-1:] -= own * self.size
         self._judge(arrays.has_label(total[-1:], self.label(call.key)[1]), call)
         return total
 

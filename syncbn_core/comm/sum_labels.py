@@ -17,20 +17,24 @@ checks the label once it has been copied.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["label_of"]
 
 _DIGITS = {8: 53, 4: 24}  # bytes of a float: its significant bits
 
 
-def label_of(key: int, size: int, itemsize: int) -> int:
+def label_of(key: Any, size: int, itemsize: int) -> Any:
     """The label of `key` for `size` members, exact in floats of `itemsize` bytes.
+
+    `key`: an int; or an array of such floats, and so is the label.
 
     Returns 0, which detects nothing, for key 0, and if the floats have too few digits for so many
     members.
     """
     members = (size - 1).bit_length()
     digits = (_DIGITS.get(itemsize, 0) - 2 * members) // 3
-    if key == 0 or digits < 2:
-        return 0
+    if digits < 2 or (isinstance(key, int) and key == 0):
+        return 0 * key  # of an array: an array
     k = 1 + (key - 1) % ((1 << digits) - 1)  # never 0; keys repeat after 2**digits - 1 calls
-    return (k << (members + 2 * digits)) + k * k
+    return k * (1 << (members + 2 * digits)) + k * k

@@ -227,11 +227,19 @@ def test_a_lone_layer_compiles_in_one_graph() -> None:
     assert layer.num_batches_tracked == 1
 
 
-def test_a_clamping_layer_compiles_with_a_break_of_the_graph() -> None:
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_clamping_layer_compiles_in_one_graph() -> None:
     layer = SynchronizedBatchNorm2d(3, eps=0.5, eps_mode="clamp")
-    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager")
-    x = torch.randn(4, 3, 5, 5)
-    torch.testing.assert_close(compiled(x), layer(x))
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, dy = torch.randn(2, 4, 3, 5, 5)
+    for module in (compiled, twin):
+        module(x).backward(dy)
+    torch.testing.assert_close(compiled(x), twin(x))
+    torch.testing.assert_close(layer.running_var, twin.running_var)
+    torch.testing.assert_close(layer.weight.grad, twin.weight.grad)
+    with pytest.raises(BatchSizeError, match="more than 1 value"):
+        torch.compile(layer, backend="aot_eager")(torch.randn(1, 3, 1, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -71,8 +71,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return Session(done.returncode, output, folder)
 
 
-STAGES = """facts tests sanitize shared capture steps lone shapes processes benchmark memcheck
-    racecheck initcheck"""
+STAGES = """facts tests sanitize shared capture compiled steps lone shapes processes benchmark
+    memcheck racecheck initcheck"""
 
 
 @for_bash
@@ -149,6 +149,17 @@ def test_dry_run_of_ranks_that_share_a_device_equals_the_undivided_batch(session
             assert row["right"]
             assert row["bitwise over ranks"] == {"parameters": True, "running": True}
             assert row["from"].keys() == {"float64", "torch's layer", "our layer"}
+
+
+@for_bash
+def test_dry_run_of_compiled_ranks_equals_the_undivided_batch(session: Session) -> None:
+    (group,) = session.results["session"]["compiled"]["groups"]
+    found = {row["way"]: row for row in group["ways"]}
+    assert found.keys() == {"eager", "one graph", "reduce-overhead", "unsynchronized"}
+    for way, row in found.items():
+        assert row["graphs"] == [0 if way == "eager" else 1] * 2
+        assert row["step"] > 0
+        assert way == "unsynchronized" or row["right"]
 
 
 @for_bash
@@ -383,6 +394,20 @@ def test_benchmark_of_networks(tmp_path: Path) -> None:
             ours = layers["our kernels"]
             assert 0 < ours[f"{part}, kernels"] < ours[part]
     assert "resnet18" in done.stdout
+
+
+def test_benchmark_of_graphs(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("timm")
+    arguments = ["--nets", "test_resnet", "--rounds", "1", "--backend", "aot_eager"]
+    done = run("compiled.py", *arguments, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("compiled-*.json")
+    (row,) = json.loads(path.read_text(encoding="utf-8"))["nets"]
+    assert row["graphs"]["one graph"] == row["graphs"]["unsynchronized"] == 1
+    assert row["graphs"]["with breaks"] > 1
+    assert row["graphs"]["eager"] == 0
+    assert row["over_eager"]["eager"] == 1
 
 
 def test_revisions_are_compared() -> None:

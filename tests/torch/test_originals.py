@@ -21,6 +21,7 @@ from syncbn_torch import (
     convert_model,
     forward_together,
     patch_replication_callback,
+    revert_model,
 )
 from syncbn_torch.data_parallel import originals
 
@@ -423,31 +424,43 @@ def test_the_model_alone_may_checkpoint_after_its_replicas_have_run() -> None:
 
 
 COMPILED: dict[str, Any] = {
-    "submodule": (lambda model: model[1].compile(backend="eager"), "1 "),
-    "model": (lambda model: model.compile(backend="eager"), "model itself"),
+    "submodule": (lambda model: model[1].compile(backend="aot_eager"), "1 is compiled"),
+    "model": (lambda model: model.compile(backend="aot_eager"), "the model itself is compiled"),
     "optimized": (
-        lambda model: model.__setitem__(1, torch.compile(model[1], backend="eager")),
-        "1 ",
+        lambda model: model.__setitem__(1, torch.compile(model[1], backend="aot_eager")),
+        "1 is compiled",
     ),
 }
 
 
 @quiet
 @pytest.mark.parametrize("what", COMPILED)
-def test_a_compiled_module_in_replicas_is_refused_by_name(what: str) -> None:
+def test_compiled_parts_run_without_their_graphs_in_replicas_and_are_named_once(what: str) -> None:
     change, text = COMPILED[what]
-    late = nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3))
-    wrapper = DataParallelWithCallback(late, replicas=2)
-    wrapper(torch.randn(4, 3))
-    change(late)
-    advice = r"torch\.compile\(DataParallelWithCallback\(model\)\)"
-    with pytest.raises(StateError, match=f"{text}.*{advice}"):
-        wrapper(torch.randn(4, 3))
-    with pytest.raises(StateError, match=f"{text}.*{advice}"):
-        DataParallelWithCallback(late, replicas=2)
-    one = DataParallelWithCallback(late, replicas=1)
-    x = torch.randn(4, 3)
-    torch.testing.assert_close(one(x), nn.BatchNorm1d(3)(late[0](x)))
+    model = nn.Sequential(
+        nn.Linear(3, 3, **DOUBLE), nn.Sequential(SynchronizedBatchNorm1d(3, **DOUBLE))
+    )
+    x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 3, **DOUBLE)
+    twin = revert_model(copy.deepcopy(model))
+    expected = results(twin, twin, x, cotangent, steps=2)
+    change(model)
+    wrapper = DataParallelWithCallback(model, replicas=2)
+    with pytest.warns(UserWarning, match=f"^{text}.*without graphs") as warned:
+        found = results(wrapper, model, x, cotangent, steps=2)
+    same(found, expected)
+    assert len(warned) == 1
+    model(x)  # by its graph
+
+
+@quiet
+def test_a_model_that_is_compiled_after_its_first_forward_is_named_too() -> None:
+    model = nn.Sequential(SynchronizedBatchNorm1d(3, **DOUBLE))
+    wrapper, x = DataParallelWithCallback(model, replicas=2), torch.randn(9, 3, **DOUBLE)
+    wrapper(x)
+    wrapper.eval()
+    model.compile(backend="aot_eager")
+    with pytest.warns(UserWarning, match="the model itself is compiled"):
+        wrapper(x)
 
 
 def test_a_graph_of_replicas_may_be_collected_while_a_layer_is_compiled(
@@ -478,12 +491,16 @@ def test_a_graph_of_replicas_may_be_collected_while_a_layer_is_compiled(
     assert not originals.watching
 
 
-def test_a_wrapped_optimized_module_is_refused_clearly() -> None:
-    model = torch.compile(nn.Sequential(SynchronizedBatchNorm1d(3)), backend="eager")
-    with pytest.raises(StateError, match="wrap first"):
-        DataParallelWithCallback(model, replicas=2)
-    x = torch.randn(4, 3)
-    torch.testing.assert_close(DataParallelWithCallback(model, replicas=1)(x), nn.BatchNorm1d(3)(x))
+@quiet
+@pytest.mark.filterwarnings("ignore:the model itself")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_wrapped_optimized_module_equals_the_undivided_batch(replicas: int) -> None:
+    model = nn.Sequential(SynchronizedBatchNorm1d(3, **DOUBLE))
+    x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 3, **DOUBLE)
+    twin = revert_model(copy.deepcopy(model))
+    expected = results(twin, twin, x, cotangent)
+    wrapper = DataParallelWithCallback(torch.compile(model, backend="aot_eager"), replicas=replicas)
+    same(results(wrapper, model, x, cotangent), expected)
 
 
 @quiet

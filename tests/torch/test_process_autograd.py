@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
-from world import close, equals_undivided, on_ranks, raises, rows_of, whole_batch
+from world import close, equals_undivided, gradients_equal, on_ranks, raises, rows_of, whole_batch
 
-from syncbn_core.errors import StateError
+from syncbn_core.errors import ProtocolError, StateError
 from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     forward_together,
-    revert_model,
 )
 
 BOUNDS = (0, 1, 3, 6)
@@ -127,20 +127,116 @@ def test_gradients_that_are_not_finite_raise_no_error(rank: int, size: int) -> N
 
 
 @on_ranks(2)
-def test_forward_mode_derivatives_are_refused_and_the_next_forward_succeeds(
+def test_function_transforms_are_refused_and_the_next_forward_succeeds(
     rank: int, size: int
 ) -> None:
     x, tangent = (values[rows_of(rank, (0, 3, 8))] for values in whole_batch((8, 3, 4, 4)))
     layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
     layer = layers[0]
     refused = (StateError, "SynchronizedBatchNorm2d", "over processes")
+    raises(*refused, call=lambda: torch.func.jvp(layer, (x,), (tangent,)))
+    together = partial(forward_together, layers)
+    raises(*refused, call=lambda: torch.func.jvp(lambda x: together([x, x]), (x,), (tangent,)))
+    parallel = DataParallelWithCallback(layer, replicas=2)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, tangent)
-        raises(*refused, call=lambda: layer(dual))
-        raises(*refused, call=lambda: forward_together(layers, [x, dual]))
-        layer(x)
-    raises(*refused, call=lambda: torch.func.jvp(layer, (x,), (tangent,)))
+        raises(StateError, "replicas", "over processes", call=lambda: parallel(dual))
+    layer(x)
     assert int(layer.num_batches_tracked) == 1
+
+
+class Directional(nn.Module):
+    """`module`, and its derivative at x along `tangent`, and at its weight along 2; `(2, *)`."""
+
+    def __init__(self, module: Any, tangents: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.module, self.tangents = module, tangents
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        by_x, by_weight = self.tangents
+        if by_x is not None:
+            x = forward_ad.make_dual(x, by_x)
+        values = dict(self.module.named_parameters())
+        if by_weight is not None:
+            values["weight"] = forward_ad.make_dual(values["weight"], by_weight)
+        y, tangent = forward_ad.unpack_dual(torch.func.functional_call(self.module, values, x))
+        assert tangent is not None
+        return y, tangent
+
+
+@on_ranks(3)
+def test_forward_mode_derivatives_equal_those_of_the_undivided_batch(rank: int, size: int) -> None:
+    for bounds in ((0, 1, 3, 6), (0, 3, 3, 6)):  # uneven, and one rank without samples
+        for mode in ("plus", "clamp"):
+            mine = rows_of(rank, bounds)
+            x, direction = whole_batch((6, 3, 2, 2))
+            weights = torch.linspace(0.5, 2, 12, dtype=x.dtype).view(3, 2, 2)
+            by_weight = torch.full((3,), 2.0, dtype=x.dtype)
+            leaf, whole = x[mine].requires_grad_(), x.clone().requires_grad_()
+            layer, twin = layer_and_twin(mode)
+            with forward_ad.dual_level():
+                y, tangent = Directional(layer, (direction[mine], by_weight))(leaf)
+                of_all = Directional(twin, (direction, by_weight))(whole)
+                close(y, of_all[0][mine])
+                close(tangent, of_all[1][mine])
+                # the Hessian times a vector, forward over reverse
+                pairs = []
+                for part, along, module in (
+                    (leaf, direction[mine], layer),
+                    (whole, direction, twin),
+                ):
+                    dual = forward_ad.make_dual(part, along)
+                    loss = (module(dual).pow(3) * weights).sum()
+                    (dx,) = torch.autograd.grad(loss, dual, create_graph=True)
+                    pairs.append(forward_ad.unpack_dual(dx))
+                close(pairs[0].primal, pairs[1].primal[mine])
+                close(pairs[0].tangent, pairs[1].tangent[mine])
+            # and reverse over forward
+            for values, slopes in ((y, tangent), of_all):
+                ((slopes.square() + values.pow(3)) * weights).sum().backward()
+            assert leaf.grad is not None
+            assert whole.grad is not None
+            close(leaf.grad, whole.grad[mine])
+            gradients_equal(layer, twin)
+
+
+@on_ranks(2)
+def test_ranks_with_and_without_a_tangent_go_together_within_forward_mode(
+    rank: int, size: int
+) -> None:
+    x, direction = whole_batch((6, 3, 2, 2))
+    mine = rows_of(rank, (0, 2, 6))
+    direction[2:] = 0
+    layer, twin = layer_and_twin("plus")
+    twin_layer = SynchronizedBatchNorm2d(3).double()
+    with forward_ad.dual_level():
+        of_all = forward_ad.unpack_dual(twin(forward_ad.make_dual(x, direction)))
+        own = forward_ad.make_dual(x[mine], direction[mine]) if rank == 0 else x[mine]
+        y = forward_ad.unpack_dual(layer(own))
+        close(y.tangent, of_all.tangent[mine])
+        close(y.primal, of_all.primal[mine])
+        a, _ = forward_together([layer, twin_layer], [own, own])
+        close(forward_ad.unpack_dual(a).tangent, of_all.tangent[mine])
+        assert forward_ad.unpack_dual(layer.running_mean).tangent is None
+    twin_layer(x[mine])
+    twin_layer(x[mine])
+    layer_of_torch = nn.BatchNorm2d(3).double()
+    for _ in range(3):
+        layer_of_torch(x)
+    close(twin_layer.running_var, layer_of_torch.running_var)
+
+
+@on_ranks(2)
+def test_forward_mode_on_one_rank_alone_is_an_error(rank: int, size: int) -> None:
+    x, direction = (values[rows_of(rank, (0, 2, 6))] for values in whole_batch((6, 3)))
+    layer = SynchronizedBatchNorm1d(3).double()
+    if rank == 0:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, direction)
+            raises(ProtocolError, "forward-mode derivative", call=lambda: layer(dual))
+    else:
+        y = layer(x.requires_grad_())
+        raises(ProtocolError, "agree on create_graph and forward-mode AD", call=y.sum().backward)
 
 
 @on_ranks(2)
@@ -161,21 +257,107 @@ def test_batched_gradients_are_refused_and_plain_ones_of_the_same_graph_succeed(
     raises(StateError, "over processes", call=batched)
 
 
+def penalized(y: Tensor, x: Tensor, order: int) -> Tensor:
+    """A loss with derivatives of y by x up to `order - 1`."""
+    weights = torch.linspace(0.5, 2, y.shape[1:].numel(), dtype=y.dtype).view(y.shape[1:])
+    loss = (y.pow(3) * weights).sum()
+    for _ in range(order - 1):
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = (dx.square() * weights).sum()
+    return loss
+
+
+def derivatives_equal_the_undivided_batch(
+    rank: int, bounds: Sequence[int], order: int, layer: nn.Module, twin: nn.Module
+) -> None:
+    x, _ = whole_batch((bounds[-1], 3, 2, 2))
+    x[:, 0] = 4 + (x[:, 0] - 5) * 1e-4  # in mode "clamp" this channel has a constant invstd
+    leaf, whole = x[rows_of(rank, bounds)].requires_grad_(), x.clone().requires_grad_()
+    penalized(layer(leaf), leaf, order).backward()
+    penalized(twin(whole), whole, order).backward()
+    assert leaf.grad is not None
+    assert whole.grad is not None
+    close(leaf.grad, whole.grad[rows_of(rank, bounds)], rtol=1e-9, atol=1e-9)
+    gradients_equal(layer, twin)
+
+
+class Formula(nn.Module):
+    """Batch norm as one would write it; third derivatives of `nn.BatchNorm2d` are wrong."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode = mode
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean((0, 2, 3), keepdim=True)
+        var = (x - mean).square().mean((0, 2, 3), keepdim=True)
+        var = var + 1e-5 if self.mode == "plus" else torch.where(var < 1e-5, 1e-5, var)
+        return (x - mean) / var.sqrt() * self.weight.view(-1, 1, 1) + self.bias.view(-1, 1, 1)
+
+
+def layer_and_twin(mode: str) -> tuple[nn.Module, nn.Module]:
+    return SynchronizedBatchNorm2d(3, eps_mode=mode).double(), Formula(mode)
+
+
+@on_ranks(3)
+def test_derivatives_of_any_order_equal_those_of_the_undivided_batch(rank: int, size: int) -> None:
+    for order in (2, 3, 4):
+        for bounds in ((0, 1, 3, 6), (0, 3, 3, 6)):  # uneven, and one rank without samples
+            for mode in ("plus", "clamp"):
+                pair = layer_and_twin(mode)
+                derivatives_equal_the_undivided_batch(rank, bounds, order, *pair)
+
+
 @on_ranks(2)
-def test_second_derivatives_are_refused_and_succeed_as_the_error_advises(
+def test_derivatives_of_any_order_through_replicas_that_differ_in_number(
     rank: int, size: int
 ) -> None:
+    for order in (2, 3):
+        layer, twin = layer_and_twin("plus")
+        parallel = DataParallelWithCallback(layer, replicas=1 + rank)
+        derivatives_equal_the_undivided_batch(rank, (0, 2, 6), order, parallel, twin)
+
+
+@on_ranks(2)
+def test_second_derivatives_through_several_layers_in_one_message(rank: int, size: int) -> None:
+    class Together(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = forward_together(list(self), [x, x.exp()])
+            return a * b
+
+    class Apart(nn.ModuleList):
+        def forward(self, x: Tensor) -> Any:
+            return self[0](x) * self[1](x.exp())
+
+    pairs = [layer_and_twin("plus") for _ in range(2)]
+    layers, twins = Together([a for a, _ in pairs]), Apart([b for _, b in pairs])
+    derivatives_equal_the_undivided_batch(rank, (0, 2, 6), 2, layers, twins)
+
+
+@on_ranks(2)
+def test_a_rank_whose_input_needs_no_gradient_takes_part_in_second_derivatives(
+    rank: int, size: int
+) -> None:
+    x, _ = whole_batch((6, 3, 2, 2))
+    mine = rows_of(rank, (0, 2, 6))
+    layer, twin = layer_and_twin("plus")
+    leaf, whole = x[mine].clone().requires_grad_(rank != 0), x.clone().requires_grad_()
+    for module, values in ((layer, leaf), (twin, whole)):
+        loss = module(values).pow(3).sum()
+        (by_bias,) = torch.autograd.grad(loss, module.bias, create_graph=True)
+        by_bias.sum().backward()  # linear: the sum over ranks is that of the undivided batch
+    if rank != 0:
+        assert whole.grad is not None
+        close(leaf.grad, whole.grad[mine])
+
+
+@on_ranks(2)
+def test_create_graph_on_one_rank_alone_is_an_error_on_both(rank: int, size: int) -> None:
     x, _ = whole_batch((6, 3))
-    part = x[rows_of(rank, (0, 2, 6))].requires_grad_()
-    model = nn.Sequential(SynchronizedBatchNorm1d(3)).double()
-
-    def penalty() -> Tensor:
-        (dx,) = torch.autograd.grad(model(part).pow(3).sum(), part, create_graph=True)
-        return dx.square().sum()
-
-    words = ("0 (SynchronizedBatchNorm1d)", "over 2 processes", "in eval", "revert_model")
-    raises(StateError, *words, call=penalty)
-    model.eval()
-    penalty().backward()
-    revert_model(model.train())
-    penalty().backward()
+    leaf = x[rows_of(rank, (0, 2, 6))].requires_grad_()
+    layer = SynchronizedBatchNorm1d(3).double()
+    grad = partial(torch.autograd.grad, layer(leaf).sum(), leaf, create_graph=rank == 0)
+    raises(ProtocolError, "SynchronizedBatchNorm1d", "create_graph", call=grad)
+    layer(leaf).sum().backward()

@@ -6,7 +6,6 @@ import copy
 import inspect
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -97,22 +96,3 @@ def test_a_model_whose_gradients_the_user_adds_up_trains_as_one_device(
         return model
 
     trains_as_one_device(rank, size, wrap, averages=False)
-
-
-@pytest.mark.slow
-@on_ranks(3)
-def test_torch_compile_changes_no_result(rank: int, size: int) -> None:
-    """It breaks the graph at the layer."""
-    torch.manual_seed(0)
-    start = convert_model(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())).double()
-    x, _ = whole_batch((6, 3, 4, 4))
-    mine = rows_of(rank, (0, 1, 3, 6))
-    results = []
-    for compiling in (False, True):
-        model = copy.deepcopy(start)
-        call: Any = torch.compile(model, backend="aot_eager") if compiling else model
-        y = call(x[mine])
-        y.square().sum().backward()
-        results.append([y, *model.buffers(), *(p.grad for p in model.parameters())])
-    for eager, other in zip(*results, strict=True):
-        close(other, eager)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -292,8 +293,8 @@ def test_is_tracing_is_true_while_torch_compile_works() -> None:
     assert not private.is_tracing()
 
 
-def test_disable_tracing_breaks_the_graph() -> None:
-    """Without it, torch.compile fails in layers, because it can't trace kernels and messages."""
+def test_untraced_breaks_the_graph_and_says_why() -> None:
+    """Without it, torch.compile traces replicas, and fails somewhere within."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -302,15 +303,24 @@ def test_disable_tracing_breaks_the_graph() -> None:
 
     inside: list[bool] = []
 
-    def call(x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
         inside.append(private.is_tracing())
         return x + 1
 
-    untraced = private.disable_tracing(call)
-    f = torch.compile(lambda x: untraced(x * 2) * 3, backend=backend)
-    assert f(torch.ones(1)).item() == 9
+    @private.untraced("a reason")
+    def call(x: Tensor) -> Tensor:
+        return inner(x)
+
+    def whole(x: Tensor) -> Tensor:
+        return call(x * 2) * 3
+
+    torch._dynamo.reset()
+    assert torch.compile(whole, backend=backend)(torch.ones(1)).item() == 9
     assert len(graphs) == 2
     assert inside == [False]
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a reason"):
+        torch.compile(whole, backend=backend, fullgraph=True)(torch.ones(1))
 
 
 def test_profiler_says_whether_one_runs() -> None:
@@ -345,3 +355,121 @@ def test_registered_node_takes_apart_what_is_registered() -> None:
     assert settings == same[2] != other[2]
     for leaf in (1, "text", torch.ones(2), object()):
         assert private.registered_node(leaf) is None
+
+
+def test_constant_while_tracing_calls_once_and_breaks_no_graph() -> None:
+    """Without it, the graph breaks at each layer over processes."""
+    calls: list[str] = []
+
+    @private.constant_while_tracing
+    def chosen(text: str) -> int:
+        calls.append(text)
+        return len(text)
+
+    torch._dynamo.reset()
+    f = torch.compile(lambda x: x * chosen("four"), backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert f(torch.ones(1)).item() == 4
+    assert calls == ["four"]
+
+
+def test_exporting_is_true_for_torch_export_alone() -> None:
+    """Without it, export of a layer over processes gives a program with wrong gradients."""
+    seen: list[bool] = []
+
+    @private.constant_while_tracing
+    def look() -> int:
+        seen.append(private.exporting())
+        return 1
+
+    class Looking(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * look()
+
+    torch._dynamo.reset()
+    torch.compile(Looking(), backend="eager", fullgraph=True)(torch.ones(1))
+    assert seen == [False]
+    torch.export.export(Looking(), (torch.ones(1),))
+    assert seen[-1] == (torch.__version__ >= "2.7")
+    assert not private.exporting()
+
+
+class Doubling(dist.ProcessGroup):
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        tensors[0].mul_(2)
+        return private.finished_work(tensors)
+
+
+def test_register_group_lets_collectives_of_a_graph_find_it() -> None:
+    """Without it, layers in a graph can't exchange; the same holds for the next two."""
+    group = Doubling(0, 1)
+    private.register_group("a group of test_register_group", group)
+    ops = torch.ops._c10d_functional
+    total = ops.all_reduce(torch.ones(3), "sum", "a group of test_register_group")
+    assert ops.wait_tensor(total).tolist() == [2, 2, 2]
+
+
+def test_resolve_group_gives_the_group_of_a_name() -> None:
+    group = Doubling(0, 1)
+    private.register_group("a group of test_resolve_group", group)
+    assert private.resolve_group("a group of test_resolve_group") is group
+
+
+def test_has_group_tells_names_that_were_registered() -> None:
+    """Without it, a graph keeps to the process groups of a world that has ended."""
+    assert not private.has_group("a group of test_has_group")
+    group = Doubling(0, 1)
+    private.register_group("a group of test_has_group", group)
+    assert private.has_group("a group of test_has_group")
+
+
+def test_default_group_is_guarded_by_torch_compile() -> None:
+    """Without it, a graph from before init_process_group does not synchronize afterwards."""
+    torch._dynamo.reset()
+    f = torch.compile(
+        lambda x: x * (1 if private.default_group() is None else 2), backend="eager", fullgraph=True
+    )
+    assert f(torch.ones(1)).item() == 1
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert private.default_group() is dist.group.WORLD
+        assert f(torch.ones(1)).item() == 2
+    finally:
+        dist.destroy_process_group()
+    assert private.default_group() is None
+    assert f(torch.ones(1)).item() == 1
+
+
+def test_COMPARES_GROUPS_BY_TYPE_says_whether_the_identity_must_be_read() -> None:  # noqa: N802
+    """Without it, a layer with another group runs the graph of the former one."""
+    holder = torch.nn.Module()
+    traced: list[Any] = []
+
+    @private.constant_while_tracing
+    def note(group: Any, number: int) -> int:
+        traced.append(group)
+        return number
+
+    def call(x: Tensor) -> Tensor:
+        group = holder.group
+        note(group, id(group) if private.COMPARES_GROUPS_BY_TYPE else 0)
+        return x + 1
+
+    torch._dynamo.reset()
+    f = torch.compile(call, backend="eager", fullgraph=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            holder.group = dist.new_group([0])
+            f(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+    assert len(traced) == 2
+
+
+def test_finished_work_need_not_be_waited_for() -> None:
+    values = [torch.ones(3)]
+    work = private.finished_work(values)
+    assert work.wait()
+    assert work.is_completed()
+    assert work.get_future().value() == values

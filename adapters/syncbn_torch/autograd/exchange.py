@@ -17,8 +17,13 @@ from torch import Tensor
 
 from syncbn_core.backends.base import Affine
 from syncbn_core.comm import Communicator
-from syncbn_core.errors import StateError
-from syncbn_core.moment_exchange import CallSite, PartMoments, exchange_moments, exchange_sums
+from syncbn_core.moment_exchange import (
+    BACKWARD,
+    CallSite,
+    PartMoments,
+    exchange_moments,
+    exchange_sums,
+)
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import backward_task, run_after_backward
 from syncbn_torch.autograd.transforms import has_tangent_or_wrapper, refuse_over_processes
@@ -45,17 +50,12 @@ class Processes(NamedTuple):
         with ranges.span("exchange", self.site.name):
             return exchange_moments(self.communicator, parts, self.site, with_kernels)
 
-    def all_reduce(self, sums: Any, call: int, statistics: Any = None) -> Any:
+    def all_reduce(
+        self, sums: Any, call: int, statistics: Any = None, purpose: int = BACKWARD
+    ) -> Any:
         """Add up `sums` over all processes; arguments as of `exchange_sums`."""
-        if torch.is_grad_enabled():
-            raise StateError(
-                f"expected a backward without create_graph=True in {self.site.name()}, which "
-                f"synchronizes over {self.communicator.size} processes, got one with it; for "
-                "second derivatives call the layer in eval, or use layers of torch (revert_model), "
-                "which take the statistics of one process"
-            )
         with ranges.span("exchange", self.site.name):
-            return exchange_sums(self.communicator, sums, self.site, call, statistics)
+            return exchange_sums(self.communicator, sums, self.site, call, statistics, purpose)
 
 
 def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:
@@ -73,13 +73,17 @@ class BackwardPass:
         pending_grads: `(dy, affine, weighted sums (2, C))` for each replica whose y is part of
             the loss; from `Normalize`, for `AllReduce` and `LocalMoments`.
         total: the sums over all members; from `AllReduce`, for every `LocalMoments`.
+        moments: of the whole batch, differentiable, with create_graph=True; made for the first node
+            that asks, which holds `making`.
     """
 
-    __slots__ = ("__weakref__", "pending_grads", "total")
+    __slots__ = ("__weakref__", "making", "moments", "pending_grads", "total")
 
     def __init__(self) -> None:
         self.pending_grads: dict[Any, tuple[Tensor, Affine, Any]] = {}
         self.total: Any = None
+        self.moments: Any = None
+        self.making = threading.Lock()
 
     def end(self) -> None:
         """Drop gradients that no node has taken."""

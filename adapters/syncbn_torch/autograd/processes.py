@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
-from syncbn_core.backends.base import Affine, Sums
+from syncbn_core.backends.base import Affine, RunningStatistics, Sums
 from syncbn_core.moment_exchange import labelled
-from syncbn_core.moments import require_more_than_one_value
+from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
 from syncbn_torch.autograd.alone import LayerCall
+from syncbn_torch.autograd.differentiable_exchange import sum_over_processes, total_moments
 from syncbn_torch.autograd.exchange import Processes, needs_plain_backward, wanted_gradients
+from syncbn_torch.backends import plain
 
-__all__ = ["SyncBatchNormFunction", "batch_norm_of_processes"]
+__all__ = ["SyncBatchNormFunction", "batch_norm_of_processes", "batch_norm_with_tangents"]
 
 
 class SyncBatchNormFunction(Function):
@@ -63,8 +65,14 @@ class SyncBatchNormFunction(Function):
         size = len(ctx.calls)
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
         xs, affines = saved[:size], list(map(Affine, saved[size::2], saved[size + 1 :: 2]))
-        needs_plain_backward(ctx.processes, *dys)
-        return _backward_over_processes(ctx, xs, dys, affines)
+        calls, statistics = ctx.calls, ctx.statistics
+        if needs_plain_backward(ctx.processes, *dys):  # create_graph=True
+            calls = [call._replace(operations=plain.DIFFERENTIABLE) for call in calls]
+            statistics = [
+                _differentiable(ctx, *of_layer)
+                for of_layer in zip(statistics, xs, calls, strict=True)
+            ]
+        return _backward_over_processes(ctx, calls, statistics, xs, dys, affines)
 
 
 def batch_norm_of_processes(
@@ -87,20 +95,67 @@ def batch_norm_of_processes(
     return outputs
 
 
+def batch_norm_with_tangents(
+    processes: Processes,
+    x: Tensor,
+    affine: Affine,
+    rule: NormRule,
+    running: RunningStatistics | None,
+) -> Tensor:
+    """y in forward-mode AD, by differentiable operations; updates `running` if given.
+
+    All ranks must be in a dual level; their x, weight and bias may have tangents or not.
+    """
+    operations = plain.DIFFERENTIABLE
+    part = operations.moments(x)
+    measured = Moments(part.count, _value(part.mean), _value(part.m2))
+    # True: plain operations by choice, so no warning about missing kernels
+    (total,), number = processes.exchange_moments([measured], True)
+    assert isinstance(total, Moments)
+    require_more_than_one_value(total.known_count, x.shape)
+    needs_grad = any(t is not None and t.requires_grad for t in (x, *affine))
+    total = total_moments(part, total, processes, number, needs_grad and torch.is_grad_enabled())
+    statistics = operations.statistics(total, rule)
+    y: Tensor = operations.forward(x, statistics, affine, rule, running).y
+    return y
+
+
+def _value(values: Tensor) -> Tensor:
+    """`values` without tangent and graph."""
+    primal: Tensor = forward_ad.unpack_dual(values).primal
+    return primal.detach()
+
+
+def _differentiable(ctx: Any, statistics: Any, x: Tensor, call: LayerCall) -> Statistics:
+    """The statistics of the whole batch as a differentiable function of x."""
+    total = plain.plain_moments(statistics.moments, x.device)
+    part = call.operations.moments(x)
+    total = total_moments(part, total, ctx.processes, ctx.number, True)
+    of_batch: Statistics = call.operations.statistics(total, call.rule)
+    return of_batch
+
+
 def _backward_over_processes(
-    ctx: Any, xs: Sequence[Tensor], dys: Sequence[Tensor], affines: Sequence[Affine]
+    ctx: Any,
+    calls: Sequence[LayerCall],
+    all_statistics: list[Any],
+    xs: Sequence[Tensor],
+    dys: Sequence[Tensor],
+    affines: Sequence[Affine],
 ) -> tuple[Any, ...]:
     """Gradients after one all_reduce for all layers, which every rank calls, needed or not."""
-    all_statistics = ctx.statistics
     if len(all_statistics) == 1:
         all_statistics = [labelled(ctx.processes.communicator, all_statistics[0], ctx.number)]
-    layers = list(zip(ctx.calls, all_statistics, xs, dys, affines, strict=True))
+    layers = list(zip(calls, all_statistics, xs, dys, affines, strict=True))
     sums: list[Sums] = [
         call.operations.backward_reduce(x, dy, statistics, affine, call.rule)
         for call, statistics, x, dy, affine in layers
     ]
-    exchanges = [one.exchange for one in sums]
-    total = ctx.processes.all_reduce(_joined(exchanges), ctx.number, all_statistics[0])
+    joined = _joined([one.exchange for one in sums])
+    if torch.is_grad_enabled():
+        total = sum_over_processes(joined, ctx.processes, ctx.number)
+    else:
+        total = ctx.processes.all_reduce(joined, ctx.number, all_statistics[0])
     gradients: list[Any] = [None, None, None]
     start = 0
     for i, (call, statistics, x, dy, affine) in enumerate(layers):

@@ -31,6 +31,7 @@ from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
 from syncbn_torch._torch_private import saving_runs_hooks
+from syncbn_torch.autograd.differentiable_exchange import sum_over_processes, total_moments
 from syncbn_torch.autograd.exchange import (
     BackwardPass,
     BackwardPasses,
@@ -144,14 +145,23 @@ class StatisticsExchange:
 
     def plain_statistics_for(self, x: Tensor) -> Statistics:
         """The same as tensors; with gradients on, computed from each x by autograd operations."""
-        operations = plain.DIFFERENTIABLE
-        parts: list[Any] = [self.total]
+        total = self.total
         if torch.is_grad_enabled():
-            known = [(record.live_x(), record.part) for record in self.records]
-            parts = [part if live is None else operations.moments(live) for live, part in known]
-        on_host = [part.wait() if isinstance(part, DeviceMoments) else part for part in parts]
-        moments = [plain.plain_moments(part, x.device) for part in on_host]
-        return operations.statistics(operations.merge(moments), self.rule)
+            current = self.current_pass()
+            with current.making:  # one for all replicas, whose GPUs have a thread each
+                if current.moments is None:
+                    current.moments = self._differentiable_moments(x.device)
+                total = current.moments
+        return plain.DIFFERENTIABLE.statistics(_on(total, x.device), self.rule)
+
+    def _differentiable_moments(self, device: torch.device) -> Moments:
+        """The moments of the whole batch as a function of each x."""
+        operations, known = plain.DIFFERENTIABLE, [(r.live_x(), r.part) for r in self.records]
+        parts = [part if live is None else operations.moments(live) for live, part in known]
+        part = operations.merge([_on(part, device) for part in parts])
+        if self.processes is None:
+            return part
+        return total_moments(part, _on(self.total, device), self.processes, self.call, True)
 
     def current_pass(self) -> BackwardPass:
         """The backward pass that this thread runs; `StateError` before the forward has ended."""
@@ -165,7 +175,11 @@ class StatisticsExchange:
 
     def all_reduce(self, sums: Any) -> Any:
         """The sums of all replicas, added up over the processes if there are any."""
-        return sums if self.processes is None else self.processes.all_reduce(sums, self.call)
+        if self.processes is None:
+            return sums
+        if torch.is_grad_enabled():
+            return sum_over_processes(_as_tensor(sums), self.processes, self.call)
+        return self.processes.all_reduce(sums, self.call)
 
 
 class LocalMoments(Function):
@@ -331,6 +345,11 @@ def normalize(
     if running is not None and in_forward is None:
         operations.update_running(running, record.statistics)
     return y
+
+
+def _on(part: Any, device: torch.device) -> Moments:
+    """`part` as tensors on `device`."""
+    return plain.plain_moments(part.wait() if isinstance(part, DeviceMoments) else part, device)
 
 
 def _as_tensor(values: Any) -> Tensor:

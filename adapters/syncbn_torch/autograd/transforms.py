@@ -51,7 +51,7 @@ def needs_plain_forward(
     wrapped = function_transforms_active()
     if not (wrapped or forward_ad_active()):
         return False
-    if processes:
+    if processes and (wrapped or replicas):
         if wrapped or has_tangent_or_wrapper(*operands):
             refuse_over_processes(name())
         return False
@@ -63,9 +63,11 @@ def needs_plain_forward(
 def refuse_over_processes(who: str) -> None:
     """Raise `StateError`: `who` got tensors with a tangent or wrapped by a transform."""
     raise StateError(
-        f"expected plain tensors in {who}, which synchronizes over processes, got tensors of "
-        "forward-mode AD or of a function transform (torch.func, is_grads_batched, "
-        "vectorize=True), which can't be sent; compute these derivatives in one process"
+        f"expected plain tensors in {who}, which synchronizes over processes, got tensors of a "
+        "function transform (torch.func, is_grads_batched, vectorize=True), or of forward-mode AD "
+        "with several replicas per process or in a dual level that began after the forward; open "
+        "the dual level before the forward, with one replica per process, or compute these "
+        "derivatives in one process"
     )
 
 

@@ -14,7 +14,14 @@ from syncbn_core.backends.plain import Namespace, PlainOperations
 from syncbn_core.moments import Moments, Statistics
 from syncbn_torch.backends.memory import as_tensor
 
-__all__ = ["DIFFERENTIABLE", "OPERATIONS", "TensorNamespace", "plain_moments", "plain_statistics"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "OPERATIONS",
+    "TRACED",
+    "TensorNamespace",
+    "plain_moments",
+    "plain_statistics",
+]
 
 
 class TensorNamespace(Namespace):
@@ -96,6 +103,12 @@ class DifferentiableNamespace(TensorNamespace):
     mean_and_m2 = Namespace.mean_and_m2  # on a CPU `var_mean` takes ten times as long
 
 
+class TracedNamespace(DifferentiableNamespace):
+    """`TensorNamespace` for torch.compile, which traces no `out=` and plans memory by itself."""
+
+    working = TensorNamespace.working
+
+
 class TensorOperations(PlainOperations):
     """Plain operations that update running statistics in place and merge parts across devices."""
 
@@ -108,8 +121,9 @@ class TensorOperations(PlainOperations):
     ) -> RunningStatistics:
         if running.mean is not None:
             statistics = plain_statistics(statistics, running.mean.device)
-        new = super().update_running(running, statistics)
-        pairs = [(old, n) for old, n in zip(running[:3], new[:3], strict=True) if old is not None]
+        *old, _ = running
+        *new, _ = super().update_running(running, statistics)
+        pairs = [(o, n) for o, n in zip(old, new, strict=True) if o is not None]
         # one C call writes all, so that KeyboardInterrupt can't come between two writes
         deque(map(Tensor.copy_, *zip(*pairs, strict=True)) if pairs else (), maxlen=0)
         return running
@@ -117,6 +131,7 @@ class TensorOperations(PlainOperations):
 
 OPERATIONS = TensorOperations(TensorNamespace(torch))  # called by the nodes of `autograd`
 DIFFERENTIABLE = TensorOperations(DifferentiableNamespace(torch))  # torch differentiates these
+TRACED = TensorOperations(TracedNamespace(torch))  # torch.compile traces these
 
 
 def plain_moments(moments: Moments, device: torch.device) -> Moments:

@@ -30,6 +30,7 @@ from syncbn_torch.conversion.replacement import (
 from syncbn_torch.conversion.report import ConversionReport, ReportedLayer
 from syncbn_torch.conversion.scripted import name_of_scripted, scripted_batch_norm
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
+from syncbn_torch.layer_state import LayerState, give_number
 from syncbn_torch.reference import BatchNorm2dReimpl
 
 __all__ = ["Choice", "Keep", "apply_target", "change_modules", "synchronize"]
@@ -133,6 +134,8 @@ def synchronize(
     def remember_origin(module: nn.Module, before: type[nn.Module]) -> None:
         if origin_of(class_of(module)) is not before:
             module.__dict__["_converted_from"] = before
+        if isinstance(module, LayerState):
+            give_number(module)
 
     return change_modules(root, lambda m: _choose(m, extra, ours), remember_origin, report)
 

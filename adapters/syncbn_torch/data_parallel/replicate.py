@@ -9,7 +9,6 @@ run, and no replica waits forever when another one fails.
 from __future__ import annotations
 
 import contextvars
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,19 +21,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
-from syncbn_core.errors import ArgumentError, CommError, StateError
+from syncbn_core.errors import ArgumentError, CommError
 from syncbn_torch._torch_private import (
     HOOK_OPTIONS,
     HOOKS,
     InheritedModes,
     backward_task,
-    disable_tracing,
     restored_forward_ad,
+    untraced,
 )
 from syncbn_torch.conversion.registry import conversion_of
 from syncbn_torch.conversion.replacement import class_of, modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
+from syncbn_torch.data_parallel.compiled_parts import (
+    compiled_parts,
+    warn_of_compiled_parts,
+    without_graphs,
+)
 from syncbn_torch.data_parallel.gather import join
 from syncbn_torch.data_parallel.scatter import (
     BatchSizes,
@@ -227,20 +231,6 @@ def _separate_hooks(copies: Sequence[Sequence[nn.Module]]) -> None:
                         attributes[hooks] = attributes[hooks].copy()
 
 
-def _check_not_compiled(model: nn.Module) -> None:
-    """Raise `StateError` for compiled modules: their compiled code calls the original layers."""
-    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
-    optimized = getattr(dynamo, "OptimizedModule", ())
-    for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or isinstance(module, optimized):
-            which = name or "the model itself"
-            raise StateError(
-                f"expected a model that is not compiled, got {which} ({type(module).__name__}) "
-                "compiled; wrap first, then compile the wrapper: "
-                "torch.compile(DataParallelWithCallback(model))"
-            )
-
-
 def _stays_on_purpose(layer: nn.Module) -> bool:
     """Whether the user registered that `convert_model` leaves layers of this class alone."""
     conversion = conversion_of(class_of(layer))
@@ -295,8 +285,10 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     first forward in training if layers of torch would take statistics of one replica each.
 
     Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica, for bad
-    `batch_sizes` and for CPU mixed with GPUs, `StateError` for a compiled model; compile the
-    wrapper instead (several replicas run eagerly).
+    `batch_sizes` and for CPU mixed with GPUs.
+
+    Several replicas run without graphs of torch.compile, also where the wrapper or a part of the
+    model is compiled; a `UserWarning` names such parts once.
 
     Arguments of forward may nest containers: tuples, lists, mappings, dataclasses, and what is
     registered with torch's pytree. Their tensors are split; other objects, and what is wrapped in
@@ -311,6 +303,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
     batch_sizes: BatchSizes = None  # also of wrappers that `__init__` did not make
     _checked_layers = False  # set at the first forward in training with several replicas
+    _warned_of_graphs = False
 
     def __init__(
         self,
@@ -346,11 +339,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                     UserWarning,
                     stacklevel=2,
                 )
-            if len(self.device_ids) > 1:
-                _check_not_compiled(module)
             return
-        if len(device_ids) > 1:
-            _check_not_compiled(module)
         nn.Module.__init__(self)
         self.module = module
         self.dim = dim
@@ -367,10 +356,13 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             inputs, kwargs = to_device(inputs, None), to_device(kwargs, None)
         if len(self.device_ids) < 2:
             return super().forward(*inputs, **kwargs)
-        run = super().forward
-        if torch.compiler.is_compiling():  # replicas are new objects each time: can't be traced
-            run = disable_tracing(run)
-        return run(*inputs, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._without_a_graph(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    @untraced("replicas are new objects in each forward, which run in threads")
+    def _without_a_graph(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, **kwargs)
 
     def _within_replica(self) -> bool:
         """Whether another wrapper has already split the batch."""
@@ -382,10 +374,14 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Replicas of `module`, one per device, after their replication callbacks."""
         if self._within_replica():
             return [module]  # its layers, or their copies, are already connected
-        _check_not_compiled(module)
         if module.training and len(device_ids) > 1 and not self._checked_layers:
             self._checked_layers = True
             _warn_of_plain_layers(module)
+        if compiled := compiled_parts(module):
+            if not self._warned_of_graphs:
+                self._warned_of_graphs = True
+                warn_of_compiled_parts(compiled)
+            module = without_graphs(module, {})
         if _one_device(device_ids):
             replicas = _replicate_on_one_device(module, len(device_ids))
         else:

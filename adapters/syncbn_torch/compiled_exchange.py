@@ -1,0 +1,146 @@
+"""The exchange of a layer as torch.compile can trace it: a collective of a process group.
+
+A compiled graph can hold collectives of torch, but no Python. So each direction of the exchange is
+an `all_reduce` over a process group of our own. It has one rank and sends nothing itself: it calls
+`exchange_moments` or `exchange_sums` with the communicator of the layer. Ranks that run compiled
+graphs therefore send the same messages, labels included, as ranks that don't, raise the same errors
+and get the same bits. Inductor keeps all collectives of a graph in their order.
+
+What the group must know comes in its name (the direction, the dtype of x, the group that the layer
+synchronizes over) and at the end of the array, float64 (2 C + 2):
+
+    moments: count, mean (C,), m2 (C,), place -> those of all, number of the call
+    sums: two sums (C,), number of the call, place -> the sums of all, undefined
+
+A place is the number of the layer and, as a fraction, which of the graph's layers this is: torch
+would merge equal collectives into one. The number is data, because a constant would need a graph
+for each layer, also where torch.compile is called on each of many equal blocks. Only on a CPU can
+the host read it; elsewhere a place is the fraction alone, and errors don't name the layer.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn_core.comm import Communicator
+from syncbn_core.device_moments import DeviceMoments
+from syncbn_core.moment_exchange import (
+    CallSite,
+    MomentsRow,
+    exchange_moments,
+    exchange_sums,
+    exchange_sums_of_graph,
+)
+from syncbn_core.moments import Moments, require_more_than_one_value
+from syncbn_torch._torch_private import (
+    finished_work,
+    has_group,
+    register_group,
+    resolve_group,
+)
+from syncbn_torch.backends import plain
+from syncbn_torch.backends.memory import as_array
+from syncbn_torch.layer_state import layer_of
+from syncbn_torch.module_names import LAYER_NAMES, name_of
+from syncbn_torch.process_group import communicator_for, group_of
+
+__all__ = ["group_for"]
+
+
+def group_for(process_group: Any, dtype: torch.dtype) -> str:
+    """The group by which a graph exchanges, for x of `dtype` in a layer with this `process_group`.
+
+    Returns a name; collectives use it with a prefix: "moments NAME" or "sums NAME". "" for a single
+    process. Raises the errors of `communicator_for`.
+    """
+    # while torch traces, a group may be a stand-in that has only its name
+    over = str(group_of(process_group).group_name)
+    if communicator_for(resolve_group(over)) is None:
+        return ""
+    with _registering:
+        name = f"{str(dtype).removeprefix('torch.')} {over}"
+        for kind in (_Moments, _Sums):
+            full = f"{kind.direction} {name}"
+            if not has_group(full):  # torch forgets all names when the world ends
+                _registered[full] = kind(over, dtype)
+                register_group(full, _registered[full])
+    return name
+
+
+_registered: dict[str, _Exchange] = {}  # torch holds them weakly
+_registering = threading.Lock()
+
+
+class _Exchange(dist.ProcessGroup):
+    """A process group of one rank, whose `all_reduce` exchanges with the ranks of another group."""
+
+    direction: str
+
+    def __init__(self, group: str, dtype: torch.dtype) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._group = group
+        self._dtype = str(dtype).removeprefix("torch.")
+
+    def getBackendName(self) -> str:  # noqa: N802 - called by torch
+        return "syncbn"
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        (values,) = tensors
+        communicator = communicator_for(resolve_group(self._group))
+        assert communicator is not None
+        self._run(values, communicator)
+        return finished_work(tensors)
+
+    def _run(self, values: Tensor, communicator: Communicator) -> None:
+        raise NotImplementedError
+
+    def _site(self, number: float) -> CallSite:
+        layer = layer_of(int(number))
+        if layer is None:
+            return CallSite(lambda: "a layer in a compiled graph", (self._dtype,))
+        return CallSite(partial(name_of, layer), (self._dtype,), (layer,), LAYER_NAMES)
+
+
+class _Moments(_Exchange):
+    direction = "moments"
+
+    def _run(self, values: Tensor, communicator: Communicator) -> None:
+        part: Any
+        done: Any
+        if _on_host(values):
+            row = as_array(values)
+            channels = len(row) // 2 - 1
+            part = Moments(int(row[0]), row[1 : 1 + channels].copy(), row[1 + channels : -1].copy())
+            done = exchange_moments(communicator, [part], self._site(row[-1]))
+            (total,), number = done
+            require_more_than_one_value(total.known_count)
+            MomentsRow(total.count, total.mean, total.m2, number).write(row)
+        else:
+            part = DeviceMoments(values.clone()[None], None, torch.cat)
+            done = exchange_moments(communicator, [part], self._site(0))
+            ((rows, *_),), number = done
+            values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(rows)))
+            values[-1:].fill_(number)
+
+
+class _Sums(_Exchange):
+    direction = "sums"
+
+    def _run(self, values: Tensor, communicator: Communicator) -> None:
+        if _on_host(values):
+            row = as_array(values)
+            site, call = self._site(row[-1]), int(row[-2])
+            row[:-2] = exchange_sums(communicator, row[:-2].copy(), site, call)
+        else:
+            total = exchange_sums_of_graph(communicator, values[:-1].clone(), self._site(0))
+            values[:-2] = torch.where(total[-1:] == 0, total[:-1], float("nan"))
+
+
+def _on_host(values: Tensor) -> bool:
+    return values.is_cpu

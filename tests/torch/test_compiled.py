@@ -1,0 +1,545 @@
+"""torch.compile over processes: one graph, numbers of the undivided batch, errors as in eager."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from world import (
+    close,
+    enter_world,
+    equals_undivided,
+    on_ranks,
+    raises,
+    rows_of,
+    whole_batch,
+)
+
+from syncbn_core.errors import BatchSizeError, CommAborted, CommTimeout, ProtocolError
+from syncbn_torch import (
+    DataParallelWithCallback,
+    DistributedCommunicator,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    compiled_exchange,
+    convert_model,
+)
+from syncbn_torch.autograd import traced
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+BOUNDS = (0, 2, 6)
+
+
+def compiled(module: nn.Module, backend: str = "aot_eager", **options: Any) -> Any:
+    return torch.compile(module, backend=backend, fullgraph=True, **options)
+
+
+def one_graph(call: Callable[[], Any]) -> None:
+    """`call` compiles a single graph, and nothing breaks it."""
+    torch._dynamo.reset()
+    counters.clear()
+    call()
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+    assert not counters["graph_break"], counters["graph_break"]
+
+
+class Branches(nn.Module):
+    """Two layers in a row, beside a third one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.BatchNorm2d(3, **options) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y: Tensor = self.left(x.relu()) + self.right(x.cos())
+        return y
+
+
+def network(**options: Any) -> nn.Module:
+    return Branches(**options).double()
+
+
+def steps_equal(
+    layer: nn.Module, model: nn.Module, twin: nn.Module, mine: slice, shape: tuple[int, ...]
+) -> None:
+    """Two training steps of `model`, which is `layer` compiled, equal those of `twin`."""
+    for seed in range(2):
+        layer.zero_grad()
+        twin.zero_grad()
+        equals_undivided(model, twin, *whole_batch(shape, seed), mine)
+
+
+SHAPE = (6, 3, 5, 5)
+
+
+class Twice(nn.Module):
+    """One layer, called twice with the same x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) + 2 * self.layer(x).cos()
+
+
+@on_ranks(2)
+def test_a_graph_sends_what_ranks_without_a_graph_send(rank: int, size: int) -> None:
+    """A message for each call of a layer and direction, also where torch sees equal ones."""
+    sent: list[int] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        sent.append(sum("all_reduce" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    counting: Any = aot_autograd(
+        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
+    for backend, both in ((counting, True), ("inductor", True), ("inductor", False)):
+        for on_host in (True, False):
+            with patch.object(compiled_exchange, "_on_host", lambda _: on_host):  # noqa: B023
+                layer, twin = convert_model(Twice()).double(), Twice().double()
+                model = compiled(layer, backend) if both or rank else layer
+                steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
+    assert sent == [2, 2], sent
+
+
+@on_ranks(2)
+def test_uneven_and_empty_parts_are_one_graph(rank: int, size: int) -> None:
+    for backend in ("aot_eager", "inductor"):
+        for bounds in (BOUNDS, (0, 0, 6)):
+            layer, twin = convert_model(network()), network()
+            model, mine = compiled(layer, backend), rows_of(rank, bounds)
+            one_graph(lambda: steps_equal(layer, model, twin, mine, SHAPE))  # noqa: B023
+
+
+@on_ranks(2)
+def test_every_setting_of_a_layer_is_one_graph(rank: int, size: int) -> None:
+    settings: list[dict[str, Any]] = [
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"eps": 0.1, "momentum": 0.5},
+    ]
+    for options in settings:
+        layer, twin = convert_model(network(**options)), network(**options)
+        model, mine = compiled(layer), rows_of(rank, BOUNDS)
+        one_graph(lambda: steps_equal(layer, model, twin, mine, SHAPE))  # noqa: B023
+
+
+@on_ranks(2)
+def test_mode_clamp_is_one_graph(rank: int, size: int) -> None:
+    alone = SynchronizedBatchNorm2d(3, eps_mode="clamp", eps=3.0).double()
+    alone.process_group = dist.new_subgroups(1)[0]
+    layer = SynchronizedBatchNorm2d(3, eps_mode="clamp", eps=3.0).double()
+    model, mine = compiled(layer), rows_of(rank, BOUNDS)
+    one_graph(lambda: steps_equal(layer, model, alone, mine, SHAPE))
+    one_graph(lambda: compiled(alone)(whole_batch(SHAPE)[0]).sum().backward())
+
+
+@on_ranks(2)
+def test_16_bits_large_means_and_channels_last_are_one_graph(rank: int, size: int) -> None:
+    """Forward, backward and running statistics are those of float64."""
+    x, dy = whole_batch((6, 3, 16, 16))
+    mine, last = rows_of(rank, BOUNDS), torch.channels_last
+    cases: list[tuple[Tensor, torch.memory_format, float]] = [
+        (x.float() + 1e4, torch.contiguous_format, 2e-3),
+        (x.float() + 1e4, last, 2e-3),
+        (x.bfloat16(), last, 5e-2),
+    ]
+    for values, memory_format, error in cases:
+        wide, whole = nn.BatchNorm2d(3).double(), values.double().requires_grad_()
+        y_wide = wide(whole)
+        y_wide.backward(dy.to(values.dtype).double())
+        assert whole.grad is not None
+        layer = convert_model(nn.BatchNorm2d(3))
+        part = values[mine].contiguous(memory_format=memory_format).requires_grad_()
+        y: Any = None
+
+        def step() -> None:
+            nonlocal y
+            y = compiled(layer, "inductor")(part)  # noqa: B023
+            y.backward(dy[mine].to(y.dtype))
+
+        one_graph(step)
+        alike = partial(close, atol=error, rtol=error, check_dtype=False)
+        assert y.dtype is part.dtype
+        assert y.is_contiguous(memory_format=memory_format)
+        alike(y, y_wide[mine])
+        alike(part.grad, whole.grad[mine])
+        for buffer, other in zip(layer.buffers(), wide.buffers(), strict=True):
+            close(buffer, other, atol=0, rtol=1e-6, check_dtype=False)
+        for parameter, other in zip(layer.parameters(), wide.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert other.grad is not None
+            dist.all_reduce(parameter.grad)
+            close(parameter.grad, other.grad, atol=0.1, rtol=error, check_dtype=False)
+
+
+@on_ranks(2)
+def test_autocast_is_one_graph(rank: int, size: int) -> None:
+    x, _ = whole_batch(SHAPE)
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    layer, mine = convert_model(copy.deepcopy(net)), rows_of(rank, BOUNDS)
+
+    def under_autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            y, expected = compiled(layer)(x[mine].float()), net(x.float())
+        assert y.dtype is torch.bfloat16
+        close(y, expected[mine], atol=5e-2, rtol=0)
+        y.sum().backward()
+
+    one_graph(under_autocast)
+
+
+@on_ranks(2)
+def test_six_sizes_of_the_batch_are_one_graph(rank: int, size: int) -> None:
+    layer, twin = SynchronizedBatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+    model = compiled(layer)
+
+    def all_sizes() -> None:
+        for count in range(2, 8):
+            x, _ = whole_batch((2 * count + rank, 3, 4, 4), seed=rank)
+            torch._dynamo.mark_dynamic(x, 0)
+            parts: list[Any] = [None, None]
+            dist.all_gather_object(parts, x)
+            close(
+                model(x),
+                twin(torch.cat(parts))[: len(x)]
+                if rank == 0
+                else twin(torch.cat(parts))[-len(x) :],
+            )
+
+    one_graph(all_sizes)
+
+
+@on_ranks(2)
+def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph(rank: int, size: int) -> None:
+    """More blocks than torch would compile anew."""
+    blocks = [SynchronizedBatchNorm1d(3).double() for _ in range(12)]
+    models = nn.Sequential(*blocks)
+    for block in blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    twins = nn.Sequential(*(nn.BatchNorm1d(3).double() for _ in blocks))
+    mine = rows_of(rank, BOUNDS)
+    one_graph(lambda: steps_equal(models, models, twins, mine, (6, 3)))
+
+
+@on_ranks(2)
+def test_eval_is_one_graph_and_sends_nothing(rank: int, size: int) -> None:
+    model = compiled(convert_model(network()).eval())
+    if rank == 0:
+        one_graph(lambda: model(whole_batch(SHAPE)[0]))
+
+
+@on_ranks(4)
+def test_groups_and_meshes_are_one_graph(rank: int, size: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "data"))
+    mine = rows_of(rank % 2, BOUNDS)
+    for group in (dist.new_subgroups(2)[0], mesh["data"], mesh.get_group("data")):
+        layer, twin = convert_model(network(), process_group=group), network()
+        model = compiled(layer)
+
+        def steps() -> None:
+            x, dy = whole_batch(SHAPE, seed=rank // 2)
+            y = model(x[mine])  # noqa: B023
+            close(y, twin(x)[mine])  # noqa: B023
+            y.backward(dy[mine])
+
+        one_graph(steps)
+
+
+@on_ranks(2)
+def test_ranks_with_and_without_a_graph_go_together(rank: int, size: int) -> None:
+    for backend in ("aot_eager", "inductor"):
+        layer, twin = convert_model(network()), network()
+        model = compiled(layer, backend) if rank else layer
+        steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
+        with torch.compiler.set_stance("force_eager"):
+            steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
+
+
+@on_ranks(2)
+def test_ranks_compile_anew_at_different_times(rank: int, size: int) -> None:
+    layer, twin = convert_model(network()), network()
+    model = compiled(layer, dynamic=False)
+    for bounds in ((0, 2, 6), (0, 3, 6), (0, 3, 7), (0, 2, 6)):
+        equals_undivided(model, twin, *whole_batch((bounds[-1], 3, 5, 5)), rows_of(rank, bounds))
+        layer.zero_grad()
+        twin.zero_grad()
+
+
+@on_ranks(2)
+def test_a_checkpoint_within_the_graph(rank: int, size: int) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = convert_model(network())
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    layer, twin = Checkpointed(), network()
+    model = compiled(layer)
+    one_graph(lambda: steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE))
+
+
+@on_ranks(2)
+def test_distributed_data_parallel_around_and_within(rank: int, size: int) -> None:
+    x, dy = whole_batch(SHAPE)
+    mine = rows_of(rank, BOUNDS)
+    wrap = nn.parallel.DistributedDataParallel
+    torch._logging.set_logs(all=logging.ERROR)  # torch warns of its own profiler ranges
+    for around in (True, False):
+        layer, twin = convert_model(network()), network()
+        model = wrap(compiled(layer)) if around else torch.compile(wrap(layer), backend="aot_eager")
+
+        def steps() -> None:
+            for _ in range(2):
+                y, y_twin = model(x[mine]), twin(x)  # noqa: B023
+                close(y, y_twin[mine])
+                y.backward(dy[mine])
+                y_twin.backward(dy)
+                for mean, total in zip(layer.parameters(), twin.parameters(), strict=True):  # noqa: B023
+                    assert total.grad is not None
+                    close(mean.grad, total.grad / 2)
+                for buffer, other in zip(layer.buffers(), twin.buffers(), strict=True):  # noqa: B023
+                    close(buffer, other)
+                layer.zero_grad()  # noqa: B023
+                twin.zero_grad()  # noqa: B023
+
+        if around:
+            one_graph(steps)
+        else:
+            torch._dynamo.reset()
+            steps()
+
+
+@on_ranks(2)
+def test_unlike_layers_are_named_on_both_ranks(rank: int, size: int) -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = (SynchronizedBatchNorm1d(3) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.left(x) if rank == 0 else self.right(x)
+
+    model, x = Choice(), torch.randn(4, 3)
+    raises(ProtocolError, "left", "right", call=lambda: compiled(model)(x))
+
+
+@on_ranks(2)
+def test_one_value_per_channel_over_all_ranks_is_an_error_and_changes_nothing(
+    rank: int, size: int
+) -> None:
+    layer = SynchronizedBatchNorm1d(3)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    x = torch.randn(1 - rank, 3)
+    raises(BatchSizeError, "more than 1 value", call=lambda: compiled(layer)(x))
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+@on_ranks(2)
+def test_a_communicator_of_the_user_breaks_the_graph_and_gives_the_same_numbers(
+    rank: int, size: int
+) -> None:
+    layer, twin = convert_model(network(), process_group=DistributedCommunicator()), network()
+    model = torch.compile(layer, backend="aot_eager")
+    steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
+
+
+@on_ranks(2)
+def test_blocks_of_fsdp(rank: int, size: int) -> None:
+    x, dy = whole_batch(SHAPE)
+    mine = rows_of(rank, BOUNDS)
+    twin = nn.Sequential(*(network() for _ in range(2)))
+    model = convert_model(copy.deepcopy(twin))
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(block)
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin)]
+
+    def steps() -> None:
+        for _ in range(2):
+            # both blocks get an input that needs a gradient
+            y, y_twin = model(x[mine].clone().requires_grad_()), twin(x)
+            close(y, y_twin[mine])
+            y.backward(size * dy[mine])  # FSDP averages gradients
+            y_twin.backward(dy)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for shard, parameter in zip(model.parameters(), twin.parameters(), strict=True):
+                whole: Any = shard
+                close(whole.full_tensor(), parameter)
+            for buffer, other in zip(model.buffers(), twin.buffers(), strict=True):
+                close(buffer, other)
+
+    one_graph(steps)
+
+
+@on_ranks(2)
+def test_the_mode_reduce_overhead(rank: int, size: int) -> None:
+    layer, twin = convert_model(network()), network()
+    model = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    one_graph(lambda: steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE))
+
+
+@on_ranks(2)
+def test_a_second_derivative_of_a_graph_is_torchs_error_on_all_ranks(rank: int, size: int) -> None:
+    layer = SynchronizedBatchNorm1d(3)
+    x = torch.randn(4, 3, requires_grad=True)
+    (dx,) = torch.autograd.grad(compiled(layer)(x).pow(3).sum(), x, create_graph=True)
+    raises(RuntimeError, "double backward", call=lambda: dx.sum().backward())
+
+
+@on_ranks(3)
+def test_another_group_compiles_another_graph(rank: int, size: int) -> None:
+    """Groups of one class, some with this rank alone, some that overlap; then a new world."""
+    layer, twin = SynchronizedBatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+    model = compiled(layer)
+    x, _ = whole_batch((9, 3, 4, 4))
+    parts = x.split(3)
+
+    def step(group: Any, members: Sequence[int]) -> None:
+        layer.process_group = group
+        expected = twin(torch.cat([parts[i] for i in members])).split(3)
+        close(model(parts[rank]), expected[members.index(rank)])
+
+    several = [(0, 1), (1, 2), (0, 2), (0,), (1,), (2,)]
+    groups = {members: dist.new_group(list(members)) for members in several}
+    for _ in range(2):
+        step(None, range(3))
+        for members, group in groups.items():
+            if rank in members:
+                step(group, members)
+    for number in range(2):
+        enter_anew(rank, size, number)
+        step(None, range(3))
+    dist.destroy_process_group()
+    step(None, [rank])
+    enter_anew(rank, size, 2)
+
+
+def enter_anew(rank: int, size: int, number: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    enter_world(rank, size, (Path(os.environ["FOLDER"]) / f"store {number}").as_uri())
+
+
+@on_ranks(2)
+def test_a_rank_that_is_late_is_an_error_that_names_the_layer(rank: int, size: int) -> None:
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    layer = SynchronizedBatchNorm1d(3, process_group=group)
+    model, x = compiled(nn.Sequential(nn.Linear(3, 3), layer)), torch.ones(4, 3)
+    model(x)
+    store: Any = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        raises(CommTimeout, "1 (SynchronizedBatchNorm1d)", "rank 1", call=lambda: model(x))
+        store.set("rank 0 is done", "")
+    store.wait(["rank 0 is done"])
+
+
+@on_ranks(2)
+def test_the_order_of_calls_is_compared_with_ranks_without_a_graph(rank: int, size: int) -> None:
+    os.environ["SYNCBN_CHECK_ORDER"] = "1"
+    layer, twin = convert_model(network()), network()
+    model = compiled(layer) if rank else layer
+    steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
+
+
+@on_ranks(2)
+def test_an_older_torch_says_why_it_breaks_the_graph(rank: int, size: int) -> None:
+    with patch.object(traced, "TRACES_LAYERS", False):
+        layer, twin = convert_model(network()), network()
+        model = torch.compile(layer, backend="aot_eager")
+        steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
+        torch._dynamo.reset()
+        x, _ = whole_batch(SHAPE)
+        raises(Exception, "needs torch 2.10 or newer", call=lambda: compiled(layer)(x))
+
+
+@on_ranks(2)
+def test_replicas_of_a_compiled_model_run_without_its_graph(rank: int, size: int) -> None:
+    layer, twin = convert_model(network()), network()
+    parallel = DataParallelWithCallback(compiled(layer), replicas=2)
+    with pytest.warns(UserWarning, match="replicas run without graphs"):
+        steps_equal(layer, parallel, twin, rows_of(rank, BOUNDS), SHAPE)
+
+
+@on_ranks(2)
+def test_a_layer_alone_compiles_and_exports_as_nn_batch_norm(rank: int, size: int) -> None:
+    alone = dist.new_subgroups(1)[0]
+    x, _ = whole_batch(SHAPE)
+    for mode in ("plus", "clamp"):
+        layer = SynchronizedBatchNorm2d(3, eps_mode=mode, eps=3.0, process_group=alone).double()
+        twin = copy.deepcopy(layer)
+        for training in (True, False):
+            model = compiled(layer.train(training))
+            one_graph(lambda: close(model(x), twin.train(training)(x)))  # noqa: B023
+    layers = [
+        SynchronizedBatchNorm2d(3, process_group=alone).double(),
+        nn.BatchNorm2d(3).double(),
+    ]
+    programs = [torch.export.export(module, (x,)) for module in layers]
+    operations = [sorted(str(node.target) for node in p.graph.nodes) for p in programs]
+    assert operations[0] == operations[1]
+
+
+@on_ranks(2)
+def test_messages_that_stay_on_a_device(rank: int, size: int) -> None:
+    """On the CPU: there a GPU's messages go the same way."""
+    with patch.object(compiled_exchange, "_on_host", lambda values: False):
+        for bounds in (BOUNDS, (0, 0, 6)):
+            layer, twin = convert_model(network()), network()
+            model = compiled(layer)
+            steps_equal(layer, model, twin, rows_of(rank, bounds), SHAPE)
+        one, other = (compiled(SynchronizedBatchNorm1d(3)) for _ in range(2))
+        x = torch.randn(4, 3, requires_grad=True)
+        outputs = [one(x), other(x)]
+        raises(ProtocolError, "different ones", call=lambda: outputs[rank].sum().backward())
+
+
+@on_ranks(2)
+def test_a_rank_that_is_gone_is_an_error_that_names_the_layer(rank: int, size: int) -> None:
+    model, x = (
+        compiled(nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3))),
+        torch.ones(4, 3),
+    )
+    model(x)
+    if rank == 1:
+        os._exit(0)
+    raises(CommAborted, "1 (SynchronizedBatchNorm1d)", "rank 1", call=lambda: model(x))
+    os._exit(0)
+
+
+@on_ranks(2)
+def test_the_export_of_a_model_in_eval_is_that_of_nn_batch_norm(rank: int, size: int) -> None:
+    x = torch.randn(2, 3, 4, 4)
+    model, twin = convert_model(nn.BatchNorm2d(3)).eval(), nn.BatchNorm2d(3).eval()
+    programs = [torch.export.export(module, (x,)) for module in (model, twin)]
+    operations = [sorted(str(node.target) for node in p.graph.nodes) for p in programs]
+    assert operations[0] == operations[1]
+    close(programs[0].module()(x), twin(x))
+    export = partial(torch.export.export, model.train(), (x,))
+    raises(Exception, "model in eval for torch.export", call=export)
