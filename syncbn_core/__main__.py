@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _warm_up(dtypes: Sequence[str]) -> int:
-    if os.cpu_count() == 1:  # compile the parallel builds too: the cache may be for other machines
-        os.environ.setdefault("NUMBA_NUM_THREADS", "2")
+    # with one core, too, compile the parallel builds: the cache may be for other machines
+    os.environ.setdefault("NUMBA_NUM_THREADS", "2")
     import numba
 
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Shared by all tests: the option `--quick`, and an interrupt at every point of a call."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -7,6 +8,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+
+# With one core Numba would run no parallel build of a kernel. It reads this when it is imported.
+os.environ.setdefault("NUMBA_NUM_THREADS", "2")
 
 # Of each test, `--quick` runs one dtype and one number of members. All other cases stay.
 VARIED = {"dtype", "size"}

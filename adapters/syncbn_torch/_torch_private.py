@@ -18,6 +18,7 @@ from torch import Tensor, overrides
 from torch._guards import CompileContext
 from torch.autograd import Function, forward_ad, profiler
 from torch.utils import _python_dispatch, _pytree
+from torch.utils._device import DeviceContext
 
 __all__ = [
     "COMPARES_GROUPS_BY_TYPE",
@@ -37,11 +38,14 @@ __all__ = [
     "function_transforms_active",
     "has_group",
     "increment_versions",
+    "is_jit_tracing",
     "is_tracing",
     "is_wrapped",
     "modes_run_other_code",
     "node_of",
+    "operations_are_seen",
     "profiler",
+    "records_a_graph",
     "register_group",
     "registered_node",
     "resolve_group",
@@ -77,6 +81,8 @@ _world: Any = (
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether a transform of torch.func (grad, jvp, vmap) runs in this thread:
 function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Whether torch.jit.trace records the operations of this thread; torch.compile can trace it:
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing
 # The value of torch.backends.cudnn.enabled:
 cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 # The handle of the current stream of a CUDA device, given its index; None in builds without CUDA:
@@ -133,6 +139,26 @@ def saving_runs_hooks() -> bool:
 def modes_run_other_code() -> bool:
     """Whether a torch dispatch or function mode sees each operation."""
     return bool(torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack())
+
+
+def operations_are_seen() -> bool:
+    """Whether torch.jit.trace or a mode sees each operation, to record, count or replace it."""
+    if is_jit_tracing() or torch._C._len_torch_dispatch_stack():
+        return True
+    if not torch._C._len_torch_function_stack():
+        return False
+    modes = overrides._get_current_function_mode_stack()
+    return any(type(mode) is not DeviceContext for mode in modes)  # of `set_default_device`
+
+
+def records_a_graph() -> bool:
+    """Whether torch.jit.trace or make_fx records operations; torch.compile does not count."""
+    if is_jit_tracing():
+        return True
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in modes)
 
 
 def forward_ad_active() -> bool:

@@ -40,7 +40,10 @@ from syncbn_torch._torch_private import (
     constant_while_tracing,
     default_group,
     exporting,
+    is_jit_tracing,
+    operations_are_seen,
     profiler,
+    records_a_graph,
     saving_runs_hooks,
     transforming,
     untraced,
@@ -103,13 +106,18 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
         y = torch_kernel.batch_norm(x, *affine, running, layer.eps)
         remember(layer, *affine, running)
         return y
+    if records_a_graph():
+        _refuse_to_be_recorded(layer, sync is None and processes is None)
     operations = operations_for(x)
     running = checked_running_once(layer)
     by_address = operations is not plain.OPERATIONS
     check_operands(x, layer.num_features, affine, running, rule, by_address)
-    if transforming() and needs_plain_forward(
-        partial(name_of, layer), sync is not None, processes is not None, x, *affine
-    ):
+    if (
+        transforming()
+        and needs_plain_forward(
+            partial(name_of, layer), sync is not None, processes is not None, x, *affine
+        )
+    ) or (sync is None and processes is None and operations_are_seen()):
         operations = plain.DIFFERENTIABLE
     if processes is not None:
         check_for_processes(partial(name_of, layer), x, affine)
@@ -156,6 +164,17 @@ def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
         return BatchNormFunction.apply(call, None, x, *checked[:2])  # type: ignore[no-any-return]
     (y,) = SyncBatchNormFunction.apply([call], processes, [], x, *checked[:2])
     return y  # type: ignore[no-any-return]
+
+
+def _refuse_to_be_recorded(layer: LayerState, alone: bool) -> None:
+    """Raise `StateError` where torch.jit.trace or make_fx would record something else."""
+    if alone and not is_jit_tracing():  # differentiable operations
+        return
+    why = "a 'clamp' layer in training" if alone else "the exchange with other members"
+    raise StateError(
+        f"expected no torch.jit.trace or make_fx around {name_of(layer)}, which can't record "
+        f"{why}; call model.eval(), or trace revert_model(copy.deepcopy(model))"
+    )
 
 
 def _forward_in_range(layer: LayerState, x: Tensor) -> Tensor:

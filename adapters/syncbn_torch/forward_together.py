@@ -16,7 +16,7 @@ from syncbn_core.comm import Communicator
 from syncbn_core.errors import ShapeError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_torch import ranges
-from syncbn_torch._torch_private import transforming
+from syncbn_torch._torch_private import records_a_graph, transforming
 from syncbn_torch.autograd.alone import LayerCall
 from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.processes import batch_norm_of_processes
@@ -52,7 +52,8 @@ def forward_together(
             f"{len(set(layers))} layers; call a layer with several inputs once for each"
         )
     communicator = _common_communicator(layers, inputs)
-    if communicator is None or transforming() or len({(type(x), x.device) for x in inputs}) > 1:
+    apart = transforming() or records_a_graph()
+    if communicator is None or apart or len({(type(x), x.device) for x in inputs}) > 1:
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         check_input(layer, x, layer.weight)

@@ -7,13 +7,13 @@ tensors of a layer are checked once, and each call looks only at what may have c
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncbn_core.backends.base import RunningStatistics
 from syncbn_torch._torch_private import (
@@ -22,6 +22,7 @@ from syncbn_torch._torch_private import (
     forward_ad,
     function_transforms_active,
     modes_run_other_code,
+    operations_are_seen,
     profiler,
     saving_runs_hooks,
 )
@@ -33,7 +34,38 @@ from syncbn_torch.which_kernel import ours_is_faster
 
 __all__ = ["Checked", "is_in_place", "remember", "still_checked", "usual_eval", "usual_forward"]
 
+_NAMES = frozenset(("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
+_PLAIN = {*PLAIN, type(None)}
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+@lru_cache(maxsize=256)
+def _looks_up_tensors_as_torch(kind: type) -> bool:
+    """Whether `layer.weight` and the like of this class come from `nn.Module.__getattr__`."""
+    own = any(hasattr(kind, name) for name in _NAMES)  # such as a property
+    found: Any = kind
+    return not own and (
+        found.__getattr__ is nn.Module.__getattr__
+        and found.__getattribute__ is object.__getattribute__
+    )
+
+
+def _registered(layer: LayerState) -> tuple[Any, ...] | None:
+    """Weight, bias, running mean and variance and counter; None if attributes are others."""
+    if not _looks_up_tensors_as_torch(type(layer)) or not layer.__dict__.keys().isdisjoint(_NAMES):
+        return None
+    parameters: Any = layer._parameters
+    buffers: Any = layer._buffers
+    try:
+        return (
+            parameters["weight"],
+            parameters["bias"],
+            buffers["running_mean"],
+            buffers["running_var"],
+            buffers["num_batches_tracked"],
+        )
+    except KeyError:  # deleted, or registered as the other kind
+        return None
 
 
 class Checked(NamedTuple):
@@ -58,8 +90,8 @@ def remember(
     running: RunningStatistics | None,
 ) -> None:
     """Note that these tensors of the layer have passed all checks."""
-    if running is None:
-        return
+    if running is None or any(p is not None and p.grad_fn is not None for p in (weight, bias)):
+        return  # a computed weight would keep its graph alive
     mean, var, counter = running.mean, running.var, running.num_batches_tracked
     tensors = (weight, bias, mean, var, counter)
     present = [tensor for tensor in tensors if tensor is not None]
@@ -103,16 +135,17 @@ def still_checked(layer: LayerState, x: Tensor) -> Checked | None:
         or function_transforms_active()
         or backward_task() != -1
         or saving_runs_hooks()
+        or operations_are_seen()
     ):
         return None
-    parameters: Any = layer._parameters
-    buffers: Any = layer._buffers
+    own = _registered(layer)
     if (
-        parameters.get("weight") is not weight
-        or parameters.get("bias") is not bias
-        or buffers.get("running_mean") is not mean
-        or buffers.get("running_var") is not var
-        or buffers.get("num_batches_tracked") is not counter
+        own is None
+        or own[0] is not weight
+        or own[1] is not bias
+        or own[2] is not mean
+        or own[3] is not var
+        or own[4] is not counter
         or not layer.track_running_stats
     ):
         return None
@@ -155,16 +188,14 @@ def usual_forward(layer: LayerState, x: Tensor, checked: Checked) -> Tensor | No
 
 def usual_eval(layer: LayerState, x: Tensor) -> Tensor | None:
     """The forward in eval by torch's kernel; None if something is unusual."""
-    parameters: Any = layer._parameters
-    buffers: Any = layer._buffers
-    try:
-        weight, bias = parameters["weight"], parameters["bias"]
-        mean, var = buffers["running_mean"], buffers["running_var"]
-    except KeyError:  # such as a parametrized weight
+    own = _registered(layer)
+    if own is None or operations_are_seen():
         return None
+    weight, bias, mean, var, _ = own
     dtype: Any = x.dtype if type(x) in PLAIN else None
     if (
         dtype not in FLOATS
+        or not _PLAIN.issuperset(map(type, own))
         or x.is_nested
         or mean is None
         or var is None

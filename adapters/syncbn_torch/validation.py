@@ -12,7 +12,7 @@ from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.layout import shares_memory
 from syncbn_core.moments import NormRule
-from syncbn_torch._torch_private import backward_task
+from syncbn_torch._torch_private import backward_task, is_jit_tracing
 from syncbn_torch.backends.memory import PLAIN, check_storage
 from syncbn_torch.layer_state import LayerState
 
@@ -44,7 +44,7 @@ def check_input(layer: LayerState, x: Tensor, weight: Tensor | None) -> None:
             "all their rows at once, layer(torch.cat(input.unbind()))"
         )
     layer._check_input_dim(x)
-    if x.shape[1] != layer.num_features:
+    if not is_jit_tracing() and x.shape[1] != layer.num_features:  # sizes would be recorded
         raise ShapeError(
             f"expected {layer.num_features} channels on axis 1 (num_features="
             f"{layer.num_features}), got shape {tuple(x.shape)}; check the layer before"
@@ -170,7 +170,7 @@ def checked_running(layer: LayerState) -> RunningStatistics | None:
         return None
     mean, var, counter = layer.running_mean, layer.running_var, layer.num_batches_tracked
     running = RunningStatistics(mean, var, counter, layer.momentum)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_jit_tracing():
         return running
     for tensor in (mean, var, counter):
         if tensor is not None and (

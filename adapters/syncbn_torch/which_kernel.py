@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from syncbn_core.moments import NormRule
-from syncbn_torch._torch_private import transforming
+from syncbn_torch._torch_private import operations_are_seen, transforming
 from syncbn_torch.backends import cuda, memory
 
 __all__ = ["always_ours", "ours_is_faster", "torch_is_faster"]
@@ -55,8 +55,8 @@ def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
     """Whether torch's kernel fits a layer alone, and is faster than ours or ours can't run."""
     if rule.unusual is not None:
         return False
-    if transforming():
-        return True  # transforms can't see into our kernels
+    if transforming() or operations_are_seen():
+        return True  # nobody sees into our kernels
     if _ours_always.get():
         return False
     return not (ours_is_faster(x) and (x.is_cuda or memory.supports(x)))

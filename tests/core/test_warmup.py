@@ -84,7 +84,6 @@ def test_machine_with_one_core_compiles_the_parallel_builds(
 ) -> None:
     """An image is often built on a small machine, for large ones."""
     seen: list[Any] = []
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     monkeypatch.setenv("NUMBA_NUM_THREADS", "")  # restored after the test
     monkeypatch.delenv("NUMBA_NUM_THREADS")
     monkeypatch.setattr(

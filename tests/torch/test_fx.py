@@ -230,7 +230,6 @@ def test_script_says_what_to_do(converted: nn.Module) -> None:
     torch.testing.assert_close(scripted(x), converted.eval()(x))
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the checks of the input
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated
 def test_trace_and_export_take_the_model_in_eval(converted: nn.Module) -> None:
     x, other = images(), images()

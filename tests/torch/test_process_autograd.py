@@ -137,6 +137,9 @@ def test_function_transforms_are_refused_and_the_next_forward_succeeds(
     raises(*refused, call=lambda: torch.func.jvp(layer, (x,), (tangent,)))
     together = partial(forward_together, layers)
     raises(*refused, call=lambda: torch.func.jvp(lambda x: together([x, x]), (x,), (tangent,)))
+    traced = (StateError, "torch.jit.trace", "SynchronizedBatchNorm2d", "model.eval()")
+    raises(*traced, call=lambda: torch.jit.trace(layer, x))
+    raises(*traced, call=lambda: torch.jit.trace(lambda x: together([x, x])[0], x))
     parallel = DataParallelWithCallback(layer, replicas=2)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, tangent)

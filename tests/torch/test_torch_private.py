@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn_torch import _torch_private as private
 
@@ -151,6 +153,52 @@ def test_modes_run_other_code_sees_dispatch_and_function_modes(mode: Any) -> Non
     with mode():
         assert private.modes_run_other_code()
     assert not private.modes_run_other_code()
+
+
+@pytest.mark.parametrize("mode", [TorchDispatchMode, TorchFunctionMode])
+def test_operations_are_seen_by_modes_but_not_by_a_default_device(mode: Any) -> None:
+    """Without it, somebody who counts or replaces operations misses those of our layers."""
+    assert not private.operations_are_seen()
+    with mode():
+        assert private.operations_are_seen()
+    with torch.device("cpu"):
+        assert not private.operations_are_seen()
+        with mode():
+            assert private.operations_are_seen()
+
+
+def recorded(record: Any, look: Callable[[], bool]) -> list[bool]:
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(look())
+        return x + 1
+
+    record(function)(torch.ones(2))
+    return seen
+
+
+def by_jit(function: Any) -> Any:
+    return lambda x: torch.jit.trace(function, x, check_trace=False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_is_jit_tracing_is_true_in_torch_jit_trace_alone() -> None:
+    """Without it, a traced layer keeps what it computed while it was traced."""
+    assert recorded(by_jit, private.is_jit_tracing) == [True]
+    assert recorded(by_jit, private.operations_are_seen) == [True]
+    assert recorded(make_fx, private.is_jit_tracing) == [False]
+    assert not private.is_jit_tracing()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_records_a_graph_is_true_for_make_fx_and_torch_jit_trace() -> None:
+    """Without it, a graph of a layer that exchanges messages lacks them, and nobody is told."""
+    assert recorded(by_jit, private.records_a_graph) == [True]
+    assert recorded(make_fx, private.records_a_graph) == [True]
+    with FlopCounterMode(display=False):
+        assert not private.records_a_graph()
+    assert not private.records_a_graph()
 
 
 def test_forward_ad_active_sees_the_level_of_every_thread() -> None:

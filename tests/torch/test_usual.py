@@ -4,9 +4,11 @@ The first call checks everything and notes it; later ones check only what may ha
 """
 
 import copy
+import gc
 import pickle
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,13 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn_core.borrow import exchange_function
-from syncbn_torch import SyncBatchNorm, dispatch
+from syncbn_core.errors import StateError
+from syncbn_torch import DataParallelWithCallback, SyncBatchNorm, dispatch
 from syncbn_torch.backends import cpu
 from syncbn_torch.which_kernel import always_ours
 
@@ -96,6 +102,43 @@ class Mine(Tensor):
     """A subclass without code of its own."""
 
 
+class Watched(nn.Parameter):
+    """A parameter that has a say in what torch's functions do with it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            return result + 1 if function is F.batch_norm else result
+
+
+def of_class(**properties: Callable[[Any], Any]) -> Change:
+    """The layer gets a class that overrides these attributes."""
+
+    def change(layer: Any, x: Tensor) -> None:
+        own = {name: property(read) for name, read in properties.items()}
+        layer.__class__ = type("Overrides", (type(layer),), own)
+
+    return change
+
+
+def in_dict(name: str) -> Change:
+    """The attribute is a plain one, which comes before parameters and buffers."""
+
+    def change(layer: Any, x: Tensor) -> None:
+        layer.__dict__[name] = torch.linspace(1, 2, CHANNELS)
+
+    return change
+
+
+def as_other_kind(layer: Any, x: Tensor) -> None:
+    del layer.weight, layer.running_mean
+    layer.register_buffer("weight", torch.linspace(1, 2, CHANNELS))
+    layer.running_mean = nn.Parameter(torch.ones(CHANNELS), requires_grad=False)
+
+
 def parametrized(layer: Any, x: Tensor) -> None:
     parametrize.register_parametrization(layer, "weight", Doubled())
 
@@ -156,6 +199,12 @@ CHANGES: dict[str, Change] = {
     "running mean with gradients": requires_grad("running_mean", True),
     "weight without gradients": requires_grad("weight", False),
     "parametrized": parametrized,
+    "weight of a property": of_class(weight=lambda layer: 1 + layer._parameters["weight"]),
+    "bias of a property": of_class(bias=lambda layer: 2 * layer._parameters["bias"]),
+    "running mean of a property": of_class(running_mean=lambda layer: torch.ones(CHANNELS)),
+    **{f"{n} in __dict__": in_dict(n) for n in ("weight", "bias", "running_mean", "running_var")},
+    "weight a buffer, running mean a parameter": as_other_kind,
+    "weight of a subclass": set_to(weight=Watched(torch.linspace(1, 2, CHANNELS))),
     "hook": scripted_hook,
     "double input": input_made(Tensor.double),
     "bfloat16 input": input_made(Tensor.bfloat16),
@@ -194,7 +243,8 @@ def outcome(run: Callable[[], Any], layer: Any) -> list[Any]:
         results = [type(error).__name__, re.sub("version [0-9]+", "", str(error))]
     state = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
     state = [own if own is None or own.is_meta else own.clone() for own in readable(state)]
-    return [*results, *state, layer.weight.grad if layer.weight is not None else None]
+    weight = layer._parameters.get("weight")
+    return [*results, *state, None if weight is None else weight.grad]
 
 
 def readable(tensors: list[Tensor | None]) -> list[Tensor | None]:
@@ -280,12 +330,24 @@ def hooked() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(Tensor.double, Tensor.float)
 
 
+class Doubles(TorchFunctionMode):
+    """Replaces `F.batch_norm`."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        y = function(*args, **(kwargs or {}))
+        return 2 * y if function is F.batch_norm else y
+
+
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "none": nullcontext,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "saved-tensor hooks": hooked,
     "a mode": lambda: FlopCounterMode(display=False),
+    "a function mode": Doubles,
+    "a default device": lambda: torch.device("cpu"),
     "profiler": torch.profiler.profile,
     "anomaly": torch.autograd.detect_anomaly,
     "autocast": lambda: torch.autocast("cpu"),
@@ -352,6 +414,25 @@ def functional_gradient(layer: Any, x: Tensor) -> Any:
     return (torch.func.grad(partial(loss, layer))(x.detach()),)
 
 
+def functional_call_with_computed_weight(layer: Any, x: Tensor) -> Any:
+    source = torch.ones(CHANNELS, requires_grad=True)
+    y = torch.func.functional_call(layer, {"weight": 2 * source}, (x,))
+    return torch.autograd.grad(y.pow(3).sum(), [source, x])
+
+
+def replaced_before_backward(layer: Any, x: Tensor) -> Any:
+    y = layer(x)
+    x.data = torch.zeros(1)
+    y.sum().backward()
+    return []
+
+
+def weight_replaced_before_backward(layer: Any, x: Tensor) -> Any:
+    y = layer(x)
+    layer.weight.data = torch.zeros(CHANNELS)
+    return torch.autograd.grad(y, [x, layer.bias], torch.ones_like(y))
+
+
 def functional_call(layer: Any, x: Tensor) -> Any:
     values = {"weight": torch.ones(CHANNELS), "running_mean": torch.zeros(CHANNELS)}
     return torch.func.functional_call(layer, values, (x,)), values["running_mean"]
@@ -388,6 +469,9 @@ USES: dict[str, Callable[[Any, Tensor], Any]] = {
     "jvp": tangent,
     "torch.func.grad": functional_gradient,
     "functional_call": functional_call,
+    "functional_call with a computed weight": functional_call_with_computed_weight,
+    "x replaced before backward": replaced_before_backward,
+    "weight replaced before backward": weight_replaced_before_backward,
     "expanded dy": partial(swept_dy, make=lambda dy: torch.ones(()).expand_as(dy)),
     "channels_last dy": partial(swept_dy, make=lambda dy: dy.to(memory_format=torch.channels_last)),
     "negated dy": partial(swept_dy, make=negative),
@@ -488,3 +572,112 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exchange_function(Tensor) == 0
     monkeypatch.delenv("SYNCBN_DLPACK")
     assert exchange_function(int) == 0
+
+
+def modes_of_both(train: bool) -> tuple[Any, nn.Module]:
+    layer, twin = SyncBatchNorm(CHANNELS).train(train), nn.BatchNorm2d(CHANNELS).train(train)
+    return layer, twin
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("record", [torch.jit.trace, lambda layer, x: make_fx(layer)(x)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_recorded_layer_computes_what_that_of_torch_does(
+    record: Any, calls: int, train: bool, shape: tuple[int, ...]
+) -> None:
+    """Whoever records operations sees all of them, and none is computed while recording."""
+    pair = modes_of_both(train)
+    for _ in range(calls):
+        x = torch.randn(shape)
+        for each in pair:
+            each(x)
+    x = torch.randn(shape)
+    recorded = [record(each, x) for each in pair]
+    x = torch.randn(shape)
+    actual, expected = (each(x) for each in recorded)
+    torch.testing.assert_close(actual, expected)
+    if record is torch.jit.trace:  # of make_fx sizes are constants
+        x = torch.randn(7, CHANNELS, 5, 2)
+        torch.testing.assert_close(*(each(x) for each in recorded))
+    layer, twin = pair
+    torch.testing.assert_close(layer.state_dict(), twin.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_recording_that_would_be_wrong_is_refused(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    layer = SyncBatchNorm(CHANNELS, eps_mode="clamp", eps=0.5)
+    with pytest.raises(StateError, match=r"SyncBatchNorm.*'clamp'.*model\.eval\(\)"):
+        torch.jit.trace(layer, x)
+    before = copy.deepcopy(layer)
+    graph = make_fx(layer)(x)
+    y = before(x)
+    torch.testing.assert_close(graph(x), before(x))
+    torch.testing.assert_close(layer.state_dict(), before.state_dict())
+    torch.testing.assert_close(torch.jit.trace(layer.eval(), x)(x), layer(x))
+    for record in (torch.jit.trace, lambda model, x: make_fx(model)(x)):
+        with pytest.raises(StateError, match=r"replicas.*wrapper\.module"):
+            record(DataParallelWithCallback(layer.train(), replicas=2), x)
+    assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_function_mode_sees_one_batch_norm_in_each_call(train: bool) -> None:
+    class Counts(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.seen += function is F.batch_norm
+            return function(*args, **(kwargs or {}))
+
+    for shape in SHAPES.values():
+        for layer in modes_of_both(train):
+            with Counts() as counts:
+                for _ in range(3):
+                    layer(torch.randn(shape))
+            assert counts.seen == 3
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_conditional_weights_take_part(train: bool, shape: tuple[int, ...]) -> None:
+    """A layer without parameters, to which somebody gives new tensors before each call."""
+    layer, twin = SyncBatchNorm(CHANNELS, affine=False), nn.BatchNorm2d(CHANNELS, affine=False)
+    for each in (layer, twin):
+        each.train(train)
+        each(torch.ones(shape))
+        del each.weight, each.bias
+    for _ in range(3):
+        x, weight, bias = torch.randn(shape), torch.rand(CHANNELS), torch.rand(CHANNELS)
+        for each in (layer, twin):
+            each.weight, each.bias = weight, bias
+        torch.testing.assert_close(layer(x), twin(x))
+
+
+def test_no_graph_of_a_computed_weight_is_kept(shape: tuple[int, ...]) -> None:
+    layer = SyncBatchNorm(CHANNELS)
+    for ours in (False, True):
+        kept: list[weakref.ref[Tensor]] = []
+
+        def call(kept: Any = kept, ours: bool = ours) -> None:
+            source = torch.ones(CHANNELS, requires_grad=True)
+            factor = torch.full((CHANNELS,), 2.0)  # which the graph of the weight saves
+            kept.append(weakref.ref(factor))
+            with always_ours(ours):
+                torch.func.functional_call(layer, {"weight": source * factor}, torch.randn(shape))
+
+        call()
+        gc.collect()
+        assert kept[0]() is None
+
+
+def test_an_input_replaced_before_backward_is_named(shape: tuple[int, ...]) -> None:
+    for new in (torch.zeros(1), torch.zeros(shape, dtype=torch.float64)):
+        layer, x = SyncBatchNorm(CHANNELS), torch.randn(shape, requires_grad=True)
+        with always_ours():
+            y = layer(x)
+        x.data = new
+        with pytest.raises(StateError, match="replaced in between"):
+            y.sum().backward()

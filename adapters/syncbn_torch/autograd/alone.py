@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from syncbn_core.backends.base import Affine, Gradients, Operations, RunningStatistics
 from syncbn_core.moments import NormRule, require_more_than_one_value
-from syncbn_torch.autograd.exchange import needs_plain_backward
+from syncbn_torch.autograd.exchange import check_unchanged, needs_plain_backward
 from syncbn_torch.backends import plain
 
 __all__ = ["BatchNormFunction", "LayerCall", "batch_norm_updating_last", "gradients_alone"]
@@ -68,6 +68,7 @@ def gradients_alone(
     by_x: bool,
 ) -> Gradients:
     """The gradients of x, if `by_x`, weight and bias."""
+    check_unchanged(x, dy)
     if needs_plain_backward(None, dy):
         operations = plain.DIFFERENTIABLE
         statistics = operations.statistics(operations.moments(x), rule)

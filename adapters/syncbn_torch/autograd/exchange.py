@@ -17,6 +17,7 @@ from torch import Tensor
 
 from syncbn_core.backends.base import Affine
 from syncbn_core.comm import Communicator
+from syncbn_core.errors import StateError
 from syncbn_core.moment_exchange import (
     BACKWARD,
     CallSite,
@@ -32,6 +33,7 @@ __all__ = [
     "BackwardPass",
     "BackwardPasses",
     "Processes",
+    "check_unchanged",
     "needs_plain_backward",
     "wanted_gradients",
 ]
@@ -64,6 +66,16 @@ def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:
     if beyond and processes is not None:
         refuse_over_processes("the backward of a layer")
     return beyond or torch.is_grad_enabled()
+
+
+def check_unchanged(x: Tensor, dy: Tensor) -> None:
+    """Raise `StateError` if the x of backward, given dy, can't be the x of the forward."""
+    if x.shape != dy.shape or x.dtype is not dy.dtype:
+        raise StateError(
+            f"expected in backward the input that the layer had in forward, of shape "
+            f"{tuple(dy.shape)} and {dy.dtype}, got one of shape {tuple(x.shape)} and {x.dtype}: "
+            "it was replaced in between, for example by input.data = ...; do that after backward"
+        )
 
 
 class BackwardPass:

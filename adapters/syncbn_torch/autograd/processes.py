@@ -20,7 +20,12 @@ from syncbn_core.moment_exchange import labelled
 from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
 from syncbn_torch.autograd.alone import LayerCall
 from syncbn_torch.autograd.differentiable_exchange import sum_over_processes, total_moments
-from syncbn_torch.autograd.exchange import Processes, needs_plain_backward, wanted_gradients
+from syncbn_torch.autograd.exchange import (
+    Processes,
+    check_unchanged,
+    needs_plain_backward,
+    wanted_gradients,
+)
 from syncbn_torch.backends import plain
 
 __all__ = ["SyncBatchNormFunction", "batch_norm_of_processes", "batch_norm_with_tangents"]
@@ -65,6 +70,8 @@ class SyncBatchNormFunction(Function):
         size = len(ctx.calls)
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
         xs, affines = saved[:size], list(map(Affine, saved[size::2], saved[size + 1 :: 2]))
+        for x, dy in zip(xs, dys, strict=True):
+            check_unchanged(x, dy)
         calls, statistics = ctx.calls, ctx.statistics
         if needs_plain_backward(ctx.processes, *dys):  # create_graph=True
             calls = [call._replace(operations=plain.DIFFERENTIABLE) for call in calls]

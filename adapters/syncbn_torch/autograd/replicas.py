@@ -36,6 +36,7 @@ from syncbn_torch.autograd.exchange import (
     BackwardPass,
     BackwardPasses,
     Processes,
+    check_unchanged,
     needs_plain_backward,
     wanted_gradients,
 )
@@ -201,6 +202,7 @@ class LocalMoments(Function):
         dy, affine, _ = current.pending_grads.pop(record, (None, Affine(), None))
         if dy is None:  # the loss doesn't use this replica's y, but other y depend on its x
             dy = torch.zeros_like(x)
+        check_unchanged(x, dy)
         total = current.total.on(x.device)
         operations, statistics = record.operations, record.statistics
         if needs_plain_backward(exchange.processes, dy, total):
@@ -260,6 +262,7 @@ class Normalize(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
+        check_unchanged(x, dy)
         affine = Affine(*parameters)
         record: ReplicaRecord = ctx.record
         exchange = record.exchange

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from syncbn_core.errors import StateError
-from syncbn_torch._torch_private import function_transforms_active
+from syncbn_torch._torch_private import function_transforms_active, is_jit_tracing
 
 __all__ = [
     "NUMPY_DTYPES",
@@ -121,9 +121,10 @@ def is_whole(tensor: Tensor) -> bool:
 def check_storage(*tensors: Tensor | None) -> None:
     """Raise `StateError` if torch would read or write beyond the memory of a tensor.
 
-    Checks only plain CPU tensors, and nothing under torch.compile or function transforms.
+    Checks only plain CPU tensors, and nothing under torch.compile, torch.jit.trace or function
+    transforms.
     """
-    if torch.compiler.is_compiling() or function_transforms_active():
+    if torch.compiler.is_compiling() or is_jit_tracing() or function_transforms_active():
         return
     for tensor in tensors:
         if (

@@ -22,6 +22,7 @@ from syncbn_torch._torch_private import (
     backward_task,
     cudnn_enabled,
     increment_versions,
+    is_jit_tracing,
     modes_run_other_code,
     saving_runs_hooks,
     transforming,
@@ -49,7 +50,7 @@ def batch_norm(
         return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
     mean, var, counter, momentum = running
     factor = averaging_factor(momentum, counter)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_jit_tracing():
         y = F.batch_norm(x, mean, var, weight, bias, True, factor, eps)
         if counter is not None:
             counter.add_(1)

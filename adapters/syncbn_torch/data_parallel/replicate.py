@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
-from syncbn_core.errors import ArgumentError, CommError
+from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch._torch_private import (
     HOOK_OPTIONS,
     HOOKS,
     InheritedModes,
     backward_task,
+    records_a_graph,
     restored_forward_ad,
     untraced,
 )
@@ -356,6 +357,12 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             inputs, kwargs = to_device(inputs, None), to_device(kwargs, None)
         if len(self.device_ids) < 2:
             return super().forward(*inputs, **kwargs)
+        if records_a_graph():
+            raise StateError(
+                f"expected no torch.jit.trace or make_fx around {len(self.device_ids)} replicas, "
+                "which are new objects in each forward and run in threads; trace the model "
+                "without the wrapper (wrapper.module)"
+            )
         if torch.compiler.is_compiling():
             return self._without_a_graph(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
