@@ -26,8 +26,8 @@ from syncbn_torch.batchnorm import (
 from syncbn_torch.conversion.convert import convert_model, patch_sync_batchnorm, revert_model
 from syncbn_torch.conversion.registry import register_conversion
 from syncbn_torch.conversion.report import ConversionReport
+from syncbn_torch.data_parallel.contexts import CallbackContext
 from syncbn_torch.data_parallel.replicate import (
-    CallbackContext,
     DataParallelWithCallback,
     execute_replication_callbacks,
     patch_replication_callback,

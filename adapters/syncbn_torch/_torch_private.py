@@ -82,7 +82,7 @@ backward_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether a transform of torch.func (grad, jvp, vmap) runs in this thread:
 function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Whether torch.jit.trace records the operations of this thread; torch.compile can trace it:
-is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 # The value of torch.backends.cudnn.enabled:
 cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 # The handle of the current stream of a CUDA device, given its index; None in builds without CUDA:

@@ -25,8 +25,8 @@ from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.report import ConversionReport
 from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, context_of
-from syncbn_torch.data_parallel.replicate import CallbackContext
+from syncbn_torch.data_parallel.contexts import CallbackContext
+from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, shared_forward
 from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
 from syncbn_torch.process_group import communicator_for
 from syncbn_torch.validation import not_a_tensor
@@ -97,12 +97,13 @@ class _SynchronizedBatchNorm(LayerState):
         """Connect this replica with the others; called by `execute_replication_callbacks`.
 
         `context` may be any object that all copies share: wrappers of other projects call this too.
+        Raises `ArgumentError` for one on which no attributes can be set.
         """
-        context = context_of(context, self._original)
-        alone = context.size == 1 and (
+        shared = shared_forward(context, self._original)
+        alone = shared.size == 1 and (
             not self.training or communicator_for(self.process_group) is None
         )
-        self._replica_sync = None if alone else ReplicaSync(context, copy_id)
+        self._replica_sync = None if alone else ReplicaSync(shared, copy_id)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input` (N, C, *spatial); the result has its shape, dtype and memory layout.

@@ -40,19 +40,19 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @lru_cache(maxsize=256)
-def _looks_up_tensors_as_torch(kind: type) -> bool:
+def _looks_up_tensors_as_torch(kind: Any) -> bool:
     """Whether `layer.weight` and the like of this class come from `nn.Module.__getattr__`."""
-    own = any(hasattr(kind, name) for name in _NAMES)  # such as a property
-    found: Any = kind
-    return not own and (
-        found.__getattr__ is nn.Module.__getattr__
-        and found.__getattribute__ is object.__getattribute__
+    return (
+        kind.__getattr__ is nn.Module.__getattr__
+        and kind.__getattribute__ is object.__getattribute__
+        and not any(hasattr(kind, name) for name in _NAMES)  # such as a property
     )
 
 
 def _registered(layer: LayerState) -> tuple[Any, ...] | None:
     """Weight, bias, running mean and variance and counter; None if attributes are others."""
-    if not _looks_up_tensors_as_torch(type(layer)) or not layer.__dict__.keys().isdisjoint(_NAMES):
+    kind: Any = type(layer)
+    if not _looks_up_tensors_as_torch(kind) or not layer.__dict__.keys().isdisjoint(_NAMES):
         return None
     parameters: Any = layer._parameters
     buffers: Any = layer._buffers

@@ -1,6 +1,7 @@
 """Layers under wrappers of other projects: bare contexts, and callbacks executed by hand."""
 
 import copy
+import queue
 import threading
 from typing import Any
 
@@ -10,8 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from syncbn_core.comm import run_in_threads, set_default_timeout
-from syncbn_core.errors import CommAborted, CommTimeout
-from syncbn_torch import SynchronizedBatchNorm1d, execute_replication_callbacks
+from syncbn_core.errors import ArgumentError, CommAborted, CommTimeout, StateError
+from syncbn_torch import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    execute_replication_callbacks,
+)
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
@@ -208,3 +213,114 @@ def test_contexts_of_callbacks_by_hand_release_a_copy_that_waits() -> None:
             copies[0](torch.randn(4, 3, **DOUBLE))
 
     run_in_threads([wait, fail])
+
+
+# ------------------------------------------------------- contexts belong to those who use them
+
+
+class TheirMaster:
+    """In the manner of the `SyncMaster` of Synchronized-BatchNorm-PyTorch."""
+
+    def __init__(self) -> None:
+        self.messages: queue.Queue[Any] = queue.Queue()
+        self.replies: dict[int, queue.Queue[Any]] = {}
+
+    def register_slave(self, copy_id: int) -> Any:
+        self.replies[copy_id] = queue.Queue()
+
+        def run_slave(message: Any) -> Any:
+            self.messages.put(message)
+            return self.replies[copy_id].get(timeout=30)
+
+        return run_slave
+
+    def run_master(self, message: Any) -> Any:
+        messages = [message, *(self.messages.get(timeout=30) for _ in self.replies)]
+        total = sum(messages)
+        for replies in self.replies.values():
+            replies.put(total)
+        return total
+
+
+class TheirLayer(nn.Module):
+    """Subtracts the mean of the whole batch, by a master that it puts on the context."""
+
+    def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+        if copy_id == 0:
+            context.sync_master = TheirMaster()
+            self.run = context.sync_master.run_master
+        else:
+            self.run = context.sync_master.register_slave(copy_id)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.run(torch.cat([x.sum(0), x.new_tensor([len(x)])]))
+        return x - total[:-1] / total[-1]
+
+
+class Centred(nn.Module):
+    """What `TheirLayer` gives for an undivided batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_layers_of_another_package_go_together_with_ours() -> None:
+    ours = [SynchronizedBatchNorm1d(3, **DOUBLE) for _ in range(2)]
+    model = nn.Sequential(ours[0], TheirLayer(), nn.Linear(3, 3, **DOUBLE), ours[1])
+    theirs = [nn.BatchNorm1d(3, **DOUBLE) for _ in range(2)]
+    twin = nn.Sequential(theirs[0], Centred(), copy.deepcopy(model[2]), theirs[1])
+    wrapper = DataParallelWithCallback(model, replicas=4)
+    for size in (9, 4, 3, 8):
+        x = torch.randn(size, 3, **DOUBLE)
+        y, z = wrapper(x), twin(x)
+        torch.testing.assert_close(y, z)
+    torch.testing.assert_close(ours[1].running_var, theirs[1].running_var)
+    y.pow(3).sum().backward()
+    z.pow(3).sum().backward()
+    torch.testing.assert_close(ours[0].weight.grad, theirs[0].weight.grad)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"sync_master": None},
+        {"sync_master": "text"},
+        {"leave": 1, "close": None, "abort": "", "disown": 2, "is_over": True, "closed": True},
+        {"name": 1, "size": -1, "shared": 0, "syncbn_context": 3, "recomputes": True},
+    ],
+)
+def test_a_callback_may_set_attributes_of_any_name(attributes: dict[str, Any]) -> None:
+    class Sets(SynchronizedBatchNorm1d):
+        def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+            for name, value in attributes.items():
+                setattr(context, name, value)
+            super().__data_parallel_replicate__(context, copy_id)
+            assert {name: getattr(context, name) for name in attributes} == attributes
+
+    x = torch.randn(6, 3, **DOUBLE)
+    wrapper = DataParallelWithCallback(Net(Sets), replicas=3)
+    twin = Net(nn.BatchNorm1d)
+    twin.load_state_dict(wrapper.module.state_dict())
+    torch.testing.assert_close(wrapper(x), twin(x))
+    bad = x.clone()
+    bad[0] = 7
+    with pytest.raises(KeyError):
+        wrapper(bad)
+    torch.testing.assert_close(wrapper(x), twin(x))
+
+
+class Slots:
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("context", [Slots(), {}, Slots, None])
+def test_a_context_that_takes_no_attributes_is_refused_clearly(context: Any) -> None:
+    layer = SynchronizedBatchNorm1d(3)
+    with pytest.raises(ArgumentError, match=r"attributes can be set.*SimpleNamespace\(\)"):
+        layer.__data_parallel_replicate__(context, 0)
+
+
+def test_copies_with_a_context_each_are_told_so() -> None:
+    replica = replicated(SynchronizedBatchNorm1d(3), 1)
+    with pytest.raises(StateError, match="one context for all copies of SynchronizedBatchNorm1d"):
+        replica.__data_parallel_replicate__(Bare(), 1)  # type: ignore[operator]

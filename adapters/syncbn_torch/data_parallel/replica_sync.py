@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +23,36 @@ from syncbn_torch.autograd.replicas import (
     merge_replicas,
     normalize,
 )
-from syncbn_torch.data_parallel.replicate import CallbackContext, OpenContext
+from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
 from syncbn_torch.module_names import name_of
 
-__all__ = ["ReplicaSync", "Unconnected", "context_of"]
+__all__ = ["ReplicaSync", "Unconnected", "shared_forward"]
+
+_OURS = "master of the layer"  # among the attributes of a context: no name that one could have
 
 
 class ReplicaSync:
     """The link of a replica in `DataParallelWithCallback` or a wrapper of another project."""
 
-    def __init__(self, context: CallbackContext, copy_id: int) -> None:
-        self.context = context
+    def __init__(self, shared: SharedForward, copy_id: int) -> None:
+        self.shared = shared
         self.is_master = copy_id == 0
         if self.is_master:
-            context.sync_master = SyncMaster(merge_replicas, name=context.name)
+            self.master = SyncMaster(merge_replicas, name=shared.name)
+            shared.begin(_OURS, self.master)
         else:
-            self.pipe = context.sync_master.register_slave(copy_id)
+            self.pipe = shared.master(_OURS).register_slave(copy_id)
         self._history: list[tuple[Any, StatisticsExchange, bool]] = []
 
     def _name(self) -> str:
-        return str(self.context.name)
+        return str(self.shared.name)
 
     def check(self) -> None:
         """Raise `CommAborted` if the caller has given up this replica's forward."""
-        if self.context.disowned:
+        if self.shared.disowned:
             raise CommAborted(
-                f"{self.context.name}: the forward that this replica belonged to was given up: "
-                f"{self.context.disowned}"
+                f"{self.shared.name}: the forward that this replica belonged to was given up: "
+                f"{self.shared.disowned}"
             )
 
     def forward(
@@ -62,7 +65,7 @@ class ReplicaSync:
         running: RunningStatistics | None,
     ) -> Tensor:
         """y by the statistics of all replicas; each updates its own `running`."""
-        if self.context.recomputes:
+        if self.shared.recomputes:
             running = None
         record, edge = measure(operations, x)
         if profiler._is_profiler_enabled:
@@ -72,15 +75,15 @@ class ReplicaSync:
         if processes is not None and learns and torch.is_grad_enabled():
             # other processes wait for this one's sums, even if x needs no gradient here
             edge.requires_grad_()
-        if self.context.is_over():
+        if self.shared.is_over():
             # The other replicas have finished, so this is a recomputation by activation
             # checkpointing: reuse the statistics of the first forward.
             exchange, running = self._earlier_exchange(record.part), None
         else:
-            message = ReplicaMessage(record, edge, rule, processes, self.context, now())
+            message = ReplicaMessage(record, edge, rule, processes, self.shared, now())
             with ranges.span("exchange", self._name):
                 if self.is_master:
-                    edge, exchange = self.context.sync_master.run_master(message)
+                    edge, exchange = self.master.run_master(message)
                 else:
                     edge, exchange = self.pipe.run_slave(message)
             self._history.append((record.part, exchange, torch.is_grad_enabled()))
@@ -90,21 +93,21 @@ class ReplicaSync:
         found = [(one, graph) for seen, one, graph in self._history if _same_bits(seen, part)]
         if not found:
             raise CheckpointError(
-                f"{self.context.name} of a replica was called after the forward of its "
+                f"{self.shared.name} of a replica was called after the forward of its "
                 "DataParallelWithCallback, with a new input; call the wrapped model instead. If "
                 "this is a checkpoint, remove random operations (dropout) from it: replicas share "
                 "one random number generator"
             )
         if torch.is_grad_enabled() and not all(graph for _, graph in found):
             raise CheckpointError(
-                f"{self.context.name} was recomputed by a reentrant checkpoint, which runs one "
+                f"{self.shared.name} was recomputed by a reentrant checkpoint, which runs one "
                 "replica at a time and can't be synchronized; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         exchange = found[0][0]
         if not all(_same_bits(exchange.total, other.total) for other, _ in found):
             raise CheckpointError(
-                f"{self.context.name} was recomputed with an input that this replica had in "
+                f"{self.shared.name} was recomputed with an input that this replica had in "
                 "several calls with different statistics over all replicas; use a separate layer "
                 "for each of these calls, or do not checkpoint them"
             )
@@ -160,18 +163,6 @@ class _LazyName:
         return name_of(self.layer)
 
 
-class _BareContext(OpenContext):
-    """For wrappers of other projects, which do not report the number of copies either."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(cast(str, _LazyName(layer)))
-
-
-def context_of(context: Any, layer: nn.Module) -> CallbackContext:
-    """`context`, or for a foreign object the `CallbackContext` that the copies share through it."""
-    if isinstance(context, CallbackContext):
-        return context
-    own: CallbackContext | None = getattr(context, "syncbn_context", None)
-    if own is None:
-        own = context.syncbn_context = _BareContext(layer)
-    return own
+def shared_forward(context: Any, layer: nn.Module) -> SharedForward:
+    """The forward that the copies of `layer` share by `context`, which may be any object."""
+    return open_forward_of(context, _LazyName(layer))

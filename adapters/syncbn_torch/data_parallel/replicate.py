@@ -9,7 +9,6 @@ run, and no replica waits forever when another one fails.
 from __future__ import annotations
 
 import contextvars
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn_core.comm import Siblings, SyncMaster, run_in_threads
+from syncbn_core.comm import Siblings, run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch._torch_private import (
     HOOK_OPTIONS,
     HOOKS,
     InheritedModes,
-    backward_task,
     records_a_graph,
     restored_forward_ad,
     untraced,
@@ -40,6 +38,7 @@ from syncbn_torch.data_parallel.compiled_parts import (
     warn_of_compiled_parts,
     without_graphs,
 )
+from syncbn_torch.data_parallel.contexts import CallbackContext, SharedForward, forward_of
 from syncbn_torch.data_parallel.gather import join
 from syncbn_torch.data_parallel.scatter import (
     BatchSizes,
@@ -50,86 +49,13 @@ from syncbn_torch.data_parallel.scatter import (
 )
 
 __all__ = [
-    "CallbackContext",
     "DataParallelWithCallback",
-    "OpenContext",
     "call_within",
     "execute_replication_callbacks",
     "modes_of_caller",
     "patch_replication_callback",
     "place_of",
 ]
-
-
-class CallbackContext:
-    """What the copies of one submodule share during one forward; you may add attributes.
-
-    Attributes:
-        name: the submodule's name in the model, for error messages.
-        size: the number of copies.
-        sync_master: the `SyncMaster` that copy 0 sets. Setting it starts a new round, so one
-            object may serve many forwards; it is aborted when a replica fails.
-        closed: True after the forward, when the other copies can't be reached any more.
-        recomputes: True if the forward runs within a backward pass, for activation checkpointing:
-            then running statistics have been updated before.
-        disowned: the error with which the caller gave up the forward, as text, or "". Some
-            copies may still run then; their results are dropped.
-    """
-
-    def __init__(self, name: str = "", size: int = 0) -> None:
-        self.name = name
-        self.size = size
-        self.closed = False
-        self.recomputes = backward_task() != -1
-        self.disowned = ""
-        self._sync_master: SyncMaster | None = None
-        self._siblings: Siblings | None = None  # of all submodules in one forward
-
-    @property
-    def sync_master(self) -> SyncMaster:
-        if self._sync_master is None:
-            raise AttributeError(f"copy 0 has not set sync_master on the context of {self.name!r}")
-        return self._sync_master
-
-    @sync_master.setter
-    def sync_master(self, master: SyncMaster) -> None:
-        # forget the copies of the last forward: there may be fewer this time
-        master.clear_slaves(self._siblings)
-        self._sync_master = master
-
-    def abort(self, error: BaseException) -> None:
-        """Release all waiting copies, because a replica failed with `error`."""
-        if self._sync_master is not None:
-            self._sync_master.abort(error)
-
-    def close(self) -> None:
-        """End the forward for all copies; drop its errors, whose tracebacks hold its frames."""
-        self.closed = True
-        self._siblings = None
-        if self._sync_master is not None:
-            self._sync_master.clear_slaves()
-
-    def disown(self, error: BaseException) -> None:
-        """Give up the forward because of `error`: copies that still run must stop."""
-        # as text, because its traceback would hold the frames of the forward
-        self.disowned = traceback.format_exception_only(error)[0].strip()
-
-    def is_over(self) -> bool:
-        """Whether the forward has ended, so that a call now is a recomputation."""
-        return self.closed
-
-    def leave(self, copy_id: int) -> None:
-        """End a copy's forward and release the copies that wait for it."""
-        if self._sync_master is not None:
-            self._sync_master.leave(copy_id)
-
-
-class OpenContext(CallbackContext):
-    """For wrappers that do not report the end of a forward."""
-
-    def is_over(self) -> bool:
-        """Whether a backward pass runs, in which a forward must be a recomputation."""
-        return backward_task() != -1
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[CallbackContext]:
@@ -145,20 +71,21 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
     if not modules:
         return []
     copies = [list(module.modules()) for module in modules]
-    return _execute(modules[0], copies, OpenContext)
+    return _execute(modules[0], copies, ends=False)
 
 
 def _execute(
-    first: nn.Module,
-    copies: Sequence[Sequence[nn.Module]],
-    kind: type[CallbackContext] = CallbackContext,
+    first: nn.Module, copies: Sequence[Sequence[nn.Module]], ends: bool
 ) -> list[CallbackContext]:
-    """Call the callbacks of all copies, given as lists of modules; names come from `first`."""
+    """Call the callbacks of all copies, given as lists of modules; names come from `first`.
+
+    `ends`: whether the end of the forward will be reported.
+    """
     names = [name or type(first).__name__ for name, _ in first.named_modules()]
-    contexts = [kind(name, len(copies)) for name in names]
+    contexts = [CallbackContext(name, len(copies), ends=ends) for name in names]
     siblings = Siblings()
     for context in contexts:
-        context._siblings = siblings
+        forward_of(context).siblings = siblings
     for copy_id, submodules in enumerate(copies):
         if len(submodules) != len(contexts):
             raise CommError(
@@ -173,16 +100,16 @@ def _execute(
 
 
 class _Replicas(list[nn.Module]):
-    """Copies of one model, with the contexts and `Replica` objects of this forward."""
+    """Copies of one model, with the `SharedForward` and `Replica` objects of this forward."""
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        contexts: list[CallbackContext],
+        forwards: list[SharedForward],
         found: list[originals.Replica],
     ) -> None:
         super().__init__(modules)
-        self.contexts = contexts
+        self.forwards = forwards
         self.found = found
 
 
@@ -395,9 +322,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             replicas = super().replicate(module, device_ids)
         copies = [list(replica.modules()) for replica in replicas]
         _separate_hooks(copies)
-        contexts = _execute(replicas[0], copies)
+        forwards = [*map(forward_of, _execute(replicas[0], copies, ends=True))]
         found = originals.replicas_of(list(module.modules()), copies)
-        return _Replicas(replicas, contexts, found)
+        return _Replicas(replicas, forwards, found)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
@@ -412,9 +339,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run each replica in its own thread; return their outputs in order."""
-        contexts: list[CallbackContext] = getattr(replicas, "contexts", [])
+        forwards: list[SharedForward] = getattr(replicas, "forwards", [])
         found: list[originals.Replica] = getattr(replicas, "found", [])
-        siblings = contexts[0]._siblings if contexts else None
+        siblings = forwards[0].siblings if forwards else None
         modes, of_replica_0 = modes_of_caller() if len(replicas) > 1 else ([], [])
         places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
@@ -434,12 +361,12 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             return lambda: variables.run(found[index].run, call)
 
         def leave(index: int) -> None:
-            for context in contexts:
-                context.leave(index)
+            for forward in forwards:
+                forward.leave(index)
 
         def abort(error: BaseException) -> None:
-            for context in contexts:
-                context.abort(error)
+            for forward in forwards:
+                forward.abort(error)
 
         try:
             outputs = run_in_threads(
@@ -450,13 +377,13 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             )
             return Parts(outputs, getattr(inputs, "sizes", None))
         except BaseException as error:
-            for context in contexts:
-                context.disown(error)
+            for forward in forwards:
+                forward.disown(error)
             originals.give_up(found)
             raise
         finally:
-            for context in contexts:
-                context.close()
+            for forward in forwards:
+                forward.close()
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """Join the outputs of all replicas on `output_device`."""
