@@ -33,7 +33,7 @@ from syncbn_core.backends.cuda.driver import (
 )
 from syncbn_core.backends.cuda.memory import DeviceMemory
 from syncbn_core.backends.cuda.selfcheck import CASES, check
-from syncbn_core.disk_cache import on_rank, write_atomically
+from syncbn_core.disk_cache import on_rank, read_own, write_atomically
 from syncbn_core.errors import ArgumentError, BackendError
 
 __all__ = ["Setting", "setting", "usable_kernel"]
@@ -121,7 +121,7 @@ def _first_use(memory: DeviceMemory, source: Source, device: int, stream: int) -
 def _check_once(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) -> None:
     note, passed = _note_of(kernel, device)
     with suppress(OSError):  # such as a folder that may not be read
-        if note is not None and note.read_bytes() == passed:
+        if note is not None and read_own(note) == passed:
             return
     if stream not in LEGACY_STREAMS and memory.is_captured(stream):
         raise BackendError(
