@@ -582,7 +582,10 @@ def modes_of_both(train: bool) -> tuple[Any, nn.Module]:
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("calls", [0, 2])
 @pytest.mark.parametrize("record", [torch.jit.trace, lambda layer, x: make_fx(layer)(x)])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:DeprecationWarning",
+    "ignore:Converting a tensor to a Python boolean",  # of `F.batch_norm` in training
+)
 def test_a_recorded_layer_computes_what_that_of_torch_does(
     record: Any, calls: int, train: bool, shape: tuple[int, ...]
 ) -> None:
@@ -604,7 +607,7 @@ def test_a_recorded_layer_computes_what_that_of_torch_does(
     torch.testing.assert_close(layer.state_dict(), twin.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_recording_that_would_be_wrong_is_refused(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     layer = SyncBatchNorm(CHANNELS, eps_mode="clamp", eps=0.5)
