@@ -52,7 +52,8 @@ def measure(way: str, rank: int, device: torch.device, dry: bool) -> Row:
     """Graphs, seconds of the first step and of later ones; differences if layers synchronize."""
     width, side = (DRY_WIDTH, DRY_SIDE) if dry else (WIDTH, SIDE)
     torch.manual_seed(0)
-    of_torch = resnet(nn.BatchNorm2d, width, (1, 1, 1, 1), smooth=True).to(device)
+    blocks = (1,) if dry else (1, 1, 1, 1)
+    of_torch = resnet(nn.BatchNorm2d, width, blocks, smooth=True).to(device)
     net = copy.deepcopy(of_torch)
     if way != "unsynchronized":
         net = convert_model(net)

@@ -105,7 +105,7 @@ def steps_of(norm: Norm, shapes: list[tuple[int, ...]], x: Tensor, narrow: bool)
 
 
 def net_of(norm: Norm, dry: bool) -> nn.Module:
-    return resnet(norm, 4, (1, 1, 1, 1)) if dry else resnet(norm)
+    return resnet(norm, 4, (1,)) if dry else resnet(norm)
 
 
 def wait_for_ranks() -> None:
