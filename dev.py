@@ -22,6 +22,7 @@ VENV = os.path.join(ROOT, ".venv-dev")
 BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST = (3, 11)
 TAKES = {  # on two cores, installation included
+    "demo": "two minutes, the first time; most of it is the installation of PyTorch",
     "test": "up to five minutes, less once its kernels are compiled",
     "check": "about 20 minutes",
 }

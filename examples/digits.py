@@ -80,6 +80,12 @@ def build(way: str, start: nn.Module, replicas: int) -> nn.Module:
     return DataParallelWithCallback(model, device_ids=["cpu"] * replicas)
 
 
+def warm_up(way: str, start: nn.Module, data: tuple[Tensor, ...], args: argparse.Namespace) -> None:
+    """One step whose result is dropped: the first one loads or compiles kernels."""
+    model, rows = build(way, start, args.replicas), slice(args.batch_size)
+    nn.functional.cross_entropy(model(data[0][rows]), data[1][rows]).backward()
+
+
 def train(way: str, start: nn.Module, data: tuple[Tensor, ...], args: argparse.Namespace) -> Run:
     train_x, train_y, valid_x, valid_y = data
     model = build(way, start, args.replicas)
@@ -199,9 +205,16 @@ def main() -> int:
     torch.manual_seed(args.seed)
     dtype = getattr(torch, args.dtype)
     start, data = network(dtype), load(dtype)
-    runs = {way: train(way, start, data, args) for way in WAYS}
     console = Console(width=None if sys.stdout.isatty() else 120)
+    with console.status("first steps; on a new machine they compile kernels, some seconds each"):
+        for way in WAYS:
+            warm_up(way, start, data, args)
+    runs = {way: train(way, start, data, args) for way in WAYS}
     show_table(runs, console)
+    console.print(
+        "Replicas are for several GPUs. On one CPU they take longer: their threads take turns in "
+        f"Python, and each layer computes {args.replicas} small parts instead of one batch."
+    )
     draw(runs, args)
     console.print(f"curves: {args.output}")
     faults = check(runs, dtype)

@@ -130,6 +130,7 @@ def use(folder: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_a_planted_kernel_does_not_run(tmp_path: Path) -> None:
     folder, trace = tmp_path / "cache", tmp_path / "trace"
     assert "warn" not in use(folder).stderr.lower()

@@ -65,6 +65,7 @@ planes_normalize.serial(x, *np.ones((4, 1)), y)
     assert re.fullmatch(r"syncbn compiled planes_normalize for bfloat16 in \d+\.\d s", last)
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_without_logging(fresh_python: Function, tmp_path: Path) -> None:
     printed = outcome(fresh_python, "WARNING", NUMBA_CACHE_DIR=str(tmp_path))
     assert printed.splitlines() == ["share (5, 10)", "blend [0.5 0.5 0.5]"]
@@ -145,7 +146,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(one, marks=[pytest.mark.slow] * (one != "one bit")) for one in DAMAGES]
+)
 def test_damaged_files_are_compiled_anew_once(
     damage: str, fresh_python: Function, tmp_path: Path
 ) -> None:
@@ -161,6 +164,7 @@ def test_damaged_files_are_compiled_anew_once(
     assert "syncbn" not in outcome(fresh_python, "DEBUG", NUMBA_CACHE_DIR=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_intact_file_that_this_numba_does_not_understand_is_compiled_anew_once(
     fresh_python: Function, tmp_path: Path
 ) -> None:
@@ -174,13 +178,6 @@ def test_intact_file_that_this_numba_does_not_understand_is_compiled_anew_once(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
-def test_other_users_may_read_the_files_as_umask_says(
-    fresh_python: Function, tmp_path: Path
-) -> None:
-    outcome(fresh_python, setup="import os; os.umask(0o022)", NUMBA_CACHE_DIR=str(tmp_path))
-    assert {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*.kernel")} == {0o644}
-
-
 def test_frozen_program_without_sources_compiles(fresh_python: Function, tmp_path: Path) -> None:
     """Numba finds no place for the cache of a function whose file does not exist."""
     shutil.rmtree(tmp_path)

@@ -100,6 +100,7 @@ class Twice(nn.Module):
         return self.layer(x) + 2 * self.layer(x).cos()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_graph_sends_what_ranks_without_a_graph_send(rank: int, size: int) -> None:
     """A message for each call of a layer and direction, also where torch sees equal ones."""
@@ -121,6 +122,7 @@ def test_a_graph_sends_what_ranks_without_a_graph_send(rank: int, size: int) -> 
     assert sent == [2, 2], sent
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_uneven_and_empty_parts_are_one_graph(rank: int, size: int) -> None:
     for backend in ("aot_eager", "inductor"):
@@ -154,6 +156,7 @@ def test_mode_clamp_is_one_graph(rank: int, size: int) -> None:
     one_graph(lambda: compiled(alone)(whole_batch(SHAPE)[0]).sum().backward())
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_16_bits_large_means_and_channels_last_are_one_graph(rank: int, size: int) -> None:
     """Forward, backward and running statistics are those of float64."""
@@ -193,6 +196,7 @@ def test_16_bits_large_means_and_channels_last_are_one_graph(rank: int, size: in
             close(parameter.grad, other.grad, atol=0.1, rtol=error, check_dtype=False)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_autocast_is_one_graph(rank: int, size: int) -> None:
     x, _ = whole_batch(SHAPE)
@@ -209,6 +213,7 @@ def test_autocast_is_one_graph(rank: int, size: int) -> None:
     one_graph(under_autocast)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_six_sizes_of_the_batch_are_one_graph(rank: int, size: int) -> None:
     layer, twin = SynchronizedBatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
@@ -230,6 +235,7 @@ def test_six_sizes_of_the_batch_are_one_graph(rank: int, size: int) -> None:
     one_graph(all_sizes)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph(rank: int, size: int) -> None:
     """More blocks than torch would compile anew."""
@@ -249,6 +255,7 @@ def test_eval_is_one_graph_and_sends_nothing(rank: int, size: int) -> None:
         one_graph(lambda: model(whole_batch(SHAPE)[0]))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_groups_and_meshes_are_one_graph(rank: int, size: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "data"))
@@ -266,6 +273,7 @@ def test_groups_and_meshes_are_one_graph(rank: int, size: int) -> None:
         one_graph(steps)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ranks_with_and_without_a_graph_go_together(rank: int, size: int) -> None:
     for backend in ("aot_eager", "inductor"):
@@ -276,6 +284,7 @@ def test_ranks_with_and_without_a_graph_go_together(rank: int, size: int) -> Non
             steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ranks_compile_anew_at_different_times(rank: int, size: int) -> None:
     layer, twin = convert_model(network()), network()
@@ -286,6 +295,7 @@ def test_ranks_compile_anew_at_different_times(rank: int, size: int) -> None:
         twin.zero_grad()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_checkpoint_within_the_graph(rank: int, size: int) -> None:
     class Checkpointed(nn.Module):
@@ -301,6 +311,7 @@ def test_a_checkpoint_within_the_graph(rank: int, size: int) -> None:
     one_graph(lambda: steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_distributed_data_parallel_around_and_within(rank: int, size: int) -> None:
     x, dy = whole_batch(SHAPE)
@@ -346,6 +357,7 @@ def test_unlike_layers_are_named_on_both_ranks(rank: int, size: int) -> None:
     raises(ProtocolError, "left", "right", call=lambda: compiled(model)(x))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_one_value_per_channel_over_all_ranks_is_an_error_and_changes_nothing(
     rank: int, size: int
@@ -358,6 +370,7 @@ def test_one_value_per_channel_over_all_ranks_is_an_error_and_changes_nothing(
         assert torch.equal(buffer, before[name]), name
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_communicator_of_the_user_breaks_the_graph_and_gives_the_same_numbers(
     rank: int, size: int
@@ -367,6 +380,7 @@ def test_a_communicator_of_the_user_breaks_the_graph_and_gives_the_same_numbers(
     steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_blocks_of_fsdp(rank: int, size: int) -> None:
     x, dy = whole_batch(SHAPE)
@@ -398,6 +412,7 @@ def test_blocks_of_fsdp(rank: int, size: int) -> None:
     one_graph(steps)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_mode_reduce_overhead(rank: int, size: int) -> None:
     layer, twin = convert_model(network()), network()
@@ -405,6 +420,7 @@ def test_the_mode_reduce_overhead(rank: int, size: int) -> None:
     one_graph(lambda: steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_second_derivative_of_a_graph_is_torchs_error_on_all_ranks(rank: int, size: int) -> None:
     layer = SynchronizedBatchNorm1d(3)
@@ -413,6 +429,7 @@ def test_a_second_derivative_of_a_graph_is_torchs_error_on_all_ranks(rank: int, 
     raises(RuntimeError, "double backward", call=lambda: dx.sum().backward())
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_another_group_compiles_another_graph(rank: int, size: int) -> None:
     """Groups of one class, some with this rank alone, some that overlap; then a new world."""
@@ -447,6 +464,7 @@ def enter_anew(rank: int, size: int, number: int) -> None:
     enter_world(rank, size, (Path(os.environ["FOLDER"]) / f"store {number}").as_uri())
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_is_late_is_an_error_that_names_the_layer(rank: int, size: int) -> None:
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
@@ -460,6 +478,7 @@ def test_a_rank_that_is_late_is_an_error_that_names_the_layer(rank: int, size: i
     store.wait(["rank 0 is done"])
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_order_of_calls_is_compared_with_ranks_without_a_graph(rank: int, size: int) -> None:
     os.environ["SYNCBN_CHECK_ORDER"] = "1"
@@ -468,6 +487,7 @@ def test_the_order_of_calls_is_compared_with_ranks_without_a_graph(rank: int, si
     steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_an_older_torch_says_why_it_breaks_the_graph(rank: int, size: int) -> None:
     with patch.object(traced, "TRACES_LAYERS", False):
@@ -487,6 +507,7 @@ def test_replicas_of_a_compiled_model_run_without_its_graph(rank: int, size: int
         steps_equal(layer, parallel, twin, rows_of(rank, BOUNDS), SHAPE)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_layer_alone_compiles_and_exports_as_nn_batch_norm(rank: int, size: int) -> None:
     alone = dist.new_subgroups(1)[0]
@@ -506,6 +527,7 @@ def test_a_layer_alone_compiles_and_exports_as_nn_batch_norm(rank: int, size: in
     assert operations[0] == operations[1]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_messages_that_stay_on_a_device(rank: int, size: int) -> None:
     """On the CPU: there a GPU's messages go the same way."""
@@ -520,6 +542,7 @@ def test_messages_that_stay_on_a_device(rank: int, size: int) -> None:
         raises(ProtocolError, "different ones", call=lambda: outputs[rank].sum().backward())
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_is_gone_is_an_error_that_names_the_layer(rank: int, size: int) -> None:
     model, x = (
@@ -533,6 +556,7 @@ def test_a_rank_that_is_gone_is_an_error_that_names_the_layer(rank: int, size: i
     os._exit(0)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_export_of_a_model_in_eval_is_that_of_nn_batch_norm(rank: int, size: int) -> None:
     x = torch.randn(2, 3, 4, 4)

@@ -76,6 +76,7 @@ def calls_take(*seconds: float) -> None:
     waits.clock = lambda: next(ticks)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_ranks_learn_who_made_the_others_wait(rank: int, size: int) -> None:
     model, x = net(), torch.randn(4, 2, requires_grad=True)

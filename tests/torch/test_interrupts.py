@@ -110,5 +110,6 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_the_exit_of_the_interpreter_does_not_wait_for_a_replica_that_computes() -> None:
     assert run("-c", EXIT) == "back\n"

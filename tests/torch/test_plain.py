@@ -302,6 +302,7 @@ print(*(warning.message for warning in caught), sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_tensors_are_computed_where_numba_may_not_compile() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORBIDDEN],

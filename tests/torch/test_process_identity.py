@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -222,6 +223,7 @@ def test_a_second_holder_of_parts_on_one_rank(rank: int, size: int) -> None:
     equals_the_undivided_model(rank, hold)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_compiled_on_one_rank(rank: int, size: int) -> None:
     def compiled(model: Any) -> None:

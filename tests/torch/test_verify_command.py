@@ -71,6 +71,7 @@ def test_the_status_is_0_for_a_right_model_and_the_table_is_printed(tmp_path: Pa
     assert not done.stderr
 
 
+@pytest.mark.slow
 def test_the_status_is_1_for_a_wrong_model_and_the_layer_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, "verify", "mine.models:plain", "--dtype", "own")
     assert done.returncode == 1, done.stderr
@@ -79,6 +80,7 @@ def test_the_status_is_1_for_a_wrong_model_and_the_layer_is_named(tmp_path: Path
     assert not done.stderr
 
 
+@pytest.mark.slow
 def test_the_status_is_3_for_a_model_that_could_not_be_compared_as_a_whole(tmp_path: Path) -> None:
     done = run(tmp_path, "verify", "mine.models:draws")
     assert done.returncode == 3, done.stderr
@@ -111,6 +113,7 @@ def test_the_status_is_2_for_what_cannot_be_checked_with_one_line(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_the_factory_comes_with_its_traceback_and_status_2(tmp_path: Path) -> None:
     done = run(tmp_path, "verify", "mine.models:raises")
     assert done.returncode == 2
@@ -118,6 +121,7 @@ def test_an_error_of_the_factory_comes_with_its_traceback_and_status_2(tmp_path:
     assert "return 1 / 0" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_command_it_prints_help(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0
