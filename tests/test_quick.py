@@ -36,6 +36,7 @@ def test_quick_runs_one_dtype_and_one_world_of_each_case(tmp_path: Path) -> None
     (tmp_path / "test_these.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "--quick"]
+    command += ["-p", "no:randomly"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
     assert names == [

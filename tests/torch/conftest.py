@@ -29,6 +29,8 @@ TOLERANCE = {
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()  # it gives up on a function that other tests have compiled eight times
 
 
 @pytest.fixture(scope="session")
