@@ -21,14 +21,14 @@ from syncbn_core.errors import StateError
 from syncbn_core.moments import EpsMode
 from syncbn_torch import dispatch
 from syncbn_torch._torch_private import HOOKS, untraced
-from syncbn_torch.conversion.replacement import modules_of
+from syncbn_torch.conversion.replacement import ModuleT, modules_of
 from syncbn_torch.conversion.report import ConversionReport
 from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.contexts import CallbackContext
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, shared_forward
 from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
-from syncbn_torch.process_group import communicator_for
+from syncbn_torch.process_group import checked_process_group, communicator_for
 from syncbn_torch.validation import not_a_tensor
 from syncbn_torch.which_kernel import always_ours
 
@@ -75,7 +75,7 @@ class _SynchronizedBatchNorm(LayerState):
             **newer,
         )
         give_number(self)
-        self.process_group = process_group
+        self.process_group = checked_process_group(process_group)
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -179,7 +179,7 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
             `DeviceMesh`, a `DistributedCommunicator`, or None for the default group, if any.
         eps_mode: "plus", "clamp", or None for the mode of `set_sbn_eps_mode` (default "plus").
 
-    Raises `ArgumentError` for an invalid eps, momentum or eps_mode.
+    Raises `ArgumentError` for an invalid eps, momentum, process_group or eps_mode.
     """
 
     _ranks = ((2, 3), "2D or 3D input (N, C) or (N, C, L)")
@@ -240,13 +240,14 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
         )
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: ModuleT, process_group: Any = None) -> ModuleT:
         """Replace every `nn.BatchNorm*d` and `nn.SyncBatchNorm` in `module` by this class.
 
         Other layers are converted as by `convert_model`, which documents the result, warnings and
         errors. All synchronized layers get `process_group`. As in torch, a model without batch
         norms gives no warning. `revert_model` undoes the conversion.
         """
+        checked_process_group(process_group)
         extra: dict[type[nn.Module], Any] = dict.fromkeys(_TORCHS_OWN, cls)
         extra[nn.DataParallel] = None
         report = ConversionReport(title=f"{cls.__name__}.convert_sync_batchnorm")
@@ -258,7 +259,11 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
 
 
 def set_process_group(model: nn.Module, process_group: Any) -> None:
-    """Let all synchronized layers of `model` synchronize over `process_group`."""
+    """Let all synchronized layers of `model` synchronize over `process_group`.
+
+    Raises `ArgumentError` if it is none that a layer takes.
+    """
+    checked_process_group(process_group)
     for layer in modules_of(model):
         if isinstance(layer, _SynchronizedBatchNorm):
             layer.process_group = process_group
@@ -282,7 +287,7 @@ class _Arguments:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.process_group = process_group
+        self.process_group = checked_process_group(process_group)
         self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
 
     def initialize_parameters(self, input: Tensor) -> None:

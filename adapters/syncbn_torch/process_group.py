@@ -23,6 +23,7 @@ from syncbn_torch.backends.memory import as_array, as_tensor
 __all__ = [
     "DistributedCommunicator",
     "TensorArrays",
+    "checked_process_group",
     "communicator_for",
     "create_syncbn_process_group",
     "is_communicator",
@@ -235,6 +236,13 @@ def is_communicator(kind: type) -> bool:
 
 
 _is_communicator = cache(is_communicator)
+
+
+def checked_process_group(process_group: Any) -> Any:
+    """`process_group`, which may be that of a layer; else `ArgumentError`."""
+    if process_group is not None and not is_communicator(type(process_group)):
+        group_of(process_group)
+    return process_group
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

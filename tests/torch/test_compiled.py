@@ -132,6 +132,7 @@ def test_uneven_and_empty_parts_are_one_graph(rank: int, size: int) -> None:
             one_graph(lambda: steps_equal(layer, model, twin, mine, SHAPE))  # noqa: B023
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_every_setting_of_a_layer_is_one_graph(rank: int, size: int) -> None:
     settings: list[dict[str, Any]] = [

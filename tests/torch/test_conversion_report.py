@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import StateError
 from syncbn_torch import (
     ConversionReport,
@@ -206,7 +207,7 @@ def test_a_new_module_takes_the_place_of_a_layer_everywhere() -> None:
         made.append(nn.Sequential(SynchronizedBatchNorm2d(old.num_features), nn.ReLU()))
         return made[-1]
 
-    group = object()
+    group = SingleCommunicator()
     convert_model(net, extra={Fused: make}, process_group=group)
     (new,) = made
     places = [net.bn, net.alias, net.block[0], net.listed[0], net.by_name["bn"][0]]

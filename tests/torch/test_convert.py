@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import syncbn_torch
+from syncbn_core.comm import SingleCommunicator
+from syncbn_core.errors import ArgumentError
 from syncbn_torch import (
     BatchNorm2dReimpl,
     ConversionReport,
@@ -24,6 +26,7 @@ from syncbn_torch import (
     patch_sync_batchnorm,
     revert_model,
 )
+from syncbn_torch.batchnorm import set_process_group
 
 PAIRS = [
     (nn.BatchNorm1d, SynchronizedBatchNorm1d),
@@ -228,10 +231,45 @@ def test_patch_restores_the_names_after_an_error() -> None:
     assert nn.BatchNorm1d is original
 
 
-def test_public_names_are_offered_for_completion() -> None:
+def test_public_names_alone_are_offered_for_completion() -> None:
     """In a new process: there what is imported at first use is missing in `globals()`."""
-    code = "import syncbn_torch as s; assert set(s.__all__) <= set(dir(s)), dir(s)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    for name in ("syncbn_core", "syncbn_torch"):
+        code = f"import {name} as s; assert dir(s) == sorted(s.__all__), dir(s)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, group: convert_model(model, process_group=group),
+        lambda model, group: SyncBatchNorm.convert_sync_batchnorm(model, group),
+        lambda model, group: SynchronizedBatchNorm2d(3, process_group=group),
+        lambda model, group: set_process_group(convert_model(model), group),
+    ],
+)
+@pytest.mark.parametrize("group", ["x", 0, [1, 2]])
+def test_what_is_no_process_group_is_refused_at_once(use: Any, group: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    with pytest.raises(ArgumentError, match=r"process_group to be a torch\.distributed group.*got"):
+        use(model, group)
+
+
+def test_a_conversion_with_a_wrong_process_group_changes_nothing() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    with pytest.raises(ArgumentError):
+        convert_model(model, process_group="x")
+    assert type(model[0]) is nn.BatchNorm2d
+
+
+def test_the_type_of_a_model_stays_known() -> None:
+    """To mypy, which looks at this function: there is no cast in it."""
+
+    class Net(nn.Sequential):
+        classes = 10
+
+    net: Net = convert_model(Net(nn.BatchNorm2d(3)))
+    net = SyncBatchNorm.convert_sync_batchnorm(net)
+    assert revert_model(net).classes == 10
 
 
 def test_public_names_exist_and_are_documented() -> None:
@@ -264,7 +302,7 @@ def test_the_default_clamp_mode_is_not_silently_lost_either() -> None:
 
 
 def test_process_group_reaches_layers_that_are_ours_already() -> None:
-    group = object()
+    group = SingleCommunicator()
     net = nn.Sequential(nn.BatchNorm2d(3), SynchronizedBatchNorm2d(3))
     net = SyncBatchNorm.convert_sync_batchnorm(net, group)
     assert [layer.process_group for layer in net] == [group, group]

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 from world import close, on_ranks, rows_of, whole_batch
 
+from syncbn_core.comm import SingleCommunicator
 from syncbn_torch import (
     ConversionReport,
     DataParallelWithCallback,
@@ -46,7 +47,7 @@ def same_step(net: nn.Module, twin: nn.Module) -> None:
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 def test_a_lazy_layer_becomes_a_synchronized_one_at_its_first_input(dimensions: int) -> None:
     lazy = getattr(nn, f"LazyBatchNorm{dimensions}d")(eps=1e-2)
-    group = object()
+    group = SingleCommunicator()
     net = convert_model(nn.Sequential(lazy), process_group=group)
     assert net[0] is lazy
     assert lazy.has_uninitialized_params()

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,10 +44,9 @@ def test_layers_and_their_copies_synchronize_within_their_subgroup(rank: int, si
 def test_a_mesh_of_two_dimensions_is_refused_with_the_dimension_to_name(
     rank: int, size: int
 ) -> None:
-    x, _ = whole_batch((8, 3, 4, 4))
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "within"))
-    layer = SynchronizedBatchNorm2d(3, process_group=mesh).double()
-    raises(ValueError, 'mesh["across"]', call=lambda: layer(x))
+    call = partial(SynchronizedBatchNorm2d, 3, process_group=mesh)
+    raises(ValueError, 'mesh["across"]', call=call)
 
 
 @on_ranks(4)

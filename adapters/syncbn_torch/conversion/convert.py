@@ -28,7 +28,7 @@ from syncbn_torch.conversion.registry import (
     origin_of,
     register_conversion,
 )
-from syncbn_torch.conversion.replacement import class_of
+from syncbn_torch.conversion.replacement import ModuleT, class_of
 from syncbn_torch.conversion.report import ConversionReport
 from syncbn_torch.conversion.rules import (
     Choice,
@@ -38,6 +38,7 @@ from syncbn_torch.conversion.rules import (
     synchronize,
 )
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
+from syncbn_torch.process_group import checked_process_group
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
@@ -56,12 +57,12 @@ register_conversion(nn.DataParallel, DataParallelWithCallback)
 
 
 def convert_model(
-    module: nn.Module,
+    module: ModuleT,
     *,
     process_group: Any = None,
     extra: Mapping[type[nn.Module], Target] | None = None,
     report: ConversionReport | None = None,
-) -> nn.Module:
+) -> ModuleT:
     """Make every batch norm layer of `module` a synchronized one, in place; return `module`.
 
     This includes `nn.BatchNorm1d/2d/3d`, the lazy ones, `nn.SyncBatchNorm`, subclasses without a
@@ -81,8 +82,9 @@ def convert_model(
 
     One short `UserWarning` tells which layers were kept although they look like batch norm, or
     that nothing was found. Raises `TypeError` unless given an `nn.Module`, and for an `extra` that
-    is no such mapping; then nothing has changed.
+    is no such mapping, and `ArgumentError` for another process group; then nothing has changed.
     """
+    checked_process_group(process_group)
     report = ConversionReport() if report is None else report
     report.title = "convert_model"
     result = synchronize(module, extra or {}, report, _SynchronizedBatchNorm)
@@ -98,7 +100,7 @@ def convert_model(
     return result
 
 
-def revert_model(module: nn.Module, *, report: ConversionReport | None = None) -> nn.Module:
+def revert_model(module: ModuleT, *, report: ConversionReport | None = None) -> ModuleT:
     """Make every synchronized layer of `module` the torch layer again: undo `convert_model`.
 
     `SynchronizedBatchNorm2d` becomes `nn.BatchNorm2d`, and a layer of another class becomes what it

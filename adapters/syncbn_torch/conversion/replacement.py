@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-__all__ = ["become", "class_of", "forward_replaced", "modules_of", "swap_modules"]
+__all__ = ["ModuleT", "become", "class_of", "forward_replaced", "modules_of", "swap_modules"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)  # of a model; conversion keeps its class, or a parent
 
 # What every module has in its dictionary: registries, hooks, flags.
 _ORDINARY = frozenset(vars(nn.Module()))

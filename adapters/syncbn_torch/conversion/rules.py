@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from syncbn_torch.conversion.registry import (
     synchronized_subclass,
 )
 from syncbn_torch.conversion.replacement import (
+    ModuleT,
     become,
     class_of,
     forward_replaced,
@@ -50,11 +51,11 @@ Choice = type[nn.Module] | nn.Module | Keep | None
 
 
 def change_modules(
-    root: nn.Module,
+    root: ModuleT,
     choose: Callable[[nn.Module], Choice],
     finish: Callable[[nn.Module, type[nn.Module]], None],
     report: ConversionReport,
-) -> nn.Module:
+) -> ModuleT:
     """Change each module of `root` as `choose` says; return `root` or what takes its place.
 
     `finish` gets each module that became one of another class, and the class that it had. If
@@ -96,7 +97,7 @@ def change_modules(
         )
     if new:
         swap_modules(names, new)
-    return new.get(root, root)
+    return cast(ModuleT, new.get(root, root))
 
 
 def _change_classes(
@@ -119,11 +120,11 @@ def _change_classes(
 
 
 def synchronize(
-    root: nn.Module,
+    root: ModuleT,
     extra: Mapping[type[nn.Module], Target],
     report: ConversionReport,
     ours: type[nn.Module],
-) -> nn.Module:
+) -> ModuleT:
     """Make the layers of `root` synchronized ones. `ours`: the base class of these."""
     if not isinstance(extra, Mapping):
         raise TypeError(f"expected extra={{Class: what it becomes}}, got {type(extra).__name__}")
