@@ -40,7 +40,10 @@ def _operations_for_type(kind: type) -> Operations:
                 name = _PLAIN
             found: Operations = import_module(name).OPERATIONS
             return found
+    remedy = "convert it first, for example with numpy.asarray"
+    if kind.__name__ == "MaskedArray":
+        remedy = "fill or select its values first, because numpy.asarray drops the mask"
     raise BackendError(
         f"expected an array of {' or '.join(sorted(_MODULES))}, got {kind.__module__}."
-        f"{kind.__qualname__}; convert it first, for example with numpy.asarray"
+        f"{kind.__qualname__}; {remedy}"
     )

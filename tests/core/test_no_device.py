@@ -23,8 +23,8 @@ def test_layer_for_a_gpu_says_what_is_missing_and_what_to_install() -> None:
         assert (word in message) is (find_spec(module) is None), message
     assert message.count("pip install") <= 1, "one hint is enough"
     if find_spec("cupy") is None:
-        assert 'pip install "syncbn[cuda12]"' in message
-        assert '"syncbn[cuda13]"' in message
+        assert 'pip install ".[cuda12]"' in message
+        assert '".[cuda13]"' in message
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CUDA", "", None, 0, "cuda:-1"])

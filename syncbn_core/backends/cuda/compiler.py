@@ -38,7 +38,7 @@ __all__ = [
     "stored",
 ]
 
-INSTALL = 'pip install "syncbn[cuda12]", or "syncbn[cuda13]" for CUDA 13'
+INSTALL = 'in a checkout of syncbn, pip install ".[cuda12]", or ".[cuda13]" for CUDA 13'
 
 
 @dataclass(frozen=True, slots=True)

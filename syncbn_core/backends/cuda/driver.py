@@ -487,5 +487,8 @@ def _missing_packages() -> list[str]:
                 f"for CUDA {made_for}: update the driver, or {INSTALL}"
             ]
         if made_for >= 13 and OLDEST <= max(_capabilities(), default=(7, 5)) < (7, 5):
-            return ['CUDA 13 has no code for compute capability 7.0: pip install "syncbn[cuda12]"']
+            return [
+                "CUDA 13 has no code for compute capability 7.0: in a checkout of syncbn, "
+                'pip install ".[cuda12]"'
+            ]
     return []
