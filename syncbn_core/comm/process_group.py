@@ -308,7 +308,7 @@ def whereabouts(call: CollectiveCall, reports: Mapping[str, str | None]) -> str:
         parts.append(call.remedy)
     if silent:
         parts.append(f"no sign in this call of rank {', '.join(silent)}")
-        parts.append("look there for the first error")
+        parts.append("look there for the first error, or for fewer batches than on other ranks")
     if not parts:
         return (
             "the other ranks waited in the same call, so one was only late; if it needs that long, "

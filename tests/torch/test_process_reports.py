@@ -32,7 +32,9 @@ def test_ranks_in_another_call_of_the_same_number_are_named_and_those_without_si
     container = nn.ModuleDict({"model": model} if rank == 0 else {})
     model, x = called_once(model, dist.new_group()), torch.randn(2, 3)
     y = model["a"](x)
-    silent = "; no sign in this call of rank 3; look there for the first error; "
+    silent = (
+        "; no sign in this call of rank 3; look there for the first error, or for fewer batches"
+    )
     if rank < 2:
         own = f"call 6 (forward of {'model.' if rank == 0 else ''}b ("
         words = (own, "; rank 2 waited in call 6 (backward of a (", silent, "in the same order")
