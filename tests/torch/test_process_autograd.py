@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from world import close, equals_undivided, gradients_equal, on_ranks, raises, rows_of, whole_batch
 
@@ -364,3 +367,46 @@ def test_create_graph_on_one_rank_alone_is_an_error_on_both(rank: int, size: int
     grad = partial(torch.autograd.grad, layer(leaf).sum(), leaf, create_graph=rank == 0)
     raises(ProtocolError, "SynchronizedBatchNorm1d", "create_graph", call=grad)
     layer(leaf).sum().backward()
+
+
+class Kept(nn.Module):
+    """`module` under a checkpoint, or with hooks for what it saves."""
+
+    def __init__(self, module: nn.Module, hooks: bool) -> None:
+        super().__init__()
+        self.module, self.hooks = module, hooks
+        self.weight, self.bias = module.weight, module.bias
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.hooks:
+            return checkpoint(self.module, x, use_reentrant=False)
+        with saved_tensors_hooks(Tensor.clone, Tensor.clone):
+            return self.module(x)
+
+
+@on_ranks(2)
+def test_second_derivatives_under_a_checkpoint_and_with_hooks_for_saved_tensors(
+    rank: int, size: int
+) -> None:
+    for hooks in (False, True):
+        layer, twin = layer_and_twin("plus")
+        derivatives_equal_the_undivided_batch(rank, (0, 2, 6), 2, Kept(layer, hooks), twin)
+        assert int(layer.num_batches_tracked) == 1
+
+
+@on_ranks(2)
+def test_second_derivatives_accumulate_in_DistributedDataParallel(rank: int, size: int) -> None:  # noqa: N802
+    layer, twin = layer_and_twin("plus")
+    wrapper, mine = DistributedDataParallel(layer), rows_of(rank, (0, 2, 6))
+    for seed in range(2):
+        x, _ = whole_batch((6, 3, 2, 2), seed)
+        leaf, whole = x[mine].requires_grad_(), x.clone().requires_grad_()
+        with nullcontext() if seed else wrapper.no_sync():
+            penalized(wrapper(leaf), leaf, 2).backward()
+        penalized(twin(whole), whole, 2).backward()
+        assert leaf.grad is not None
+        assert whole.grad is not None
+        close(leaf.grad, whole.grad[mine], rtol=1e-9, atol=1e-9)
+    for own, expected in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert own.grad is not None  # averaged over the ranks
+        close(own.grad * size, expected.grad, rtol=1e-9, atol=1e-9)
