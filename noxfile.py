@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -61,16 +62,22 @@ import syncbn_core
 assert "torch" not in sys.modules, "import syncbn_core has imported torch"
 import syncbn_torch
 import syncbn_verify
+from syncbn_core.__main__ import documentation
 
 for package in (syncbn_core, syncbn_torch, syncbn_verify):
     place = Path(package.__file__).parent
     assert place.is_relative_to(sys.prefix), f"{place} is not the installed package"
     assert resources.files(package).joinpath("py.typed").is_file(), f"no py.typed in {place}"
+for page in ("troubleshooting.md", "gpu.md"):
+    assert (documentation() / page).is_file(), f"no {page} in the wheel"
 assert any(file.name == "LICENSE" for file in metadata.files("syncbn")), "no licence in the wheel"
 version = metadata.version("syncbn")
 assert getattr(syncbn_core, "__version__", version) == version, "pyproject.toml disagrees"
 print("syncbn", version, "imports from the wheel")
 """
+
+# What torchrun sets.
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 # Once, instead of in every rank at the same time.
 COMPILE_KERNELS = """
@@ -342,7 +349,7 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def wheel(session: nox.Session) -> None:
-    """Build sdist and wheel, install the wheel into a fresh environment, import both packages."""
+    """Build sdist and wheel; in a fresh environment with the wheel run the README's programs."""
     install(session, *groups("build"))
     dist = fresh_directory(session, "dist")
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist))
@@ -355,6 +362,9 @@ def wheel(session: nox.Session) -> None:
     session.run(*pip, *PIP_OPTIONS, f"{built}[torch]", external=True)
     with session.chdir(dist):
         session.run(python, "-c", CHECK_WHEEL, external=True, log=False)
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        for program in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+            session.run(python, "-c", program, env=ONE_RANK, external=True, log=False)
     shutil.rmtree(fresh)
 
 

@@ -76,20 +76,18 @@ def of_replicas(depth: int) -> tuple[list[float], list[float]]:
     return [1 / f["replicas"]["both"]["faster"] for f in found], plain
 
 
-def readme_cpu() -> Iterator[str]:
-    planes, rows = ([v[:-1] for v in on_threads(o).split(" / ")] for o in LAYOUTS)
-    large = [v for t in (1, 2) for v in of_layers("NCHW", t, 24 * MIB).values()]
+def readme() -> Iterator[str]:
+    mean = on_threads("NCHW").split("x")[0]
+    yield f"a layer by itself is {mean} times as fast as `nn.BatchNorm2d` on one thread"
+    yield f"whole networks are {span(of_nets('usual').values())} times as fast as with their own"
+    over = [
+        resnet50_over("torch sync", (32, 256), ("fp32", "fp16", "bf16"), layout).split(" to ")
+        for layout in LAYOUTS
+    ]
+    ends = sorted(float(value) for pair in over for value in pair)
     yield (
-        f"a lone layer is {planes[0]} times as fast as `nn.BatchNorm2d` on one thread and "
-        f"{planes[1]} times on two, over ResNet-50's and other shapes (float32, forward and "
-        f"backward, geometric mean; channels_last {rows[0]} and {rows[1]} times), and "
-        f"{span(large, 1)} times from 24 MiB."
-    )
-    yield f"are {span(of_nets('usual').values())} times as fast with converted layers"
-    (one, _), (eight, _) = of_replicas(1), of_replicas(8)
-    yield (
-        f"four of them take {span(eight, 1)} times as long as the unsplit layers where eight "
-        f"follow each other, a lone one {span(one, 1)} times."
+        f"On an H100 the kernels of ResNet-50's layers are {ends[0]} to {ends[-1]} times as fast "
+        "as those of `torch.nn.SyncBatchNorm`, with batches of 32 and 256."
     )
 
 
@@ -209,41 +207,6 @@ def resnet50_over(rival: str, batches: Iterable[int], dtypes: Iterable[str], lay
                 values.append(theirs / ours)
     low, high = f"{min(values):.1f}", f"{max(values):.1f}"
     return low if low == high else f"{low} to {high}"
-
-
-def readme_h100() -> Iterator[str]:
-    results = read(H100)
-    copy, most, sheet = bandwidths(results)
-    groups = floors(results).values()
-    means = [geometric_mean(group.values()) for group in groups]
-    single = [ratio for group in groups for ratio in group.values()]
-    yield (
-        f"from 100 MB on, the kernels of a layer take {span(means)} of the time of copies of the "
-        f"same bytes (means by dtype, layout and direction; single cases {span(single)})."
-    )
-    yield (
-        f"A copy comes to {copy} TB/s, the kernels to {most} at most, the memory to {sheet} by its "
-        "data sheet."
-    )
-    sync, both = "torch sync", ("fp16", "bf16")
-    figures = {
-        (batches, layout, dtypes): resnet50_over(sync, batches, dtypes, layout)
-        for batches in ((32, 256), (2,))
-        for layout in LAYOUTS
-        for dtypes in (("fp32",), both)
-    }
-    large = [v for (batches, *_), v in figures.items() if batches != (2,)]
-    small = [v.split(" to ") for (batches, *_), v in figures.items() if batches == (2,)]
-    ends = sorted(float(v) for pair in small for v in pair)
-    cudnn = [resnet50_over("torch cudnn", (2,), ("fp32", "fp16"), layout) for layout in LAYOUTS]
-    slower = sorted(float(v) for pair in cudnn for v in pair.split(" to "))
-    yield (
-        "Over the 53 layers of ResNet-50 together they are, with batches of 32 and 256, "
-        f"{large[0]} times as fast as the kernels of torch's SyncBatchNorm in float32 and "
-        f"{large[1]} times in 16 bits, in channels_last {large[2]} and {large[3]} times; with a "
-        f"batch of 2 {ends[0]} to {ends[-1]} times, where cuDNN's `nn.BatchNorm2d`, which "
-        f"synchronizes nothing, takes {slower[0]} to {slower[-1]} of their time."
-    )
 
 
 def speed_h100() -> Iterator[str]:
@@ -390,7 +353,7 @@ ELEMENTWISE = tuple(
 )
 
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
-    "README.md": (readme_cpu, readme_h100),
+    "README.md": (readme,),
     "docs/speed.md": (speed_cpu, nets_cpu, steps_of_graphs, speed_h100),
     "docs/scaling.md": (scaling,),
     "docs/internals/communication.md": (fit_of_scaling,),

@@ -3,6 +3,7 @@
     python -m syncbn_core warmup                     compile the CPU kernels for float32
     python -m syncbn_core warmup float32 bfloat16    for these dtypes
     python -m syncbn_core warmup all                 for all dtypes
+    python -m syncbn_core docs                       print the folder of the documentation
 
 The import of this module is cheap: it imports no kernels.
 """
@@ -16,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -47,11 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=["float32"],
         help=f"{', '.join(DTYPES)} or all; default is float32",
     )
+    commands.add_parser("docs", help="print the folder of the documentation")
     given = parser.parse_args(arguments)
+    if given.command == "docs":
+        print(documentation())
+        return 0
     unknown = set(given.dtype) - {*DTYPES, "all"}
     if unknown:
         warmup.error(f"expected {', '.join(DTYPES)} or all, got {', '.join(sorted(unknown))}")
     return _warm_up([dtype for dtype in DTYPES if {dtype, "all"} & set(given.dtype)])
+
+
+def documentation() -> Path:
+    """The folder that has troubleshooting.md: of the wheel, else of the checkout."""
+    package = Path(__file__).parent
+    installed = package / "docs"
+    return installed if installed.exists() else package.parent / "docs"
 
 
 def _warm_up(dtypes: Sequence[str]) -> int:

@@ -2,7 +2,8 @@
 
 Every class derives from `SyncBNError` and from the matching built-in error (`ValueError`,
 `TypeError`, `RuntimeError`, `TimeoutError`). A call that raises one of them leaves running
-statistics and parameters unchanged.
+statistics and parameters unchanged. docs/troubleshooting.md has a section for each, and
+`python -m syncbn_core docs` says where that is.
 """
 
 from __future__ import annotations

@@ -72,7 +72,6 @@ STATUS = {
 # Alternatives to a command that runs: pip says whether they would install.
 DRY_RUN = {
     'pip install ".[torch,cuda13]"': "the session tests_cuda13 installs it",
-    'pip install ".[cuda13]"': "the same without torch",
 }
 
 # Open MPI wants to be told that it may run as root, and more ranks than the machine has cores.

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from syncbn_core import errors
+from syncbn_core.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,9 +38,15 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_code_in_the_documents_runs(code: str) -> None:
+def test_code_in_the_documents_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in one_rank.items():  # as torchrun sets them
+        monkeypatch.setenv(name, value)
     names: dict[str, Any] = {}
     exec(compile(code, "document", "exec"), names)
+    if dist.is_initialized():
+        names.clear()
+        dist.destroy_process_group()
 
 
 def test_pages_that_are_not_run_have_code() -> None:
@@ -52,12 +62,43 @@ def test_commands_that_are_not_run_are_in_the_documents() -> None:
     assert not names["unknown_sessions"]()
 
 
+def anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", without_code(document), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def without_code(document: Path) -> str:
+    return re.sub(r"(?s)```.*?```", "", document.read_text())
+
+
 def test_links_of_the_documents_lead_somewhere() -> None:
     for document in DOCUMENTS:
-        for target in re.findall(
-            r"\]\(([\w./-]+)\)", re.sub(r"(?s)```.*?```", "", document.read_text())
-        ):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+        for path, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", without_code(document)):
+            target = document.parent / path if path else document
+            assert target.exists(), f"{document.name}: {path}"
+            assert not anchor or anchor in anchors(target), f"{document.name}: {path}#{anchor}"
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    sources = [*ROOT.glob("syncbn_core/**/*.py"), *ROOT.glob("adapters/**/*.py")]
+    named = [n for s in sources for n in re.findall(r"docs/[\w/-]+\.md", s.read_text())]
+    assert len(named) > 5
+    for name in named:
+        assert (ROOT / name).exists(), name
+
+
+def test_every_error_is_explained() -> None:
+    """In a section of its own, except those that are only caught."""
+    page = ROOT / "docs" / "troubleshooting.md"
+    explained = anchors(page)
+    for name in set(errors.__all__) - {"SyncBNError", "CommError"}:
+        assert name.lower() in explained, name
+
+
+def test_a_command_says_where_the_documentation_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "troubleshooting.md").exists()
 
 
 def test_word_count_example_counts_over_all_members() -> None:
