@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
@@ -44,6 +44,8 @@ __all__ = [
     "set_process_group",
     "set_sbn_eps_mode",
 ]
+
+LayerT = TypeVar("LayerT", bound=type)
 
 
 class _SynchronizedBatchNorm(LayerState):
@@ -164,8 +166,7 @@ class _SynchronizedBatchNorm(LayerState):
         return dispatch.forward(self, input)
 
 
-class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
-    """`nn.BatchNorm1d` over the whole batch: input (N, C) or (N, C, L).
+_ARGUMENTS = """
 
     Args:
         num_features: C.
@@ -182,34 +183,40 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
     Raises `ArgumentError` for an invalid eps, momentum, process_group or eps_mode.
     """
 
+
+def _documented(kind: LayerT) -> LayerT:
+    kind.__doc__ = (kind.__doc__ or "").rstrip() + _ARGUMENTS
+    return kind
+
+
+@_documented
+class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` over the whole batch: input (N, C) or (N, C, L)."""
+
     _ranks = ((2, 3), "2D or 3D input (N, C) or (N, C, L)")
 
 
+@_documented
 class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
-    """`nn.BatchNorm2d` over the whole batch: input (N, C, H, W).
-
-    Arguments are those of `SynchronizedBatchNorm1d`.
-    """
+    """`nn.BatchNorm2d` over the whole batch: input (N, C, H, W)."""
 
     _ranks = ((4,), "4D input (N, C, H, W)")
 
 
+@_documented
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
-    """`nn.BatchNorm3d` over the whole batch: input (N, C, D, H, W).
-
-    Arguments are those of `SynchronizedBatchNorm1d`.
-    """
+    """`nn.BatchNorm3d` over the whole batch: input (N, C, D, H, W)."""
 
     _ranks = ((5,), "5D input (N, C, D, H, W)")
 
 
+@_documented
 class SyncBatchNorm(_SynchronizedBatchNorm):
     """`nn.SyncBatchNorm`, also on CPU and in replicas: input (N, C, *spatial), 2 or more axes.
 
-    Arguments are those of `nn.SyncBatchNorm`, plus `bias` and `eps_mode`. This is not a subclass
-    of `nn.SyncBatchNorm`, which `DistributedDataParallel` rejects on CPU. So code that looks for
-    that class, such as detectron2's `convert_frozen_batchnorm`, does not find it; use
-    `SynchronizedBatchNorm2d` there, which is a subclass of `nn.BatchNorm2d`.
+    This is not a subclass of `nn.SyncBatchNorm`, which `DistributedDataParallel` rejects on CPU.
+    So code that looks for that class, such as detectron2's `convert_frozen_batchnorm`, does not
+    find it; use `SynchronizedBatchNorm2d` there, which is a subclass of `nn.BatchNorm2d`.
     """
 
     def __init__(

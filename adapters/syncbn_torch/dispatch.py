@@ -71,7 +71,7 @@ from syncbn_torch.validation import (
     checked_running,
     checked_running_once,
 )
-from syncbn_torch.which_kernel import torch_is_faster
+from syncbn_torch.which_kernel import torch_is_better
 
 __all__ = ["forward", "operations_for", "processes_of"]
 
@@ -100,7 +100,8 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
     if profiler._is_profiler_enabled and not in_range:
         return _forward_in_range(layer, x)
     sync, processes, rule = layer._replica_sync, processes_of(layer, x), layer._rule
-    if sync is None and processes is None and torch_is_faster(x, rule):
+    like = layer.running_mean if affine.weight is None else affine.weight
+    if sync is None and processes is None and torch_is_better(x, like, rule):
         running = checked_running(layer)
         check_for_torch(x, *affine, running)
         y = torch_kernel.batch_norm(x, *affine, running, layer.eps)

@@ -17,6 +17,11 @@ class BatchNorm2dReimpl(nn.BatchNorm2d):
         mean = sum(x) / n        var = sum((x - mean)**2) / n
         y = (x - mean) / sqrt(var + eps) * weight + bias
 
+    Args:
+        num_features: C.
+        eps: added to the variance.
+        momentum: weight of the new batch in the running statistics; None averages all batches.
+
     Input (N, C, H, W), else ValueError. The running variance uses `sum((x - mean)**2) / (n - 1)`.
     All arithmetic is in the dtype of the input. It does not synchronize.
     """

@@ -30,7 +30,7 @@ from syncbn_torch.backends import torch_kernel
 from syncbn_torch.backends.memory import PLAIN, is_whole
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.validation import FLOATS
-from syncbn_torch.which_kernel import ours_is_faster
+from syncbn_torch.which_kernel import ours_is_better
 
 __all__ = ["Checked", "is_in_place", "remember", "still_checked", "usual_eval", "usual_forward"]
 
@@ -173,7 +173,7 @@ def usual_forward(layer: LayerState, x: Tensor, checked: Checked) -> Tensor | No
     None if others are to be used, or something is unusual.
     """
     momentum = layer.momentum
-    if ours_is_faster(x) or layer.effective_eps_mode == "clamp":
+    if ours_is_better(x, checked.running_mean) or layer.effective_eps_mode == "clamp":
         y: Tensor | None = None
         if x.is_cpu:
             kernels, rule = cpu_kernels(), layer._rule

@@ -1,7 +1,10 @@
-"""Which kernel computes a layer alone: torch's, or ours where it is faster.
+"""Which kernel computes a layer alone: torch's, or ours where it is faster or more accurate.
 
-On the CPU, our kernels are faster than torch's from these sizes on (measured forward and backward,
-on one thread and on two, and within networks; docs/speed.md):
+torch's CPU kernel keeps mean and invstd in 16 bits where the input and all tensors of the layer are
+16 bits: a dx of (2, 130) is then wrong by several times its size. Ours keeps them in float32.
+
+Otherwise, on the CPU, our kernels are faster than torch's from these sizes on (measured forward
+and backward, on one thread and on two, and within networks; docs/speed.md):
 
     float32, float64; contiguous, 3-D or more        50,000 elements
     16 bits; contiguous, at most 64 per channel      500,000 elements per thread
@@ -29,7 +32,7 @@ from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import operations_are_seen, transforming
 from syncbn_torch.backends import cuda, memory
 
-__all__ = ["always_ours", "ours_is_faster", "torch_is_faster"]
+__all__ = ["always_ours", "ours_is_better", "torch_is_better"]
 
 KERNEL_SIZE = 50_000
 KERNEL_SIZE_16_BITS = 500_000
@@ -37,6 +40,7 @@ HUGE_SIZE = 24 << 20
 SHORT = 64
 CUDA_SIZE = 192 << 20
 CUDA_PLANE = 784
+_HALVES = (torch.float16, torch.bfloat16)
 
 _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
 
@@ -51,20 +55,25 @@ def always_ours(on: bool = True) -> Iterator[None]:
         _ours_always.reset(token)
 
 
-def torch_is_faster(x: Tensor, rule: NormRule) -> bool:
-    """Whether torch's kernel fits a layer alone, and is faster than ours or ours can't run."""
+def torch_is_better(x: Tensor, like: Tensor | None, rule: NormRule) -> bool:
+    """Whether torch's kernel fits a layer alone, and is better than ours or ours can't run.
+
+    `like`: a tensor of the layer, None if it has none.
+    """
     if rule.unusual is not None:
         return False
     if transforming() or operations_are_seen():
         return True  # nobody sees into our kernels
     if _ours_always.get():
         return False
-    return not (ours_is_faster(x) and (x.is_cuda or memory.supports(x)))
+    return not (ours_is_better(x, like) and (x.is_cuda or memory.supports(x)))
 
 
-def ours_is_faster(x: Tensor) -> bool:
-    """Whether our kernels are faster for a tensor of this size and layout, if they support it."""
+def ours_is_better(x: Tensor, like: Tensor | None) -> bool:
+    """Whether our kernels are faster or more accurate for x, if they support it."""
     if _ours_always.get():
+        return True
+    if x.dtype in _HALVES and x.is_cpu and (like is None or like.dtype in _HALVES):
         return True
     return _is_large_on_device(x) and cuda.measured(x) if x.is_cuda else _is_large(x)
 

@@ -81,7 +81,7 @@ def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     with process(tmp_path, HOLD) as running:
         assert line_of(running) == "ready"
         go(running)
-        assert line_of(running).startswith("compiling CPU kernels")
+        assert line_of(running).startswith("syncbn compiles CPU kernels")
         assert line_of(running) == "holds"
         yield running
 
@@ -159,7 +159,7 @@ def test_child_of_the_one_that_compiles_does_not_keep_the_lock(tmp_path: Path) -
     with process(tmp_path, forked) as parent:
         assert line_of(parent) == "ready"
         go(parent)
-        assert line_of(parent).startswith("compiling CPU kernels")
+        assert line_of(parent).startswith("syncbn compiles CPU kernels")
         assert line_of(parent) == "child"
         parent.kill()
         parent.wait(timeout=100)

@@ -274,7 +274,10 @@ def test_the_type_of_a_model_stays_known() -> None:
 
 def test_public_names_exist_and_are_documented() -> None:
     for name in syncbn_torch.__all__:
-        assert getattr(syncbn_torch, name).__doc__
+        documented = getattr(syncbn_torch, name)
+        assert documented.__doc__
+        if isinstance(documented, type) and issubclass(documented, nn.modules.batchnorm._BatchNorm):
+            assert "eps: " in documented.__doc__, name
 
 
 def test_layers_without_bias() -> None:

@@ -19,10 +19,11 @@ from syncbn_torch.which_kernel import (
     KERNEL_SIZE,
     KERNEL_SIZE_16_BITS,
     always_ours,
-    torch_is_faster,
+    torch_is_better,
 )
 
 HALVES = (torch.float16, torch.bfloat16)
+WEIGHT = torch.ones(1)
 
 
 @pytest.fixture(params=[1, 2])
@@ -34,7 +35,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def goes_to_torch(x: Tensor) -> bool:
-    return torch_is_faster(x, NormRule())
+    return torch_is_better(x, WEIGHT, NormRule())
 
 
 def planes(count: int, inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,7 +72,7 @@ def test_other_layouts_where_results_are_mapped_anew(
 def test_clamp_and_always_ours_never_go_to_torch() -> None:
     x = torch.empty(2, 3, 4)
     assert goes_to_torch(x)
-    assert not torch_is_faster(x, NormRule(1e-5, "clamp"))
+    assert not torch_is_better(x, WEIGHT, NormRule(1e-5, "clamp"))
     with always_ours():
         assert not goes_to_torch(x)
 

@@ -63,12 +63,18 @@ def run(folder: Path, *arguments: str, launcher: str = "") -> subprocess.Complet
     )
 
 
+def told(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What is on stderr, except that kernels are compiled."""
+    lines = done.stderr.splitlines()
+    return [line for line in lines if not line.startswith("syncbn compiles CPU kernels")]
+
+
 def test_the_status_is_0_for_a_right_model_and_the_table_is_printed(tmp_path: Path) -> None:
     done = run(tmp_path, "verify", "mine.models:right", "--replicas", "4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 replicas with 1 + 1 + 1 + 1 samples, float64\n")
     assert "OK: 1 layer gives the results of the undivided batch" in done.stdout
-    assert not done.stderr
+    assert not told(done)
 
 
 @pytest.mark.slow
@@ -77,7 +83,7 @@ def test_the_status_is_1_for_a_wrong_model_and_the_layer_is_named(tmp_path: Path
     assert done.returncode == 1, done.stderr
     assert "2 replicas with 2 + 2 samples, float32" in done.stdout
     assert "- 1: a plain nn.BatchNorm2d" in done.stdout
-    assert not done.stderr
+    assert not told(done)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import logging
 import multiprocessing
 import os
 import sys
@@ -66,6 +67,7 @@ def _call(path: str, name: str, rank: int, size: int, folder: Path, *arguments: 
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    logging.getLogger("syncbn").setLevel(logging.ERROR)  # not that it compiles kernels
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["SYNCBN_CHECK_ORDER"] = "0"  # unless a test sets it before its first call
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)

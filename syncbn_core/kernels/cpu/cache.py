@@ -148,9 +148,9 @@ class KernelCache(FunctionCache):
         if "compiling" not in _said:
             _said.add("compiling")
             what = described(self._py_func.__qualname__, sig)
-            LOGGER.info(
-                "compiling CPU kernels, which takes some seconds each, once on this machine. The "
-                "first is %s. They will be kept in %s; to compile all of them beforehand, run: "
+            LOGGER.warning(
+                "syncbn compiles CPU kernels, which takes some seconds each, once on this machine. "
+                "The first is %s. They will be kept in %s; to compile all of them beforehand, run: "
                 "python -m syncbn_core warmup %s",
                 what,
                 self.folder,
