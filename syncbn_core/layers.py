@@ -77,20 +77,21 @@ class BatchNorm:
         if dtype.kind != "f":
             raise DTypeError(f"expected a floating dtype, got {dtype}")
         self.num_features = num_features
-        self.eps = check_eps(eps)
-        self.momentum = check_momentum(momentum)
+        self.eps: float = check_eps(eps)
+        self.momentum: float | None = check_momentum(momentum)
         self.eps_mode = check_eps_mode(eps_mode)
         self.communicator = communicator
         self.name = name
-        self.training = True
+        self.training: bool = True
         with array_library(device) as xp:
-            self.weight = xp.ones(num_features, dtype) if affine else None
-            self.bias = xp.zeros(num_features, dtype) if affine else None
-            self.weight_grad = xp.zeros(num_features, dtype) if affine else None
-            self.bias_grad = xp.zeros(num_features, dtype) if affine else None
-            self.running_mean = xp.zeros(num_features, dtype) if track_running_stats else None
-            self.running_var = xp.ones(num_features, dtype) if track_running_stats else None
-            self.num_batches_tracked = xp.zeros((), np.int64) if track_running_stats else None
+            self.weight: Any = xp.ones(num_features, dtype) if affine else None
+            self.bias: Any = xp.zeros(num_features, dtype) if affine else None
+            self.weight_grad: Any = xp.zeros(num_features, dtype) if affine else None
+            self.bias_grad: Any = xp.zeros(num_features, dtype) if affine else None
+            kept = track_running_stats
+            self.running_mean: Any = xp.zeros(num_features, dtype) if kept else None
+            self.running_var: Any = xp.ones(num_features, dtype) if kept else None
+            self.num_batches_tracked: Any = xp.zeros((), np.int64) if kept else None
         self._saved: functional.Saved | None = None
         self._caller = NO_CONVERSION
         self._forwards = 0  # that no backward has followed

@@ -77,8 +77,8 @@ class _SynchronizedBatchNorm(LayerState):
             **newer,
         )
         give_number(self)
-        self.process_group = checked_process_group(process_group)
-        self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+        self.process_group: Any = checked_process_group(process_group)
+        self.eps_mode: EpsMode | None = None if eps_mode is None else check_eps_mode(eps_mode)
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
@@ -294,8 +294,8 @@ class _Arguments:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.process_group = checked_process_group(process_group)
-        self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+        self.process_group: Any = checked_process_group(process_group)
+        self.eps_mode: EpsMode | None = None if eps_mode is None else check_eps_mode(eps_mode)
 
     def initialize_parameters(self, input: Tensor) -> None:
         super().initialize_parameters(input)  # type: ignore[misc]

@@ -35,7 +35,7 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
         BatchNormAct2d.__init__(self, *args, **kwargs)
         give_number(self)
         self.process_group = process_group
-        self.eps_mode = None if eps_mode is None else check_eps_mode(eps_mode)
+        self.eps_mode: EpsMode | None = None if eps_mode is None else check_eps_mode(eps_mode)
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self

@@ -70,14 +70,14 @@ class DeviceMessage:
     def __init__(self, array: Array, prefix: tuple[int, ...] = ()) -> None:
         import cupy
 
-        self.device = array.device
+        self.device: Any = array.device
         with self.device:
-            self.array = array if array.flags.c_contiguous else array.copy()
-            self.stream = cupy.cuda.get_current_stream()
-            self.inbox = cupy.empty((*prefix, *array.shape), array.dtype)
-            self.ready = self.stream.record()
+            self.array: Array = array if array.flags.c_contiguous else array.copy()
+            self.stream: Any = cupy.cuda.get_current_stream()
+            self.inbox: Array = cupy.empty((*prefix, *array.shape), array.dtype)
+            self.ready: Any = self.stream.record()
         thread = threading.get_ident() if self.stream.ptr == _PER_THREAD_STREAM else 0
-        self.place = (self.device.id, self.stream.ptr, thread)
+        self.place: tuple[int, int, int] = (self.device.id, self.stream.ptr, thread)
 
 
 class Reply:

@@ -81,7 +81,7 @@ class ProcessCommunicator(CommunicatorBase):
 
     def __init__(self, transport: Transport, *, check_order: bool | None = None) -> None:
         self.transport = transport
-        self.calls = 0
+        self.calls: int = 0
         self._check_order = _check_order_by_default() if check_order is None else check_order
         self._failure: str | None = None
         self._later: deque[tuple[Callable[[], bool | None], CollectiveCall]] = deque()

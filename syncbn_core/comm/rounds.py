@@ -62,11 +62,11 @@ class Slave:
     __slots__ = ("busy", "calls", "message", "result", "thread")
 
     def __init__(self, result: FutureResult[Any]) -> None:
-        self.busy = False  # whether a thread is in run_slave
-        self.calls = 0  # number of calls made so far
+        self.busy: bool = False  # whether a thread is in run_slave
+        self.calls: int = 0  # number of calls made so far
         self.message: Any = NOTHING  # the message of a call that waits for its reply
-        self.result = result
-        self.thread = 0  # identifier of the thread in run_slave
+        self.result: FutureResult[Any] = result
+        self.thread: int = 0  # identifier of the thread in run_slave
 
 
 class Round:
@@ -78,12 +78,12 @@ class Round:
         self.siblings = siblings
         if siblings is not None:
             siblings.rounds.append(self)
-        self.lock = threading.Lock()
-        self.gate = Gate()  # the master waits here
+        self.lock: threading.Lock = threading.Lock()
+        self.gate: Gate = Gate()  # the master waits here
         self.slaves: dict[Hashable, Slave] = {}
-        self.calls = 0  # number of calls made by the master
-        self.busy = False  # whether a thread is in run_master
-        self.thread = 0  # identifier of that thread
+        self.calls: int = 0  # number of calls made by the master
+        self.busy: bool = False  # whether a thread is in run_master
+        self.thread: int = 0  # identifier of that thread
         self.failures: dict[int, Cause] = {}
         self.left: set[Hashable] = set()
         self.broken: Cause | None = None
@@ -248,7 +248,7 @@ class Siblings:
     def __init__(self) -> None:
         self.rounds: list[Round] = []
         self.threads: dict[Hashable, int] = {}
-        self.others = set(sys._current_frames())
+        self.others: set[int] = set(sys._current_frames())
 
     def enter(self, member: Hashable) -> None:
         """Note that the calling thread is the thread of `member`."""

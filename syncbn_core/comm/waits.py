@@ -36,7 +36,7 @@ Array = Any
 SHOWN = 20  # exchanges in the printed table
 
 watching: ExchangeReport | None = None  # the report that runs
-clock = time.perf_counter
+clock: Callable[[], float] = time.perf_counter
 _switching = threading.Lock()
 
 

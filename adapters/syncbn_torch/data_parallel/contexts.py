@@ -38,9 +38,9 @@ class SharedForward:
         self.size = size
         self.ends = ends
         self.siblings: Siblings | None = None
-        self.closed = False
-        self.recomputes = False
-        self.disowned = ""
+        self.closed: bool = False
+        self.recomputes: bool = False
+        self.disowned: str = ""
         self._masters: dict[str, SyncMaster] = {}
 
     def begin(self, attribute: str, master: SyncMaster) -> None:

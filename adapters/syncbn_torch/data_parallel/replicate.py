@@ -271,10 +271,10 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         nn.Module.__init__(self)
         self.module = module
         self.dim = dim
-        self.device_ids = cast(Any, [_device(d) for d in device_ids])
-        self.src_device_obj = _device(device_ids[0])
-        self.output_device = cast(
-            Any, self.src_device_obj if output_device is None else _device(output_device)
+        self.device_ids: Any = [_device(d) for d in device_ids]
+        self.src_device_obj: torch.device = _device(device_ids[0])
+        self.output_device: Any = (
+            self.src_device_obj if output_device is None else _device(output_device)
         )
         module.to(self.src_device_obj)
 
