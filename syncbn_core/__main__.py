@@ -4,6 +4,7 @@
     python -m syncbn_core warmup float32 bfloat16    for these dtypes
     python -m syncbn_core warmup all                 for all dtypes
     python -m syncbn_core docs                       print the folder of the documentation
+    python -m syncbn_core doctor                     say what this machine has, and check results
 
 The import of this module is cheap: it imports no kernels.
 """
@@ -18,6 +19,9 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+
+import syncbn_core
+from syncbn_core import doctor
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -36,6 +40,7 @@ class _Printed(logging.Handler):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m syncbn_core")
+    parser.add_argument("--version", action="version", version=f"syncbn {syncbn_core.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     warmup = commands.add_parser(
         "warmup",
@@ -49,8 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=["float32"],
         help=f"{', '.join(DTYPES)} or all; default is float32",
     )
+    doctor.add_command(commands)
     commands.add_parser("docs", help="print the folder of the documentation")
     given = parser.parse_args(arguments)
+    if given.command == "doctor":
+        return doctor.run(doctor.facts(), doctor.array_checks(), given.json)
     if given.command == "docs":
         print(documentation())
         return 0

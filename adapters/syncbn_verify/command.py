@@ -1,4 +1,4 @@
-"""The command line: `python -m syncbn_torch verify package.module:factory`."""
+"""The command line: `python -m syncbn_torch verify package.module:factory`, and `doctor`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from syncbn_core import __version__
+from syncbn_core import doctor as of_core
 from syncbn_core.errors import ArgumentError
 from syncbn_verify import Conclusion, verify_sync
 from syncbn_verify.ranks import Ranks
@@ -30,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
+    if options.command == "doctor":
+        from syncbn_verify import doctor
+
+        found = doctor.checks(options.pretend_gpus)
+        return of_core.run(doctor.facts(), found, options.json)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and options.replicas is not None:
         verify.error("--replicas can't be used under torchrun, where each process takes a part")
@@ -58,7 +65,15 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(
         prog="python -m syncbn_torch", description="Tools for synchronized batch normalization."
     )
+    parser.add_argument("--version", action="version", version=f"syncbn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
+    of_core.add_command(commands).add_argument(
+        "--pretend-gpus",
+        type=int,
+        default=0,
+        metavar="N",
+        help="try the checks of N GPUs with processes on the CPU",
+    )
     verify = commands.add_parser(
         "verify",
         help="check that a model trains over parts of a batch as over the whole batch",

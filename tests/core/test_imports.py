@@ -133,7 +133,8 @@ def may_import(part: str) -> list[str]:
             "moments",
         ],
         "__init__": ["functional", "layers", "comm", "errors", "moments"],
-        "__main__": ["backends"],
+        "doctor": ["backends", "comm", "errors", "layers"],
+        "__main__": ["backends", "doctor"],
     }
     return [f"syncbn_core.{name}" for name in allowed[part]]
 

@@ -22,7 +22,7 @@ MISTAKES = {
     "combiner does not wait": (r"stream\.wait_event\(message\.ready\)", "pass"),
     "member does not wait": (r"cupy\S+\.wait_event\(self\.done\)", "pass"),
     "inbox made after the event": (
-        r"self\.ready = self\.stream\.record\(\)",
+        r"self\.ready: Any = self\.stream\.record\(\)",
         "self.ready = self.stream.record(); "
         "self.inbox = cupy.empty((*prefix, *array.shape), array.dtype)",
     ),

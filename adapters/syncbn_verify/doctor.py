@@ -1,0 +1,254 @@
+"""`python -m syncbn_torch doctor`: what this machine has, and whether the layers are right on it.
+
+Each check compares a batch in parts with the formulas of `syncbn_core.doctor` in float64. Ranks are
+processes of their own; each writes its results into a folder, and one that dies or hangs is named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from syncbn_core import doctor
+from syncbn_core.doctor import Case, Check, Difference, Facts, Missing, Skipped
+from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
+from syncbn_torch.which_kernel import always_ours
+
+__all__ = ["checks", "facts", "in_ranks"]
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+DEADLINE = 120.0  # seconds for the ranks of a check: they import torch, and may compile kernels
+# The bounds of the parts of 10 samples, by the number of ranks.
+PARTS: dict[str, Callable[[int], list[int]]] = {
+    "even": lambda size: [10 * rank // size for rank in range(size + 1)],
+    "uneven": lambda size: [0, 1, *[4] * (size - 2), 10],
+    "only the last has samples": lambda size: [*[0] * size, 10],
+}
+
+Work = Callable[[int, int, str, Path], None]
+
+
+def facts() -> Facts:
+    """Those of the core, and what torch has."""
+    found = doctor.facts()
+    found["versions"] |= {"torch": torch.__version__, **doctor.versions(("triton",))}
+    found["machine"]["torch"] = f"{torch.get_num_threads()} threads"
+    found["arrays"]["torch, CPU"] = found["arrays"]["NumPy"]
+    found["arrays"]["torch, CUDA"] = (
+        doctor.cuda_takes() if torch.cuda.is_available() else "this torch finds no device"
+    )
+    available = dist.is_available()
+    found["engines"] = {
+        "gloo": "found" if available and dist.is_gloo_available() else "not in this torch",
+        "NCCL": "found" if available and dist.is_nccl_available() else "not in this torch",
+        "MPI": doctor.version_of("mpi4py"),
+    }
+    return found
+
+
+def checks(pretended: int = 0) -> Iterator[Check]:
+    """All that this machine allows.
+
+    `pretended`: a number of GPUs in whose place CPU and gloo are checked, to try these checks.
+    """
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    for device in devices:
+        for case in cases():
+            yield Check(f"a layer on {device}, {case.name}", partial(alone, case, device))
+    for case in cases():
+        name = f"4 replicas in threads, {case.name}"
+        yield Check(name, partial(in_replicas, case, ["cpu"] * 4))
+    yield from over_ranks("2 processes over gloo", "cpu", 2)
+    count = pretended or torch.cuda.device_count()
+    kind, engine = ("cpu", "gloo") if pretended else ("cuda", "NCCL")
+    if count == 1:
+        yield Check("several GPUs", partial(_skip, "this machine has one GPU"))
+    if count > 1:
+        for case in cases():
+            places = ["cpu"] * count if pretended else devices[1:]
+            yield Check(
+                f"{count} GPUs as replicas, {case.name}", partial(in_replicas, case, places)
+            )
+        yield from over_ranks(f"{count} GPUs over {engine}", kind, count)
+
+
+def cases() -> Iterator[Case]:
+    """Every dtype in NCHW, and float32 in the other layouts."""
+    for dtype in DTYPES:
+        for layout in doctor.LAYOUTS if dtype == "float32" else ("NCHW",):
+            yield Case(dtype, layout)
+
+
+def _skip(reason: str) -> Difference:
+    raise Skipped(reason)
+
+
+# ------------------------------------------------------------------------- in this process
+
+
+def alone(case: Case, device: str) -> Difference:
+    """A layer without other parts, by our kernels."""
+    layer = layer_of(case, device)
+    with always_ours():
+        return case.difference(step(case, layer, layer, slice(None), device))
+
+
+def in_replicas(case: Case, devices: Sequence[str]) -> Difference:
+    layer = layer_of(case, devices[0])
+    model = DataParallelWithCallback(layer, device_ids=list(devices))
+    return case.difference(step(case, layer, model, slice(None), devices[0]))
+
+
+def layer_of(case: Case, device: str) -> SyncBatchNorm:
+    kept = torch.float64 if case.dtype == "float64" else torch.float32
+    layer = SyncBatchNorm(doctor.CHANNELS, device=device, dtype=kept)
+    with torch.no_grad():
+        for parameter, values in ((layer.weight, case.weight), (layer.bias, case.bias)):
+            parameter.copy_(torch.as_tensor(values))
+    return layer
+
+
+def step(
+    case: Case, layer: SyncBatchNorm, model: nn.Module, part: slice, device: str
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Results of a forward and backward of `model`, which has the one layer, as float64."""
+    dtype = getattr(torch, case.dtype)
+    x, dy = (torch.as_tensor(v[part]).to(device, dtype) for v in (case.x, case.dy))
+    x.requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    results: dict[str, Tensor | None] = {"y": y, "dx": x.grad}
+    results |= {"weight.grad": layer.weight.grad, "bias.grad": layer.bias.grad}
+    results |= {"running_mean": layer.running_mean, "running_var": layer.running_var}
+    return {
+        name: values.detach().double().cpu().numpy()
+        for name, values in results.items()
+        if values is not None
+    }
+
+
+# -------------------------------------------------------------------------------- processes
+
+
+def over_ranks(name: str, kind: str, size: int) -> Iterator[Check]:
+    """Checks of `size` processes, which start once, with the first check."""
+    outcomes: list[dict[str, Difference] | Exception] = []
+
+    def run(case: Case) -> Difference:
+        if not outcomes:
+            try:
+                outcomes.append(_over_ranks(kind, size))
+            except Exception as error:  # not again for each case: it may have taken minutes
+                outcomes.append(error)
+        (outcome,) = outcomes
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome[case.name]
+
+    for case in cases():
+        yield Check(f"{name}, {case.name}", partial(run, case))
+
+
+def _over_ranks(kind: str, size: int) -> dict[str, Difference]:
+    """The largest difference of each case over the ways to part the batch."""
+    if not dist.is_available():
+        raise Missing("this torch has no torch.distributed")
+    if kind == "cpu" and not dist.is_gloo_available():
+        raise Missing("this torch has no gloo, over which processes talk on CPU")
+    if kind == "cuda" and not dist.is_nccl_available():
+        raise Missing("this torch has no NCCL, over which GPUs talk")
+    with tempfile.TemporaryDirectory(prefix="syncbn-doctor-") as folder:
+        in_ranks(take_part, size, kind, Path(folder))
+        saved = [dict(np.load(Path(folder, f"{rank}.npz"))) for rank in range(size)]
+    return {
+        case.name: max(case.difference(_joined(saved, f"{case.name}, {parts}")) for parts in PARTS)
+        for case in cases()
+    }
+
+
+def _joined(saved: Sequence[Any], name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Results of the whole batch: of y and dx the parts, of gradients the sums, else rank 0's."""
+    of_ranks = {
+        key: [results[f"{name}, {key}"] for results in saved]
+        for key in ("y", "dx", "weight.grad", "bias.grad", "running_mean", "running_var")
+    }
+    whole = {key: np.concatenate(of_ranks.pop(key)) for key in ("y", "dx")}
+    whole |= {key: np.sum(of_ranks.pop(key), 0) for key in ("weight.grad", "bias.grad")}
+    return whole | {key: values[0] for key, values in of_ranks.items()}
+
+
+def in_ranks(work: Work, size: int, kind: str, folder: Path, deadline: float = DEADLINE) -> None:
+    """Call `work(rank, size, kind, folder)` in `size` new processes, and wait for them.
+
+    Raises `RuntimeError` that names the ranks that failed, and those that did not end in
+    `deadline` seconds, which are killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=_rank, args=(work, rank, size, kind, folder), daemon=True)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + deadline
+    for process in ranks:
+        process.join(max(0.0, end - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        process.kill()
+        process.join()
+    texts = []
+    for rank, process in enumerate(ranks):
+        log = folder / f"{rank}.txt"
+        if rank in hanging:
+            texts.append(f"rank {rank} did not end in {deadline:g} s")
+        elif log.exists():
+            texts.append(f"rank {rank}: {log.read_text(encoding='utf-8')}")
+        elif process.exitcode:
+            texts.append(f"rank {rank} ended with status {process.exitcode}")
+    if texts:
+        raise RuntimeError("; ".join(texts))
+
+
+def _rank(work: Work, rank: int, size: int, kind: str, folder: Path) -> None:
+    try:
+        work(rank, size, kind, folder)
+    except BaseException as error:
+        text = traceback.format_exception_only(error)[-1].strip()
+        (folder / f"{rank}.txt").write_text(text, encoding="utf-8")
+
+
+def take_part(rank: int, size: int, kind: str, folder: Path) -> None:
+    """One rank: steps with all cases and parts, whose results it saves."""
+    torch.set_num_threads(1)
+    device = "cpu" if kind == "cpu" else f"cuda:{rank}"
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "gloo" if kind == "cpu" else "nccl",
+        init_method=(folder / "store").as_uri(),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=DEADLINE / 2),
+    )
+    saved: dict[str, np.ndarray[Any, Any]] = {}
+    for case in cases():
+        for parts, bounds_of in PARTS.items():
+            layer, bounds = layer_of(case, device), bounds_of(size)
+            results = step(case, layer, layer, slice(*bounds[rank : rank + 2]), device)
+            saved |= {f"{case.name}, {parts}, {name}": v for name, v in results.items()}
+    np.savez(folder / f"{rank}.npz", **cast(Any, saved))
+    dist.barrier()
+    dist.destroy_process_group()

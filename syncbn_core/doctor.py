@@ -1,0 +1,391 @@
+"""What this machine has, and whether a split batch gets the results of the undivided one.
+
+`python -m syncbn_core doctor` prints it. A check compares y, dx, the gradients of weight and bias,
+and the running statistics with the formulas of docs/how-it-works.md in float64:
+
+    y  = (x - mean) * invstd * weight + bias
+    dx = (dy - mean(dy) - xhat * mean(dy * xhat)) * invstd * weight
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import import_module, metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+import syncbn_core
+from syncbn_core.backends.devices import array_library
+from syncbn_core.comm import run_in_threads, thread_group
+from syncbn_core.errors import BackendError
+from syncbn_core.layers import BatchNorm
+
+__all__ = ["Case", "Check", "Difference", "Finding", "Report", "array_checks", "examine", "facts"]
+
+Verdict = Literal["ok", "WRONG", "failed", "missing", "skipped"]
+Facts = dict[str, dict[str, str]]
+
+PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "mpi4py")
+VARIABLES = ("SYNCBN_", "NUMBA_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+# Of a result, as a share of its largest value: some roundings of the dtype of x.
+ROUNDINGS = {"float64": 2**-44, "float32": 2**-18, "float16": 2**-9, "bfloat16": 2**-6}
+LAYOUTS = ("NCHW", "channels_last", "(N, C)")
+CHANNELS = 12
+STYLES = {"ok": "green", "WRONG": "bold red", "failed": "bold red"}
+STYLES |= dict.fromkeys(("missing", "skipped"), "yellow")
+
+
+class Difference(NamedTuple):
+    """The largest difference of a result from the formulas, in which result, and what is right."""
+
+    value: float
+    result: str
+    allowed: float
+
+
+class Check(NamedTuple):
+    """A check by its name. `run` may raise `Missing` or `Skipped`, and what goes wrong."""
+
+    name: str
+    run: Callable[[], Difference]
+
+
+class Missing(Exception):
+    """What a check needs is not installed, or can't be used."""
+
+
+class Skipped(Exception):
+    """A check would need another machine, or more time."""
+
+
+@dataclass
+class Finding:
+    """What came of a check."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+    difference: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """The facts about a machine, by topic, and the findings."""
+
+    facts: Facts
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """For a process: 0 all is well, 1 wrong or failed, 3 something missing, 4 or skipped."""
+        found = {finding.verdict for finding in self.findings}
+        if found & {"WRONG", "failed"}:
+            return 1
+        return 3 if "missing" in found else 4 if "skipped" in found else 0
+
+    def conclusion(self) -> str:
+        """The last line."""
+        count = len(self.findings)
+        return {
+            0: f"all {count} checks give the results of the undivided batch",
+            1: "something is wrong: please report it, with this text",
+            3: "nothing is wrong in what was checked, but something is missing",
+            4: "nothing is wrong in what was checked, but not all was checked",
+        }[self.status]
+
+    def to_json(self) -> str:
+        return json.dumps({"version": 1, **asdict(self), "status": self.status}, indent=1)
+
+
+# ---------------------------------------------------------------------------------- facts
+
+
+def facts() -> Facts:
+    """What is installed and set, without torch."""
+    return {
+        "versions": {"syncbn": syncbn_core.__version__, **versions(PACKAGES)},
+        "machine": {
+            "python": f"{platform.python_version()}, {sys.executable}",
+            "system": platform.platform(),
+            "processor": f"{os.cpu_count()} cores, {_processor()}",
+            "GPUs": gpus(),
+        },
+        "arrays": {"NumPy": _numpy_takes(), "CuPy": _cupy_takes()},
+        "caches": caches(),
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
+        },
+    }
+
+
+def version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {package: version_of(package) for package in packages}
+    return {package: version for package, version in found.items() if version != "not installed"}
+
+
+def _processor() -> str:
+    import numba
+    from llvmlite.binding import get_host_cpu_name
+
+    threads = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    return f"{get_host_cpu_name()}, {threads} threads of Numba"
+
+
+def gpus() -> str:
+    driver: Any = import_module("syncbn_core.backends.cuda.driver")
+    try:
+        count = driver.device_count()
+    except BackendError as error:
+        return f"none: {error}"
+    each = [
+        "{}, compute capability {}.{}".format(
+            driver.description(device), *driver.compute_capability(device)
+        )
+        for device in range(count)
+    ]
+    return "; ".join(each) or f"none: {driver.missing()[0]}"
+
+
+def _numpy_takes() -> str:
+    from syncbn_core.backends.cpu.plain import kernels_forbidden
+
+    return "plain operations, slowly: NUMBA_DISABLE_JIT" if kernels_forbidden() else "CPU kernels"
+
+
+def _cupy_takes() -> str:
+    if not versions(("cupy-cuda12x", "cupy-cuda13x")):
+        return "not taken: CuPy is not installed"
+    return cuda_takes()
+
+
+def cuda_takes() -> str:
+    """Which operations arrays on CUDA devices take."""
+    driver: Any = import_module("syncbn_core.backends.cuda.driver")
+    usable: Any = import_module("syncbn_core.backends.cuda.usable")
+    if usable.setting() == "off":
+        return "plain operations, slowly: SYNCBN_KERNELS=off"
+    lacks = driver.missing()
+    return "no CUDA kernels: " + "; ".join(lacks) if lacks else "CUDA kernels"
+
+
+def caches() -> dict[str, str]:
+    from syncbn_core.backends.cpu.warmup import cache_folder as of_cpu
+
+    compiler: Any = import_module("syncbn_core.backends.cuda.compiler")
+    folders = {"CPU kernels": of_cpu(), "CUDA kernels": compiler.cache_folder()}
+    return {name: _described(folder) for name, folder in folders.items()}
+
+
+def _described(folder: Path | None) -> str:
+    if folder is None:
+        return "none: this user has no home"
+    if not folder.is_dir():
+        return f"{folder}, not yet there"
+    count = sum(1 for file in folder.rglob("*") if file.is_file())
+    writable = "" if os.access(folder, os.W_OK) else ", can't be written"
+    return f"{folder}, {count} files{writable}"
+
+
+# --------------------------------------------------------------------------------- checks
+
+
+class Case:
+    """A batch of one dtype and layout, and its results by the formulas in float64."""
+
+    def __init__(self, dtype: str, layout: str, seed: int = 0) -> None:
+        random = np.random.default_rng(seed)
+        shape = {"NCHW": (10, CHANNELS, 5, 7), "channels_last": (10, 5, 7, CHANNELS)}.get(
+            layout, (10, CHANNELS)
+        )
+        self.name = f"{dtype}, {layout}"
+        self.dtype = dtype
+        self.x, self.dy = (rounded(random.normal(mean, 2, shape), dtype) for mean in (3.0, 0.0))
+        if layout == "channels_last":
+            self.x, self.dy = (np.moveaxis(values, -1, 1) for values in (self.x, self.dy))
+        self.weight = rounded(random.normal(1, 0.5, CHANNELS), "float32")
+        self.bias = rounded(random.normal(0, 1, CHANNELS), "float32")
+        self.right = self._formulas()
+
+    def _formulas(self) -> dict[str, np.ndarray[Any, Any]]:
+        axes = (0, *range(2, self.x.ndim))
+        column = (CHANNELS, *[1] * (self.x.ndim - 2))
+        count = self.x.size // CHANNELS
+        mean, var = self.x.mean(axes), self.x.var(axes)
+        invstd = 1 / np.sqrt(var + 1e-5).reshape(column)
+        xhat = (self.x - mean.reshape(column)) * invstd
+        bias_grad, weight_grad = self.dy.sum(axes), (self.dy * xhat).sum(axes)
+        means = (sums.reshape(column) / count for sums in (bias_grad, weight_grad))
+        dx = self.dy - next(means) - xhat * next(means)
+        return {
+            "y": xhat * self.weight.reshape(column) + self.bias.reshape(column),
+            "dx": dx * invstd * self.weight.reshape(column),
+            "weight.grad": weight_grad,
+            "bias.grad": bias_grad,
+            "running_mean": 0.1 * mean,
+            "running_var": 0.9 + 0.1 * var * count / (count - 1),
+        }
+
+    def difference(self, found: Mapping[str, Any]) -> Difference:
+        """The largest difference of what was computed for the whole batch."""
+        shares = {}
+        for name, right in self.right.items():
+            values = np.asarray(found[name], np.float64)
+            share = np.abs(values - right).max() / np.abs(right).max()
+            shares[name] = float(share) if np.isfinite(share) else float("inf")
+        worst = max(shares, key=shares.__getitem__)
+        return Difference(shares[worst], worst, ROUNDINGS[self.dtype])
+
+
+def rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """The nearest values that the dtype can hold, as float64."""
+    if dtype == "bfloat16":  # NumPy has none: the upper half of a float32
+        bits = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        return bits.view(np.float32).astype(np.float64)
+    return values.astype(dtype).astype(np.float64)
+
+
+def array_checks() -> Iterator[Check]:
+    """Members in threads with uneven parts, one of them empty; each GPU by itself."""
+    for dtype in ("float64", "float32", "float16"):
+        for layout in LAYOUTS:
+            case = Case(dtype, layout)
+            yield Check(f"4 members in threads, {case.name}", partial(in_threads, case))
+    if versions(("cupy-cuda12x", "cupy-cuda13x")):
+        driver: Any = import_module("syncbn_core.backends.cuda.driver")
+        for device in range(driver.device_count()):
+            for dtype in ("float64", "float32", "float16"):
+                case = Case(dtype, "NCHW")
+                name = f"cuda:{device} by CuPy, {case.name}"
+                yield Check(name, partial(on_gpu, case, device))
+
+
+def in_threads(case: Case) -> Difference:
+    """Four members with parts of 4, 0, 5 and 1 samples."""
+    layers = [_layer(case, "cpu", member) for member in thread_group(4)]
+    bounds = (0, 4, 4, 9, 10)
+    parts = [slice(*pair) for pair in pairwise(bounds)]
+
+    def step(layer: BatchNorm, part: slice) -> tuple[Any, Any]:
+        y = layer(case.x[part].astype(case.dtype))
+        return y, layer.backward(case.dy[part].astype(case.dtype))
+
+    done = run_in_threads([partial(step, *pair) for pair in zip(layers, parts, strict=True)])
+    y, dx = (np.concatenate(values) for values in zip(*done, strict=True))
+    return case.difference(
+        {
+            "y": y,
+            "dx": dx,
+            "weight.grad": sum(layer.weight_grad for layer in layers),
+            "bias.grad": sum(layer.bias_grad for layer in layers),
+            "running_mean": layers[1].running_mean,
+            "running_var": layers[1].running_var,
+        }
+    )
+
+
+def on_gpu(case: Case, device: int) -> Difference:
+    lacks = import_module("syncbn_core.backends.cuda.driver").missing()
+    if lacks:
+        raise Missing("; ".join(lacks))
+    with array_library(f"cuda:{device}") as xp:
+        layer = _layer(case, f"cuda:{device}", None)
+        found = {"y": layer(xp.asarray(case.x.astype(case.dtype)))}
+        found["dx"] = layer.backward(xp.asarray(case.dy.astype(case.dtype)))
+        found |= {"weight.grad": layer.weight_grad, "bias.grad": layer.bias_grad}
+        found |= {"running_mean": layer.running_mean, "running_var": layer.running_var}
+        return case.difference({name: values.get() for name, values in found.items()})
+
+
+def _layer(case: Case, device: str, communicator: Any) -> BatchNorm:
+    kept = "float64" if case.dtype == "float64" else "float32"
+    layer = BatchNorm(CHANNELS, dtype=kept, device=device, communicator=communicator)
+    with array_library(device) as xp:
+        layer.weight[...] = xp.asarray(case.weight)
+        layer.bias[...] = xp.asarray(case.bias)
+    return layer
+
+
+def examine(check: Check) -> Finding:
+    """Run a check; whatever it raises is a finding."""
+    begin = time.perf_counter()
+    try:
+        found = check.run()
+    except Missing as missing:
+        return Finding(check.name, "missing", str(missing))
+    except Skipped as skipped:
+        return Finding(check.name, "skipped", str(skipped))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return Finding(check.name, "failed", text, None, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    right = found.value <= found.allowed
+    detail = f"largest difference {found.value:.1g} of {found.result}"
+    if not right:
+        detail += f", where {found.allowed:.1g} is right"
+    return Finding(check.name, "ok" if right else "WRONG", detail, found.value, seconds)
+
+
+def add_command(commands: Any) -> Any:
+    """Add the command `doctor` to those of a parser; returns its parser."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine has, and whether results are right here",
+        description="Print what a report of a fault needs: versions, devices, settings. Then "
+        "compare the results of parts with those of the undivided batch in float64.",
+        epilog="Exit status: 0 if all is well, 1 if a result is WRONG or a check failed, 2 for "
+        "wrong arguments, 3 if something is missing, 4 if a check was skipped.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead")
+    return doctor
+
+
+def run(found: Facts, checks: Iterable[Check], as_json: bool) -> int:
+    """Print facts and findings as they come; returns the exit status."""
+    report = Report(found)
+    say = silent if as_json else printer()
+    for topic, rows in found.items():
+        say(topic, "bold")
+        for name, text in rows.items():
+            say(f"  {name:16} {text}", "")
+    say("checks", "bold")
+    for check in checks:
+        finding = examine(check)
+        report.findings.append(finding)
+        say(f"  {finding.verdict:8} {finding.check:48} {finding.detail}", STYLES[finding.verdict])
+    if as_json:
+        print(report.to_json())
+    say(report.conclusion(), "bold")
+    return report.status
+
+
+def printer() -> Callable[[str, str], None]:
+    """Print lines in a style: by rich where it is installed, else plain."""
+    try:
+        rich = import_module("rich.console")
+    except ImportError:
+        return lambda text, style: print(text, flush=True)
+    console = rich.Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    return lambda text, style: console.print(text, style=style)
+
+
+def silent(text: str, style: str) -> None:
+    """Print nothing."""

@@ -1,0 +1,88 @@
+"""The doctor of arrays: what it finds, which words and which exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+from syncbn_core import doctor
+from syncbn_core.__main__ import main
+from syncbn_core.backends.cuda import driver
+from syncbn_core.doctor import Case, Check, Finding, Missing, Report, Skipped
+
+SCHEMA = json.loads(
+    (Path(__file__).parents[2] / "docs" / "doctor.schema.json").read_text(encoding="utf-8")
+)
+
+
+def test_a_right_machine_is_told_so_in_json_and_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "versions", lambda _: {})  # no CuPy
+    monkeypatch.setenv("SYNCBN_TIMEOUT", "77")
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, SCHEMA)
+    assert len(found["findings"]) == 9
+    assert all(0 < finding["difference"] < 1e-3 for finding in found["findings"])
+    assert found["facts"]["variables"]["SYNCBN_TIMEOUT"] == "77"
+
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n  ok       4 members in threads, ") == 9
+    assert printed.endswith("all 9 checks give the results of the undivided batch\n")
+
+
+def test_a_wrong_result_is_named_and_gives_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("float64", "NCHW")
+    found = {name: values.copy() for name, values in case.right.items()}
+    assert doctor.examine(Check("x", lambda: case.difference(found))).verdict == "ok"
+    found["dx"][3, 2] += 1e-9
+    finding = doctor.examine(Check("x", lambda: case.difference(found)))
+    assert finding.verdict == "WRONG"
+    assert " of dx, where 6e-14 is right" in finding.detail
+    assert Report({}, [finding]).status == 1
+    found["dx"][3, 2] = np.nan
+    assert doctor.examine(Check("x", lambda: case.difference(found))).verdict == "WRONG"
+
+
+def outcome(error: Exception) -> Finding:
+    def run() -> doctor.Difference:
+        raise error
+
+    return doctor.examine(Check("x", run))
+
+
+def test_each_kind_of_trouble_has_its_word_and_status() -> None:
+    right = Finding("x", "ok", "")
+    topics: doctor.Facts = {name: {} for name in SCHEMA["properties"]["facts"]["required"]}
+    kinds = {"failed": (OSError("no"), 1), "missing": (Missing("no"), 3)}
+    kinds["skipped"] = Skipped("no"), 4
+    for verdict, (error, status) in kinds.items():
+        finding = outcome(error)
+        report = Report(topics, [right, finding])
+        assert (finding.verdict, report.status) == (verdict, status)
+        assert finding.detail.endswith("no")
+        jsonschema.validate(json.loads(report.to_json()), SCHEMA)
+    assert Report({}, [outcome(Missing("")), outcome(Skipped(""))]).status == 3
+    assert Report({}, [outcome(Missing("")), outcome(OSError())]).status == 1
+
+
+def test_a_gpu_without_numba_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "versions", lambda _: {"cupy-cuda13x": "14"})
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "missing", lambda: ["numba-cuda is not installed"])
+    findings = [doctor.examine(check) for check in doctor.array_checks() if "cuda" in check.name]
+    assert {finding.verdict for finding in findings} == {"missing"}
+    assert "numba-cuda" in findings[0].detail
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("syncbn 0.")

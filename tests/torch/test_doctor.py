@@ -1,0 +1,91 @@
+"""The doctor of torch's layers: right on this machine, and never silent of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from bad_ranks import die_hang_or_raise
+from world import needs_gloo
+
+from syncbn_core import doctor as of_core
+from syncbn_core.doctor import Case
+from syncbn_torch import SyncBatchNorm
+from syncbn_verify import doctor
+from syncbn_verify.command import main
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_this_machine_is_right_also_as_if_it_had_three_gpus() -> None:
+    command = [sys.executable, "-m", "syncbn_torch", "doctor", "--json", "--pretend-gpus", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["facts"]["engines"]["gloo"] == "found"
+    names = [finding["check"] for finding in found["findings"]]
+    assert len(names) == 30
+    assert "2 processes over gloo, bfloat16, NCHW" in names
+    assert "3 GPUs over gloo, float32, channels_last" in names
+
+
+def test_a_layer_that_computes_wrongly_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = SyncBatchNorm.forward
+
+    def wrong(self: Any, x: Any) -> Any:
+        return forward(self, x) * (1 + 1e-9)
+
+    monkeypatch.setattr(SyncBatchNorm, "forward", wrong)
+    check = of_core.Check(
+        "4 replicas", partial(doctor.in_replicas, Case("float64", "NCHW"), ["cpu"] * 4)
+    )
+    monkeypatch.setattr(doctor, "checks", lambda _: iter([check]))
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "  WRONG    4 replicas" in printed
+    assert printed.endswith("something is wrong: please report it, with this text\n")
+
+
+def test_a_rank_that_dies_hangs_or_raises_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        doctor.in_ranks(die_hang_or_raise, 3, "cpu", tmp_path, 20)
+    text = str(raised.value)
+    assert "rank 0 ended with status 3" in text
+    assert "rank 1 did not end in 20 s" in text
+    assert "rank 2: OSError: no network" in text
+
+
+def test_ranks_that_fail_start_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def fail(*_: Any) -> None:
+        started.append(1)
+        raise RuntimeError("rank 1 did not end in 120 s")
+
+    monkeypatch.setattr(doctor, "in_ranks", fail)
+    found = [of_core.examine(check) for check in doctor.over_ranks("ranks", "cpu", 2)]
+    assert {finding.verdict for finding in found} == {"failed"}
+    assert len(started) == 1
+    assert "rank 1" in found[-1].detail
+
+
+def test_an_engine_that_is_not_there_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    for kind, name in (("cpu", "gloo"), ("cuda", "NCCL")):
+        (finding, *_) = [of_core.examine(c) for c in doctor.over_ranks("ranks", kind, 2)]
+        assert finding.verdict == "missing"
+        assert name in finding.detail
+
+
+def test_one_gpu_leaves_the_checks_of_several_out() -> None:
+    (several,) = [check for check in doctor.checks(1) if check.name == "several GPUs"]
+    assert of_core.examine(several).verdict == "skipped"
