@@ -6,36 +6,46 @@ processes of their own; each writes its results into a folder, and one that dies
 
 from __future__ import annotations
 
+import copy
 import datetime
 import multiprocessing
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from syncbn_core import doctor
 from syncbn_core.doctor import Case, Check, Difference, Facts, Missing, Skipped
-from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.which_kernel import always_ours
+from syncbn_torch import DataParallelWithCallback, SyncBatchNorm, convert_model
+from syncbn_torch.which_kernel import always_ours, torch_is_better
 
 __all__ = ["checks", "facts", "in_ranks"]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-DEADLINE = 120.0  # seconds for the ranks of a check: they import torch, and may compile kernels
+TURNS = 15  # of the timing
+DEADLINE = 300.0  # seconds for the ranks of a check: they import torch, and may compile kernels
 # The bounds of the parts of 10 samples, by the number of ranks.
 PARTS: dict[str, Callable[[int], list[int]]] = {
     "even": lambda size: [10 * rank // size for rank in range(size + 1)],
     "uneven": lambda size: [0, 1, *[4] * (size - 2), 10],
     "only the last has samples": lambda size: [*[0] * size, 10],
 }
+
+GRACE = 5.0  # seconds for ranks that run on after another has failed
+TRAINING = "five steps under DistributedDataParallel"
 
 Work = Callable[[int, int, str, Path], None]
 
@@ -49,6 +59,7 @@ def facts() -> Facts:
     found["arrays"]["torch, CUDA"] = (
         doctor.cuda_takes() if torch.cuda.is_available() else "this torch finds no device"
     )
+    found["timing"] = {device: timing(device) for device in devices()}
     available = dist.is_available()
     found["engines"] = {
         "gloo": "found" if available and dist.is_gloo_available() else "not in this torch",
@@ -63,8 +74,7 @@ def checks(pretended: int = 0) -> Iterator[Check]:
 
     `pretended`: a number of GPUs in whose place CPU and gloo are checked, to try these checks.
     """
-    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    for device in devices:
+    for device in devices():
         for case in cases():
             yield Check(f"a layer on {device}, {case.name}", partial(alone, case, device))
     for case in cases():
@@ -77,11 +87,15 @@ def checks(pretended: int = 0) -> Iterator[Check]:
         yield Check("several GPUs", partial(_skip, "this machine has one GPU"))
     if count > 1:
         for case in cases():
-            places = ["cpu"] * count if pretended else devices[1:]
+            places = ["cpu"] * count if pretended else devices()[1:]
             yield Check(
                 f"{count} GPUs as replicas, {case.name}", partial(in_replicas, case, places)
             )
         yield from over_ranks(f"{count} GPUs over {engine}", kind, count)
+
+
+def devices() -> list[str]:
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
 def cases() -> Iterator[Case]:
@@ -139,6 +153,31 @@ def step(
     }
 
 
+def timing(device: str) -> str:
+    """Forward and backward of a middle layer by our kernels and by torch's, in milliseconds."""
+    x = torch.randn(32, 64, 28, 28, device=device, requires_grad=True)
+    dy = torch.randn_like(x)
+    layer = SyncBatchNorm(64, device=device)
+    ways: dict[str, tuple[nn.Module, bool]] = {
+        "ours": (layer, True),
+        "torch's": (nn.BatchNorm2d(64, device=device), False),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(TURNS):
+        for name, (model, ours) in ways.items():
+            if x.is_cuda:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            with always_ours(ours):
+                model(x).backward(dy)
+            if x.is_cuda:
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - begin)
+    each = ", ".join(f"{name} {1e3 * median(turns):.2f} ms" for name, turns in seconds.items())
+    takes = "torch's" if torch_is_better(x, layer.weight, layer._rule) else "ours"
+    return f"{tuple(x.shape)} float32, forward and backward: {each}; a layer alone takes {takes}"
+
+
 # -------------------------------------------------------------------------------- processes
 
 
@@ -146,7 +185,7 @@ def over_ranks(name: str, kind: str, size: int) -> Iterator[Check]:
     """Checks of `size` processes, which start once, with the first check."""
     outcomes: list[dict[str, Difference] | Exception] = []
 
-    def run(case: Case) -> Difference:
+    def run(check: str) -> Difference:
         if not outcomes:
             try:
                 outcomes.append(_over_ranks(kind, size))
@@ -155,10 +194,10 @@ def over_ranks(name: str, kind: str, size: int) -> Iterator[Check]:
         (outcome,) = outcomes
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome[case.name]
+        return outcome[check]
 
-    for case in cases():
-        yield Check(f"{name}, {case.name}", partial(run, case))
+    for each in (*(case.name for case in cases()), TRAINING):
+        yield Check(f"{name}, {each}", partial(run, each))
 
 
 def _over_ranks(kind: str, size: int) -> dict[str, Difference]:
@@ -172,10 +211,12 @@ def _over_ranks(kind: str, size: int) -> dict[str, Difference]:
     with tempfile.TemporaryDirectory(prefix="syncbn-doctor-") as folder:
         in_ranks(take_part, size, kind, Path(folder))
         saved = [dict(np.load(Path(folder, f"{rank}.npz"))) for rank in range(size)]
-    return {
+    found = {
         case.name: max(case.difference(_joined(saved, f"{case.name}, {parts}")) for parts in PARTS)
         for case in cases()
     }
+    training = max(float(results[TRAINING]) for results in saved)
+    return found | {TRAINING: Difference(training, "parameters", 2**-36)}
 
 
 def _joined(saved: Sequence[Any], name: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -192,8 +233,8 @@ def _joined(saved: Sequence[Any], name: str) -> dict[str, np.ndarray[Any, Any]]:
 def in_ranks(work: Work, size: int, kind: str, folder: Path, deadline: float = DEADLINE) -> None:
     """Call `work(rank, size, kind, folder)` in `size` new processes, and wait for them.
 
-    Raises `RuntimeError` that names the ranks that failed, and those that did not end in
-    `deadline` seconds, which are killed.
+    Raises `RuntimeError` that names the ranks that failed, and those that did not end: in
+    `deadline` seconds, or soon after another rank failed. These are killed.
     """
     context = multiprocessing.get_context("spawn")
     ranks = [
@@ -203,23 +244,30 @@ def in_ranks(work: Work, size: int, kind: str, folder: Path, deadline: float = D
     for process in ranks:
         process.start()
     end = time.monotonic() + deadline
-    for process in ranks:
-        process.join(max(0.0, end - time.monotonic()))
-    hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
+    running = list(ranks)
+    while running and time.monotonic() < end:
+        connection.wait([process.sentinel for process in running], end - time.monotonic())
+        if any(process.exitcode for process in running):
+            end = min(end, time.monotonic() + GRACE)
+        running = [process for process in running if process.is_alive()]
+    failures = [
+        text for rank, process in enumerate(ranks) if (text := _failure(rank, process, folder))
+    ]
+    for process in running:
         process.kill()
         process.join()
-    texts = []
-    for rank, process in enumerate(ranks):
-        log = folder / f"{rank}.txt"
-        if rank in hanging:
-            texts.append(f"rank {rank} did not end in {deadline:g} s")
-        elif log.exists():
-            texts.append(f"rank {rank}: {log.read_text(encoding='utf-8')}")
-        elif process.exitcode:
-            texts.append(f"rank {rank} ended with status {process.exitcode}")
-    if texts:
-        raise RuntimeError("; ".join(texts))
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
+def _failure(rank: int, process: BaseProcess, folder: Path) -> str:
+    """What went wrong on a rank; "" if it ended well."""
+    log = folder / f"{rank}.txt"
+    if log.exists():
+        return f"rank {rank}: {log.read_text(encoding='utf-8')}"
+    if process.exitcode is None:
+        return f"rank {rank} did not end, and was killed"
+    return f"rank {rank} ended with status {process.exitcode}" if process.exitcode else ""
 
 
 def _rank(work: Work, rank: int, size: int, kind: str, folder: Path) -> None:
@@ -228,6 +276,7 @@ def _rank(work: Work, rank: int, size: int, kind: str, folder: Path) -> None:
     except BaseException as error:
         text = traceback.format_exception_only(error)[-1].strip()
         (folder / f"{rank}.txt").write_text(text, encoding="utf-8")
+        sys.exit(1)
 
 
 def take_part(rank: int, size: int, kind: str, folder: Path) -> None:
@@ -249,6 +298,37 @@ def take_part(rank: int, size: int, kind: str, folder: Path) -> None:
             layer, bounds = layer_of(case, device), bounds_of(size)
             results = step(case, layer, layer, slice(*bounds[rank : rank + 2]), device)
             saved |= {f"{case.name}, {parts}, {name}": v for name, v in results.items()}
+    saved[TRAINING] = np.array(training_differs(rank, size, device))
     np.savez(folder / f"{rank}.npz", **cast(Any, saved))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def training_differs(rank: int, size: int, device: str) -> float:
+    """How far parameters are from those of one process after five steps in float64."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    ).double()
+    batches = [torch.randn(2 * size, 3, 12, 12).double() for _ in range(5)]
+    labels = torch.arange(2 * size) % 5
+    ours = convert_model(copy.deepcopy(net)).to(device)
+    wrapped = DistributedDataParallel(ours, [device] if device != "cpu" else None)
+    own = slice(2 * rank, 2 * rank + 2)
+    for model, part, place in ((net, slice(None), "cpu"), (wrapped, own, device)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for batch in batches:
+            optimizer.zero_grad()
+            y = model(batch[part].to(place))
+            nn.functional.cross_entropy(y, labels[part].to(place)).backward()
+            optimizer.step()
+    pairs = zip(ours.state_dict().values(), net.state_dict().values(), strict=True)
+    return max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs)

@@ -5,9 +5,17 @@ import time
 from pathlib import Path
 
 
-def die_hang_or_raise(rank: int, size: int, kind: str, folder: Path) -> None:
-    if rank == 0:
+def one_dies(rank: int, size: int, kind: str, folder: Path) -> None:
+    if rank == 1:
         os._exit(3)
+    time.sleep(1000)
+
+
+def one_raises(rank: int, size: int, kind: str, folder: Path) -> None:
+    if rank == 1:
+        raise OSError("no network")
+
+
+def one_hangs(rank: int, size: int, kind: str, folder: Path) -> None:
     if rank == 1:
         time.sleep(1000)
-    raise OSError("no network")
