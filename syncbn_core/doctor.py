@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -118,15 +119,26 @@ def facts() -> Facts:
         "machine": {
             "python": f"{platform.python_version()}, {sys.executable}",
             "system": platform.platform(),
-            "processor": f"{os.cpu_count()} cores, {_processor()}",
-            "GPUs": gpus(),
+            "processor": f"{os.cpu_count()} cores, {found(_processor)}",
+            "GPUs": found(gpus),
         },
-        "arrays": {"NumPy": _numpy_takes(), "CuPy": _cupy_takes()},
-        "caches": caches(),
+        "arrays": {"NumPy": found(numpy_takes), "CuPy": found(_cupy_takes)},
+        "caches": {
+            "CPU kernels": found(_cache_of_cpu_kernels),
+            "CUDA kernels": found(_cache_of_cuda_kernels),
+        },
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
         },
     }
+
+
+def found(fact: Callable[[], str]) -> str:
+    """A fact, or why it can't be told: a sick machine gets a report too."""
+    try:
+        return fact()
+    except Exception as error:
+        return f"unknown: {type(error).__name__}: {error}"
 
 
 def version_of(package: str) -> str:
@@ -165,10 +177,16 @@ def gpus() -> str:
     return "; ".join(each) or f"none: {driver.missing()[0]}"
 
 
-def _numpy_takes() -> str:
-    from syncbn_core.backends.cpu.plain import kernels_forbidden
+def numpy_takes() -> str:
+    """Which operations arrays and tensors on the CPU take."""
+    return "plain operations, slowly: NUMBA_DISABLE_JIT" if jit_disabled() else "CPU kernels"
 
-    return "plain operations, slowly: NUMBA_DISABLE_JIT" if kernels_forbidden() else "CPU kernels"
+
+def jit_disabled() -> bool:
+    """Without the warning that comes with the first call."""
+    import numba
+
+    return bool(numba.config.DISABLE_JIT)  # type: ignore[attr-defined]
 
 
 def _cupy_takes() -> str:
@@ -187,12 +205,17 @@ def cuda_takes() -> str:
     return "no CUDA kernels: " + "; ".join(lacks) if lacks else "CUDA kernels"
 
 
-def caches() -> dict[str, str]:
-    from syncbn_core.backends.cpu.warmup import cache_folder as of_cpu
+def _cache_of_cpu_kernels() -> str:
+    if jit_disabled():
+        return "none: NUMBA_DISABLE_JIT"
+    from syncbn_core.backends.cpu.warmup import cache_folder
 
+    return _described(cache_folder())
+
+
+def _cache_of_cuda_kernels() -> str:
     compiler: Any = import_module("syncbn_core.backends.cuda.compiler")
-    folders = {"CPU kernels": of_cpu(), "CUDA kernels": compiler.cache_folder()}
-    return {name: _described(folder) for name, folder in folders.items()}
+    return _described(compiler.cache_folder())
 
 
 def _described(folder: Path | None) -> str:
@@ -325,10 +348,12 @@ def _layer(case: Case, device: str, communicator: Any) -> BatchNorm:
 
 
 def examine(check: Check) -> Finding:
-    """Run a check; whatever it raises is a finding."""
+    """Run a check; whatever it raises is a finding, and so are kernels that could not be used."""
     begin = time.perf_counter()
     try:
-        found = check.run()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = check.run()
     except Missing as missing:
         return Finding(check.name, "missing", str(missing))
     except Skipped as skipped:
@@ -337,11 +362,13 @@ def examine(check: Check) -> Finding:
         text = f"{type(error).__name__}: {error}"
         return Finding(check.name, "failed", text, None, time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
-    right = found.value <= found.allowed
     detail = f"largest difference {found.value:.1g} of {found.result}"
-    if not right:
+    if not found.value <= found.allowed:
         detail += f", where {found.allowed:.1g} is right"
-    return Finding(check.name, "ok" if right else "WRONG", detail, found.value, seconds)
+        return Finding(check.name, "WRONG", detail, found.value, seconds)
+    plain = [str(each.message) for each in told if "syncbn uses plain" in str(each.message)]
+    verdict: Verdict = "missing" if plain else "ok"
+    return Finding(check.name, verdict, "; ".join([detail, *plain]), found.value, seconds)
 
 
 def add_command(commands: Any) -> Any:
@@ -358,23 +385,32 @@ def add_command(commands: Any) -> Any:
     return doctor
 
 
-def run(found: Facts, checks: Iterable[Check], as_json: bool) -> int:
-    """Print facts and findings as they come; returns the exit status."""
-    report = Report(found)
+def run(
+    facts: Facts, checks: Iterable[Check], as_json: bool, timing: Callable[[], Facts] = dict
+) -> int:
+    """Print facts, findings as they come, and what `timing` returns; returns the exit status."""
+    report = Report(facts)
     say = silent if as_json else printer()
-    for topic, rows in found.items():
-        say(topic, "bold")
-        for name, text in rows.items():
-            say(f"  {name:16} {text}", "")
+    say_facts(facts, say)
     say("checks", "bold")
     for check in checks:
         finding = examine(check)
         report.findings.append(finding)
         say(f"  {finding.verdict:8} {finding.check:48} {finding.detail}", STYLES[finding.verdict])
+    times = timing()
+    report.facts |= times
+    say_facts(times, say)
     if as_json:
         print(report.to_json())
     say(report.conclusion(), "bold")
     return report.status
+
+
+def say_facts(facts: Facts, say: Callable[[str, str], None]) -> None:
+    for topic, rows in facts.items():
+        say(topic, "bold")
+        for name, text in rows.items():
+            say(f"  {name:16} {text}", "")
 
 
 def printer() -> Callable[[str, str], None]:

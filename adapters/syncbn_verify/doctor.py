@@ -32,7 +32,7 @@ from syncbn_core.doctor import Case, Check, Difference, Facts, Missing, Skipped
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm, convert_model
 from syncbn_torch.which_kernel import always_ours, torch_is_better
 
-__all__ = ["checks", "facts", "in_ranks"]
+__all__ = ["checks", "facts", "in_ranks", "timing"]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 TURNS = 15  # of the timing
@@ -43,7 +43,6 @@ PARTS: dict[str, Callable[[int], list[int]]] = {
     "uneven": lambda size: [0, 1, *[4] * (size - 2), 10],
     "only the last has samples": lambda size: [*[0] * size, 10],
 }
-
 GRACE = 5.0  # seconds for ranks that run on after another has failed
 TRAINING = "five steps under DistributedDataParallel"
 
@@ -57,9 +56,10 @@ def facts() -> Facts:
     found["machine"]["torch"] = f"{torch.get_num_threads()} threads"
     found["arrays"]["torch, CPU"] = found["arrays"]["NumPy"]
     found["arrays"]["torch, CUDA"] = (
-        doctor.cuda_takes() if torch.cuda.is_available() else "this torch finds no device"
+        doctor.found(doctor.cuda_takes)
+        if torch.cuda.is_available()
+        else "this torch finds no device"
     )
-    found["timing"] = {device: timing(device) for device in devices()}
     available = dist.is_available()
     found["engines"] = {
         "gloo": "found" if available and dist.is_gloo_available() else "not in this torch",
@@ -153,7 +153,12 @@ def step(
     }
 
 
-def timing(device: str) -> str:
+def timing() -> Facts:
+    """Of a middle layer on each device."""
+    return {"timing": {d: doctor.found(partial(timing_on, d)) for d in devices()}}
+
+
+def timing_on(device: str) -> str:
     """Forward and backward of a middle layer by our kernels and by torch's, in milliseconds."""
     x = torch.randn(32, 64, 28, 28, device=device, requires_grad=True)
     dy = torch.randn_like(x)

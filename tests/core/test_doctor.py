@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -79,6 +81,32 @@ def test_a_gpu_without_numba_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     findings = [doctor.examine(check) for check in doctor.array_checks() if "cuda" in check.name]
     assert {finding.verdict for finding in findings} == {"missing"}
     assert "numba-cuda" in findings[0].detail
+
+
+def test_kernels_that_can_not_be_used_are_missing_though_results_are_right() -> None:
+    def run() -> doctor.Difference:
+        warnings.warn("syncbn uses plain operations instead of CUDA kernel a: ...", stacklevel=2)
+        return doctor.Difference(0.0, "y", 1e-9)
+
+    finding = doctor.examine(Check("x", run))
+    assert finding.verdict == "missing"
+    assert "instead of CUDA kernel a" in finding.detail
+
+
+def test_a_machine_without_compilation_gets_a_report(fresh_python: Callable[..., str]) -> None:
+    code = "from syncbn_core.__main__ import main; print(main(['doctor', '--json']))"
+    *text, status = fresh_python(code, NUMBA_DISABLE_JIT="1").splitlines()
+    findings = json.loads("\n".join(text))["findings"]
+    assert [finding["verdict"] for finding in findings].count("missing") == 1
+    assert "NUMBA_DISABLE_JIT" in findings[0]["detail"]
+    assert status == "3"
+
+
+def test_a_fact_that_can_not_be_told_is_no_end() -> None:
+    def fail() -> str:
+        raise OSError("no such file")
+
+    assert doctor.found(fail) == "unknown: OSError: no such file"
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
