@@ -410,7 +410,7 @@ def say_facts(facts: Facts, say: Callable[[str, str], None]) -> None:
     for topic, rows in facts.items():
         say(topic, "bold")
         for name, text in rows.items():
-            say(f"  {name:16} {text}", "")
+            say(f"  {name:22} {text}", "")
 
 
 def printer() -> Callable[[str, str], None]:

@@ -44,6 +44,18 @@ PARTS: dict[str, Callable[[int], list[int]]] = {
     "only the last has samples": lambda size: [*[0] * size, 10],
 }
 GRACE = 5.0  # seconds for ranks that run on after another has failed
+# The 53 layers of ResNet-50 for images of 224 x 224: channels, height and width, how many.
+RESNET50 = (
+    *((64, 112, 1), (64, 56, 6), (256, 56, 4), (128, 56, 1), (128, 28, 7), (512, 28, 5)),
+    *((256, 28, 1), (256, 14, 11), (1024, 14, 7), (512, 14, 1), (512, 7, 5), (2048, 7, 4)),
+)
+ROUNDS = {"cpu": 3, "cuda": 10}
+IMAGES = {"cpu": 2, "cuda": 32}  # of a rank
+WAYS: dict[str, Callable[[int], nn.Module]] = {
+    "syncbn": SyncBatchNorm,
+    "torch.nn.SyncBatchNorm": nn.SyncBatchNorm,
+    "without synchronization": nn.BatchNorm2d,
+}
 TRAINING = "five steps under DistributedDataParallel"
 
 Work = Callable[[int, int, str, Path], None]
@@ -153,9 +165,12 @@ def step(
     }
 
 
+_of_ranks: dict[str, str] = {}  # times that checks of processes have taken
+
+
 def timing() -> Facts:
-    """Of a middle layer on each device."""
-    return {"timing": {d: doctor.found(partial(timing_on, d)) for d in devices()}}
+    """Of a middle layer on each device; of the layers of ResNet-50 over the processes checked."""
+    return {"timing": _of_ranks | {d: doctor.found(partial(timing_on, d)) for d in devices()}}
 
 
 def timing_on(device: str) -> str:
@@ -170,13 +185,11 @@ def timing_on(device: str) -> str:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(TURNS):
         for name, (model, ours) in ways.items():
-            if x.is_cuda:
-                torch.cuda.synchronize()
+            _wait(x)
             begin = time.perf_counter()
             with always_ours(ours):
                 model(x).backward(dy)
-            if x.is_cuda:
-                torch.cuda.synchronize()
+            _wait(x)
             seconds[name].append(time.perf_counter() - begin)
     each = ", ".join(f"{name} {1e3 * median(turns):.2f} ms" for name, turns in seconds.items())
     takes = "torch's" if torch_is_better(x, layer.weight, layer._rule) else "ours"
@@ -193,7 +206,7 @@ def over_ranks(name: str, kind: str, size: int) -> Iterator[Check]:
     def run(check: str) -> Difference:
         if not outcomes:
             try:
-                outcomes.append(_over_ranks(kind, size))
+                outcomes.append(_over_ranks(name, kind, size))
             except Exception as error:  # not again for each case: it may have taken minutes
                 outcomes.append(error)
         (outcome,) = outcomes
@@ -205,8 +218,8 @@ def over_ranks(name: str, kind: str, size: int) -> Iterator[Check]:
         yield Check(f"{name}, {each}", partial(run, each))
 
 
-def _over_ranks(kind: str, size: int) -> dict[str, Difference]:
-    """The largest difference of each case over the ways to part the batch."""
+def _over_ranks(name: str, kind: str, size: int) -> dict[str, Difference]:
+    """The largest difference of each case over the ways to part the batch; notes the times."""
     if not dist.is_available():
         raise Missing("this torch has no torch.distributed")
     if kind == "cpu" and not dist.is_gloo_available():
@@ -215,6 +228,7 @@ def _over_ranks(kind: str, size: int) -> dict[str, Difference]:
         raise Missing("this torch has no NCCL, over which GPUs talk")
     with tempfile.TemporaryDirectory(prefix="syncbn-doctor-") as folder:
         in_ranks(take_part, size, kind, Path(folder))
+        _of_ranks[name] = Path(folder, "times.txt").read_text(encoding="utf-8")
         saved = [dict(np.load(Path(folder, f"{rank}.npz"))) for rank in range(size)]
     found = {
         case.name: max(case.difference(_joined(saved, f"{case.name}, {parts}")) for parts in PARTS)
@@ -305,6 +319,9 @@ def take_part(rank: int, size: int, kind: str, folder: Path) -> None:
             saved |= {f"{case.name}, {parts}, {name}": v for name, v in results.items()}
     saved[TRAINING] = np.array(training_differs(rank, size, device))
     np.savez(folder / f"{rank}.npz", **cast(Any, saved))
+    times = doctor.found(partial(times_of_layers, kind, device))
+    if rank == 0:
+        (folder / "times.txt").write_text(times, encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -337,3 +354,38 @@ def training_differs(rank: int, size: int, device: str) -> float:
             optimizer.step()
     pairs = zip(ours.state_dict().values(), net.state_dict().values(), strict=True)
     return max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def times_of_layers(kind: str, device: str) -> str:
+    """Median times of forward and backward of all layers of ResNet-50, one by one, in turn."""
+    ways = dict(WAYS)
+    if kind == "cpu":
+        del ways["torch.nn.SyncBatchNorm"]  # which refuses it
+    layers = {
+        way: [
+            (make(channels).to(device), (IMAGES[kind], channels, size, size), count)
+            for channels, size, count in RESNET50
+        ]
+        for way, make in ways.items()
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(ROUNDS[kind]):
+        for way, each in layers.items():
+            dist.barrier()
+            seconds[way].append(0.0)
+            for layer, shape, count in each:
+                x = torch.randn(shape, device=device, requires_grad=True)
+                dy = torch.randn_like(x)
+                _wait(x)
+                begin = time.perf_counter()
+                for _ in range(count):
+                    layer(x).backward(dy)
+                _wait(x)
+                seconds[way][-1] += time.perf_counter() - begin
+    times = ", ".join(f"{way} {1e3 * median(turns):.0f} ms" for way, turns in seconds.items())
+    return f"layers of ResNet-50, {IMAGES[kind]} images of 224 x 224 per process: {times}"
+
+
+def _wait(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()

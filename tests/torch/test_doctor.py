@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -35,7 +36,9 @@ def test_this_machine_is_right_also_as_if_it_had_two_gpus() -> None:
     assert "2 processes over gloo, bfloat16, NCHW" in names
     assert "2 GPUs over gloo, float32, channels_last" in names
     assert "2 GPUs over gloo, five steps under DistributedDataParallel" in names
-    assert "a layer alone takes" in found["facts"]["timing"]["cpu"]
+    times = found["facts"]["timing"]
+    assert "a layer alone takes" in times["cpu"]
+    assert re.search(r"ResNet-50, .*: syncbn \d+ ms, without", times["2 GPUs over gloo"])
 
 
 def test_a_layer_that_computes_wrongly_is_found(
