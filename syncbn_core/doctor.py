@@ -365,7 +365,8 @@ def examine(check: Check) -> Finding:
     detail = f"largest difference {found.value:.1g} of {found.result}"
     if not found.value <= found.allowed:
         detail += f", where {found.allowed:.1g} is right"
-        return Finding(check.name, "WRONG", detail, found.value, seconds)
+        known = found.value if np.isfinite(found.value) else None  # JSON has no infinity
+        return Finding(check.name, "WRONG", detail, known, seconds)
     plain = [str(each.message) for each in told if "syncbn uses plain" in str(each.message)]
     verdict: Verdict = "missing" if plain else "ok"
     return Finding(check.name, verdict, "; ".join([detail, *plain]), found.value, seconds)

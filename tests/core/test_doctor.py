@@ -49,7 +49,8 @@ def test_a_wrong_result_is_named_and_gives_1(monkeypatch: pytest.MonkeyPatch) ->
     assert " of dx, where 6e-14 is right" in finding.detail
     assert Report({}, [finding]).status == 1
     found["dx"][3, 2] = np.nan
-    assert doctor.examine(Check("x", lambda: case.difference(found))).verdict == "WRONG"
+    finding = doctor.examine(Check("x", lambda: case.difference(found)))
+    assert (finding.verdict, finding.difference) == ("WRONG", None)
 
 
 def outcome(error: Exception) -> Finding:
