@@ -134,24 +134,11 @@ facts() {
     fi
     command -v nvcc && nvcc --version | tail -n 2
     command -v compute-sanitizer && compute-sanitizer --version | tail -n 2
-    "$python" - <<'FACTS'
-import platform
-from importlib import metadata
-
-import torch
-
-print("python", platform.python_version(), "cuda", torch.version.cuda)
-for name in ("torch", "numpy", "numba", "numba-cuda", "cuda-bindings", "cupy-cuda13x", "triton",
-             "apex", "pytest", "pytest-timeout", "hypothesis", "rich"):
-    try:
-        print(name, metadata.version(name))
-    except metadata.PackageNotFoundError:
-        print(name, "missing")
-if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-    print("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
-count = torch.cuda.device_count()
-print(count, "GPU:", torch.cuda.get_device_name() if count else "none")
-FACTS
+    "$python" -c 'from syncbn_core.doctor import print_facts
+from syncbn_verify.doctor import facts
+found = facts()
+shown = {topic: found[topic] for topic in ("versions", "arrays", "engines")}  # and no paths
+print_facts(shown, lambda text, style: print(text))'
 }
 export -f facts
 export python

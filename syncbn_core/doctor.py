@@ -36,7 +36,8 @@ __all__ = ["Case", "Check", "Difference", "Finding", "Report", "array_checks", "
 Verdict = Literal["ok", "WRONG", "failed", "missing", "skipped"]
 Facts = dict[str, dict[str, str]]
 
-PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "mpi4py")
+PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "cuda-bindings", "mpi4py")
+CUPY = ("cupy-cuda12x", "cupy-cuda13x")
 VARIABLES = ("SYNCBN_", "NUMBA_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 # Of a result, as a share of its largest value: some roundings of the dtype of x.
 ROUNDINGS = {"float64": 2**-44, "float32": 2**-18, "float16": 2**-9, "bfloat16": 2**-6}
@@ -115,7 +116,7 @@ class Report:
 def facts() -> Facts:
     """What is installed and set, without torch."""
     return {
-        "versions": {"syncbn": syncbn_core.__version__, **versions(PACKAGES)},
+        "versions": {"syncbn": syncbn_core.__version__, **versions(PACKAGES + CUPY)},
         "machine": {
             "python": f"{platform.python_version()}, {sys.executable}",
             "system": platform.platform(),
@@ -190,7 +191,7 @@ def jit_disabled() -> bool:
 
 
 def _cupy_takes() -> str:
-    if not versions(("cupy-cuda12x", "cupy-cuda13x")):
+    if not versions(CUPY):
         return "not taken: CuPy is not installed"
     return cuda_takes()
 
@@ -292,7 +293,7 @@ def array_checks() -> Iterator[Check]:
         for layout in LAYOUTS:
             case = Case(dtype, layout)
             yield Check(f"4 members in threads, {case.name}", partial(in_threads, case))
-    if versions(("cupy-cuda12x", "cupy-cuda13x")):
+    if versions(CUPY):
         driver: Any = import_module("syncbn_core.backends.cuda.driver")
         for device in range(driver.device_count()):
             for dtype in ("float64", "float32", "float16"):
@@ -392,7 +393,7 @@ def run(
     """Print facts, findings as they come, and what `timing` returns; returns the exit status."""
     report = Report(facts)
     say = silent if as_json else printer()
-    say_facts(facts, say)
+    print_facts(facts, say)
     say("checks", "bold")
     for check in checks:
         finding = examine(check)
@@ -400,14 +401,15 @@ def run(
         say(f"  {finding.verdict:8} {finding.check:48} {finding.detail}", STYLES[finding.verdict])
     times = timing()
     report.facts |= times
-    say_facts(times, say)
+    print_facts(times, say)
     if as_json:
         print(report.to_json())
     say(report.conclusion(), "bold")
     return report.status
 
 
-def say_facts(facts: Facts, say: Callable[[str, str], None]) -> None:
+def print_facts(facts: Facts, say: Callable[[str, str], None]) -> None:
+    """Print facts by `say(text, style)`."""
     for topic, rows in facts.items():
         say(topic, "bold")
         for name, text in rows.items():

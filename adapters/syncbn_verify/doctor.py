@@ -58,13 +58,15 @@ WAYS: dict[str, Callable[[int], nn.Module]] = {
 }
 TRAINING = "five steps under DistributedDataParallel"
 
+_ABSENT = "not in this torch"
+
 Work = Callable[[int, int, str, Path], None]
 
 
 def facts() -> Facts:
     """Those of the core, and what torch has."""
     found = doctor.facts()
-    found["versions"] |= {"torch": torch.__version__, **doctor.versions(("triton",))}
+    found["versions"] |= {"torch": torch.__version__, **doctor.versions(("triton", "apex"))}
     found["machine"]["torch"] = f"{torch.get_num_threads()} threads"
     found["arrays"]["torch, CPU"] = found["arrays"]["NumPy"]
     found["arrays"]["torch, CUDA"] = (
@@ -74,11 +76,15 @@ def facts() -> Facts:
     )
     available = dist.is_available()
     found["engines"] = {
-        "gloo": "found" if available and dist.is_gloo_available() else "not in this torch",
-        "NCCL": "found" if available and dist.is_nccl_available() else "not in this torch",
+        "gloo": "found" if available and dist.is_gloo_available() else _ABSENT,
+        "NCCL": doctor.found(_nccl) if available and dist.is_nccl_available() else _ABSENT,
         "MPI": doctor.version_of("mpi4py"),
     }
     return found
+
+
+def _nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def checks(pretended: int = 0) -> Iterator[Check]:

@@ -24,7 +24,7 @@ SCHEMA = json.loads(
 def test_a_right_machine_is_told_so_in_json_and_in_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "versions", lambda _: {})  # no CuPy
+    monkeypatch.setattr(doctor, "versions", lambda packages: {})  # no CuPy
     monkeypatch.setenv("SYNCBN_TIMEOUT", "77")
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -76,7 +76,7 @@ def test_each_kind_of_trouble_has_its_word_and_status() -> None:
 
 
 def test_a_gpu_without_numba_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "versions", lambda _: {"cupy-cuda13x": "14"})
+    monkeypatch.setattr(doctor, "versions", lambda packages: {"cupy-cuda13x": "14"})
     monkeypatch.setattr(driver, "device_count", lambda: 1)
     monkeypatch.setattr(driver, "missing", lambda: ["numba-cuda is not installed"])
     findings = [doctor.examine(check) for check in doctor.array_checks() if "cuda" in check.name]
