@@ -27,7 +27,7 @@ from syncbn_torch._torch_private import (
     saving_runs_hooks,
 )
 from syncbn_torch.backends import torch_kernel
-from syncbn_torch.backends.memory import PLAIN, is_whole
+from syncbn_torch.backends.memory import PLAIN, is_whole, kernels_forbidden
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.validation import FLOATS
 from syncbn_torch.which_kernel import ours_is_better
@@ -174,10 +174,10 @@ def usual_forward(layer: LayerState, x: Tensor, checked: Checked) -> Tensor | No
     """
     momentum = layer.momentum
     if ours_is_better(x, checked.running_mean) or layer.effective_eps_mode == "clamp":
-        y: Tensor | None = None
-        if x.is_cpu:
-            kernels, rule = cpu_kernels(), layer._rule
-            y = kernels.batch_norm(x, checked[:5], checked.addresses, momentum, rule)
+        if not x.is_cpu or kernels_forbidden():
+            return None
+        kernels, rule = cpu_kernels(), layer._rule
+        y: Tensor | None = kernels.batch_norm(x, checked[:5], checked.addresses, momentum, rule)
         return y
     if modes_run_other_code() or x.numel() <= x.size(1) or not is_in_place(checked, x):
         return None

@@ -64,18 +64,21 @@ def torch_is_better(x: Tensor, like: Tensor | None, rule: NormRule) -> bool:
         return False
     if transforming() or operations_are_seen():
         return True  # nobody sees into our kernels
-    if _ours_always.get():
+    if _ours_always.get() or _is_inaccurate(x, like):
         return False
     return not (ours_is_better(x, like) and (x.is_cuda or memory.supports(x)))
 
 
 def ours_is_better(x: Tensor, like: Tensor | None) -> bool:
     """Whether our kernels are faster or more accurate for x, if they support it."""
-    if _ours_always.get():
-        return True
-    if x.dtype in _HALVES and x.is_cpu and (like is None or like.dtype in _HALVES):
+    if _ours_always.get() or _is_inaccurate(x, like):
         return True
     return _is_large_on_device(x) and cuda.measured(x) if x.is_cuda else _is_large(x)
+
+
+def _is_inaccurate(x: Tensor, like: Tensor | None) -> bool:
+    """Whether torch's kernel would keep mean and invstd in 16 bits."""
+    return x.dtype in _HALVES and x.is_cpu and (like is None or like.dtype in _HALVES)
 
 
 def _is_large_on_device(x: Tensor) -> bool:

@@ -71,13 +71,14 @@ def supports(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.dtype in _KERNEL_DTYPES
         and tensor.layout is torch.strided
-        and not _kernels_forbidden()
+        and not kernels_forbidden()
         and (tensor.dtype is not torch.float16 or _has_half())
     )
 
 
 @cache
-def _kernels_forbidden() -> bool:
+def kernels_forbidden() -> bool:
+    """Whether Numba may not compile; then one warning says so."""
     return import_module("syncbn_core.backends.cpu.plain").kernels_forbidden()  # type: ignore[no-any-return]
 
 
