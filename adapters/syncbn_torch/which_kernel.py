@@ -1,7 +1,7 @@
 """Which kernel computes a layer alone: torch's, or ours where it is faster or more accurate.
 
-torch's CPU kernel keeps mean and invstd in 16 bits where the input and all tensors of the layer are
-16 bits: a dx of (2, 130) is then wrong by several times its size. Ours keeps them in float32.
+torch's CPU kernel keeps mean and invstd in 16 bits if the input and all tensors of the layer have
+16 bits. For (2, 130), dx is then off by several times its largest value. Ours keeps float32.
 
 Otherwise, on the CPU, our kernels are faster than torch's from these sizes on (measured forward
 and backward, on one thread and on two, and within networks; docs/speed.md):
@@ -58,7 +58,7 @@ def always_ours(on: bool = True) -> Iterator[None]:
 def torch_is_better(x: Tensor, like: Tensor | None, rule: NormRule) -> bool:
     """Whether torch's kernel fits a layer alone, and is better than ours or ours can't run.
 
-    `like`: a tensor of the layer, None if it has none.
+    `like`: the weight or running mean of the layer, whose dtype counts; None if it has none.
     """
     if rule.unusual is not None:
         return False

@@ -237,22 +237,26 @@ def _over_ranks(name: str, kind: str, size: int) -> dict[str, Difference]:
         _of_ranks[name] = Path(folder, "times.txt").read_text(encoding="utf-8")
         saved = [dict(np.load(Path(folder, f"{rank}.npz"))) for rank in range(size)]
     found = {
-        case.name: max(case.difference(_joined(saved, f"{case.name}, {parts}")) for parts in PARTS)
+        case.name: max(
+            case.difference(_joined(saved, f"{case.name}, {parts}", rank))
+            for parts in PARTS
+            for rank in range(size)
+        )
         for case in cases()
     }
-    training = max(float(results[TRAINING]) for results in saved)
+    training = float(np.max([results[TRAINING] for results in saved]))  # NaN, if there is one
     return found | {TRAINING: Difference(training, "parameters", 2**-36)}
 
 
-def _joined(saved: Sequence[Any], name: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Results of the whole batch: of y and dx the parts, of gradients the sums, else rank 0's."""
+def _joined(saved: Sequence[Any], name: str, rank: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Results of the whole batch; running statistics are those of `rank`."""
     of_ranks = {
         key: [results[f"{name}, {key}"] for results in saved]
         for key in ("y", "dx", "weight.grad", "bias.grad", "running_mean", "running_var")
     }
     whole = {key: np.concatenate(of_ranks.pop(key)) for key in ("y", "dx")}
     whole |= {key: np.sum(of_ranks.pop(key), 0) for key in ("weight.grad", "bias.grad")}
-    return whole | {key: values[0] for key, values in of_ranks.items()}
+    return whole | {key: values[rank] for key, values in of_ranks.items()}
 
 
 def in_ranks(work: Work, size: int, kind: str, folder: Path, deadline: float = DEADLINE) -> None:
@@ -359,7 +363,8 @@ def training_differs(rank: int, size: int, device: str) -> float:
             nn.functional.cross_entropy(y, labels[part].to(place)).backward()
             optimizer.step()
     pairs = zip(ours.state_dict().values(), net.state_dict().values(), strict=True)
-    return max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs)
+    shares = [float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs]
+    return float(np.max(shares))  # NaN, if there is one
 
 
 def times_of_layers(kind: str, device: str) -> str:

@@ -46,7 +46,7 @@ def test_a_wrong_result_is_named_and_gives_1(monkeypatch: pytest.MonkeyPatch) ->
     found["dx"][3, 2] += 1e-9
     finding = doctor.examine(Check("x", lambda: case.difference(found)))
     assert finding.verdict == "WRONG"
-    assert " of dx, where 6e-14 is right" in finding.detail
+    assert " of dx, where 6e-14 is allowed" in finding.detail
     assert Report({}, [finding]).status == 1
     found["dx"][3, 2] = np.nan
     finding = doctor.examine(Check("x", lambda: case.difference(found)))

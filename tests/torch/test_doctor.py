@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import bad_ranks
+import numpy as np
 import pytest
 import torch.distributed as dist
 from world import needs_gloo
@@ -88,6 +89,37 @@ def test_ranks_that_fail_start_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {finding.verdict for finding in found} == {"failed"}
     assert len(started) == 1
     assert "rank 1" in found[-1].detail
+
+
+def save_results(rank: int, folder: Path, running_var: float, training: float) -> None:
+    saved: dict[str, Any] = {doctor.TRAINING: np.array(training)}
+    for case in doctor.cases():
+        for parts in doctor.PARTS:
+            results = case.right | {"running_var": case.right["running_var"] * running_var}
+            for name in ("y", "dx"):  # rank 0 has the whole batch
+                results[name] = results[name][: 0 if rank else None]
+            for name in ("weight.grad", "bias.grad"):
+                results[name] = results[name] * (rank == 0)
+            saved |= {f"{case.name}, {parts}, {name}": v for name, v in results.items()}
+    np.savez(folder / f"{rank}.npz", **saved)
+    (folder / "times.txt").write_text("none")
+
+
+@pytest.mark.parametrize("wrong", ["running statistics", "NaN"])
+def test_what_is_wrong_on_the_last_rank_only_is_found(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ranks(work: Any, size: int, kind: str, folder: Path) -> None:
+        save_results(0, folder, 1, 1e-15)
+        off = wrong == "running statistics"
+        save_results(1, folder, 1.1 if off else 1, 1e-15 if off else float("nan"))
+
+    monkeypatch.setattr(doctor, "in_ranks", ranks)
+    *layers, training = [of_core.examine(c) for c in doctor.over_ranks("ranks", "cpu", 2)]
+    bad = layers if wrong == "running statistics" else [training]
+    good = [training] if wrong == "running statistics" else layers
+    assert {finding.verdict for finding in bad} == {"WRONG"}
+    assert {finding.verdict for finding in good} == {"ok"}
 
 
 def test_an_engine_that_is_not_there_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
