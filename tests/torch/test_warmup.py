@@ -28,7 +28,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
     def recorder(name: str) -> Callable[..., None]:
         def record(*arguments: Any) -> None:
             found.add((name, tuple(numba.typeof(each) for each in arguments)))
-            for each in arguments:  # results would be uninitialized memory
+            for each in arguments:  # tables would be uninitialized memory
                 if isinstance(each, np.ndarray) and each.dtype.kind == "f" and each.flags.writeable:
                     each[...] = 1
 
@@ -87,6 +87,7 @@ def train_layers(dtype: str) -> None:
         run_in_threads([lambda: step(0), lambda: step(1)])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of y and dx, which nothing fills
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_launch_nothing_that_warmup_has_not(dtype: str, launched: set[Launch]) -> None:
     warm_up(dtype)
