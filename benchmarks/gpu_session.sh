@@ -36,6 +36,7 @@ benchmark  200  320
 memcheck    45   60
 racecheck   45   60
 initcheck   45   90
+doctor      60  150
 replicas    20   40"
 COMPILE=50 # before all others, at most; it starts with 20
 
@@ -140,7 +141,14 @@ found = facts()
 shown = {topic: found[topic] for topic in ("versions", "arrays", "engines")}  # and no paths
 print_facts(shown, lambda text, style: print(text))'
 }
-export -f facts
+# shellcheck disable=SC2329  # a stage calls it
+doctor() {
+    "$python" -m syncbn_torch doctor --json >"$1"
+    local found=$?
+    echo "the doctor's exit status is $found"
+    ((found == 0 || found == 4)) # 4: one GPU is fewer than all its checks need
+}
+export -f facts doctor
 export python
 
 if [ "$dry" ]; then
@@ -173,6 +181,7 @@ command_of() {
             -o filterwarnings=default)
         ;;
     sanitize) command=("$python" benchmarks/gpu_sanitize.py "${one[@]}") ;;
+    doctor) command=(bash -c "doctor '$json'") ;;
     replicas) command=("$python" benchmarks/gpu_sanitize.py --replicas) ;;
     # errors of API calls are torch's and the loaders' way of asking what there is
     memcheck) sanitizer memcheck "$limit" --report-api-errors no --padding 64 ;;

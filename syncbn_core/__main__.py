@@ -54,11 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=["float32"],
         help=f"{', '.join(DTYPES)} or all; default is float32",
     )
-    doctor.add_command(commands)
+    doctor.add_command(commands).add_argument(
+        "--mpi",
+        action="store_true",
+        help="check the ranks of MPI instead: mpirun -n 4 python -m syncbn_core doctor --mpi",
+    )
     commands.add_parser("docs", help="print the folder of the documentation")
     given = parser.parse_args(arguments)
     if given.command == "doctor":
-        return doctor.run(doctor.facts(), doctor.array_checks(), given.json)
+        return doctor.run_for_arrays(given.json, given.mpi)
     if given.command == "docs":
         print(documentation())
         return 0

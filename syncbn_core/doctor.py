@@ -27,11 +27,22 @@ import numpy as np
 
 import syncbn_core
 from syncbn_core.backends.devices import array_library
-from syncbn_core.comm import run_in_threads, thread_group
+from syncbn_core.comm import Communicator, MPICommunicator, run_in_threads, thread_group
 from syncbn_core.errors import BackendError
 from syncbn_core.layers import BatchNorm
 
-__all__ = ["Case", "Check", "Difference", "Finding", "Report", "array_checks", "examine", "facts"]
+__all__ = [
+    "PARTS",
+    "Case",
+    "Check",
+    "Difference",
+    "Finding",
+    "Report",
+    "array_checks",
+    "examine",
+    "facts",
+    "mpi_checks",
+]
 
 Verdict = Literal["ok", "WRONG", "failed", "missing", "skipped"]
 Facts = dict[str, dict[str, str]]
@@ -41,8 +52,15 @@ CUPY = ("cupy-cuda12x", "cupy-cuda13x")
 VARIABLES = ("SYNCBN_", "NUMBA_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 # Of a result, as a share of its largest value: some roundings of the dtype of x.
 ROUNDINGS = {"float64": 2**-44, "float32": 2**-18, "float16": 2**-9, "bfloat16": 2**-6}
+ARRAY_DTYPES = ("float64", "float32", "float16")
 LAYOUTS = ("NCHW", "channels_last", "(N, C)")
 CHANNELS = 12
+# The bounds of the parts of 10 samples, by the number of members.
+PARTS: dict[str, Callable[[int], list[int]]] = {
+    "even": lambda size: [10 * rank // size for rank in range(size + 1)],
+    "uneven": lambda size: [0, 1, *[4] * (size - 2), 10],
+    "only the last has samples": lambda size: [*[0] * size, 10],
+}
 STYLES = {"ok": "green", "WRONG": "bold red", "failed": "bold red"}
 STYLES |= dict.fromkeys(("missing", "skipped"), "yellow")
 
@@ -268,12 +286,13 @@ class Case:
             "running_var": 0.9 + 0.1 * var * count / (count - 1),
         }
 
-    def difference(self, found: Mapping[str, Any]) -> Difference:
-        """The largest difference of what was computed for the whole batch."""
+    def difference(self, found: Mapping[str, Any], part: slice = slice(None)) -> Difference:
+        """The largest difference of what was computed; y and dx are those of a part."""
         shares = {}
         for name, right in self.right.items():
             values = np.asarray(found[name], np.float64)
-            share = np.abs(values - right).max() / np.abs(right).max()
+            own = right[part] if name in ("y", "dx") else right
+            share = np.abs(values - own).max(initial=0) / np.abs(right).max()
             shares[name] = float(share) if np.isfinite(share) else float("inf")
         worst = max(shares, key=shares.__getitem__)
         return Difference(shares[worst], worst, ROUNDINGS[self.dtype])
@@ -289,43 +308,76 @@ def rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
 
 def array_checks() -> Iterator[Check]:
     """Members in threads with uneven parts, one of them empty; each GPU by itself."""
-    for dtype in ("float64", "float32", "float16"):
+    for dtype in ARRAY_DTYPES:
         for layout in LAYOUTS:
             case = Case(dtype, layout)
             yield Check(f"4 members in threads, {case.name}", partial(in_threads, case))
     if versions(CUPY):
         driver: Any = import_module("syncbn_core.backends.cuda.driver")
         for device in range(driver.device_count()):
-            for dtype in ("float64", "float32", "float16"):
+            for dtype in ARRAY_DTYPES:
                 case = Case(dtype, "NCHW")
                 name = f"cuda:{device} by CuPy, {case.name}"
                 yield Check(name, partial(on_gpu, case, device))
 
 
+def mpi_checks() -> tuple[int, list[Check]]:
+    """The rank of this process, and the checks, which all ranks of MPI have to run."""
+    try:
+        group = MPICommunicator()
+    except BackendError as error:
+        return 0, [Check("ranks of MPI", partial(refuse, Missing(str(error))))]
+    except Exception as error:
+        return 0, [Check("ranks of MPI", partial(refuse, error))]
+    if group.size == 1:
+        alone = Skipped("one rank: start several by mpirun -n 4 python -m syncbn_core doctor --mpi")
+        return 0, [Check("ranks of MPI", partial(refuse, alone))]
+    checks = [
+        Check(f"{group.size} ranks of MPI, {case.name}", partial(over_mpi, case, group))
+        for case in (Case(dtype, layout) for dtype in ARRAY_DTYPES for layout in LAYOUTS)
+    ]
+    return group.rank, checks
+
+
+def refuse(error: Exception) -> Difference:
+    """For a check that can't be run."""
+    raise error
+
+
+def over_mpi(case: Case, rank: Communicator) -> Difference:
+    """The largest difference on any rank, the same on all of them."""
+    names = list(case.right)
+    found = []
+    for bounds_of in PARTS.values():
+        part = slice(*bounds_of(rank.size)[rank.rank : rank.rank + 2])
+        own = member_differs(case, rank, part)
+        told = rank.all_gather(np.array([own.value, names.index(own.result)]))
+        found += [Difference(value, names[int(name)], own.allowed) for value, name in told]
+    return max(found)
+
+
 def in_threads(case: Case) -> Difference:
-    """Four members with parts of 4, 0, 5 and 1 samples."""
-    layers = [_layer(case, "cpu", member) for member in thread_group(4)]
-    bounds = (0, 4, 4, 9, 10)
-    parts = [slice(*pair) for pair in pairwise(bounds)]
+    """Four members."""
+    found: list[Difference] = []
+    for bounds_of in PARTS.values():
+        bounds = bounds_of(4)
+        jobs = [
+            partial(member_differs, case, member, slice(*pair))
+            for member, pair in zip(thread_group(4), pairwise(bounds), strict=True)
+        ]
+        found += run_in_threads(jobs)
+    return max(found)
 
-    def step(layer: BatchNorm, part: slice) -> tuple[Any, Any]:
-        y = layer(case.x[part].astype(case.dtype))
-        return y, layer.backward(case.dy[part].astype(case.dtype))
 
-    done = run_in_threads([partial(step, *pair) for pair in zip(layers, parts, strict=True)])
-    y, dx = (np.concatenate(values) for values in zip(*done, strict=True))
-    whole = {
-        "y": y,
-        "dx": dx,
-        "weight.grad": sum(layer.weight_grad for layer in layers),
-        "bias.grad": sum(layer.bias_grad for layer in layers),
-    }
-    return max(
-        case.difference(
-            {**whole, "running_mean": layer.running_mean, "running_var": layer.running_var}
-        )
-        for layer in layers
-    )
+def member_differs(case: Case, member: Communicator, part: slice) -> Difference:
+    """The largest difference of what a member of a group computed for its part."""
+    layer = _layer(case, "cpu", member)
+    found = {"y": layer(case.x[part].astype(case.dtype))}
+    found["dx"] = layer.backward(case.dy[part].astype(case.dtype))
+    found["weight.grad"] = member.all_reduce(layer.weight_grad)
+    found["bias.grad"] = member.all_reduce(layer.bias_grad)
+    found |= {"running_mean": layer.running_mean, "running_var": layer.running_var}
+    return case.difference(found, part)
 
 
 def on_gpu(case: Case, device: int) -> Difference:
@@ -389,13 +441,22 @@ def add_command(commands: Any) -> Any:
     return doctor
 
 
+def run_for_arrays(as_json: bool, mpi: bool) -> int:
+    """The doctor without torch; `mpi`: this process is one of those that mpirun has started."""
+    rank, checks = mpi_checks() if mpi else (0, array_checks())
+    return run_on_rank(rank, checks) if rank else run(facts, checks, as_json)
+
+
 def run(
-    facts: Facts, checks: Iterable[Check], as_json: bool, timing: Callable[[], Facts] = dict
+    facts: Callable[[], Facts],
+    checks: Iterable[Check],
+    as_json: bool,
+    timing: Callable[[], Facts] = dict,
 ) -> int:
     """Print facts, findings as they come, and what `timing` returns; returns the exit status."""
-    report = Report(facts)
+    report = Report(facts())
     say = silent if as_json else printer()
-    print_facts(facts, say)
+    print_facts(report.facts, say)
     say("checks", "bold")
     for check in checks:
         finding = examine(check)
@@ -410,10 +471,19 @@ def run(
     return report.status
 
 
+def run_on_rank(rank: int, checks: Iterable[Check]) -> int:
+    """Run the checks beside rank 0, which prints; print only what failed here."""
+    failed = [finding for finding in map(examine, checks) if finding.verdict == "failed"]
+    for finding in failed:
+        print(f"rank {rank}: {finding.check}: {finding.detail}", file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
 def print_facts(facts: Facts, say: Callable[[str, str], None]) -> None:
     """Print facts by `say(text, style)`."""
     for topic, rows in facts.items():
-        say(topic, "bold")
+        if rows:
+            say(topic, "bold")
         for name, text in rows.items():
             say(f"  {name:22} {text}", "")
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from syncbn_verify import doctor
 
         found = doctor.checks(options.pretend_gpus)
-        return of_core.run(doctor.facts(), found, options.json, doctor.timing)
+        return of_core.run(doctor.facts, found, options.json, doctor.timing)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and options.replicas is not None:
         verify.error("--replicas can't be used under torchrun, where each process takes a part")

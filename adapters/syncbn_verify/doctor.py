@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn_core import doctor
-from syncbn_core.doctor import Case, Check, Difference, Facts, Missing, Skipped
+from syncbn_core.doctor import PARTS, Case, Check, Difference, Facts, Missing, Skipped, refuse
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm, convert_model
 from syncbn_torch.which_kernel import always_ours, torch_is_better
 
@@ -37,12 +37,6 @@ __all__ = ["checks", "facts", "in_ranks", "timing"]
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 TURNS = 15  # of the timing
 DEADLINE = 300.0  # seconds for the ranks of a check: they import torch, and may compile kernels
-# The bounds of the parts of 10 samples, by the number of ranks.
-PARTS: dict[str, Callable[[int], list[int]]] = {
-    "even": lambda size: [10 * rank // size for rank in range(size + 1)],
-    "uneven": lambda size: [0, 1, *[4] * (size - 2), 10],
-    "only the last has samples": lambda size: [*[0] * size, 10],
-}
 GRACE = 5.0  # seconds for ranks that run on after another has failed
 # The 53 layers of ResNet-50 for images of 224 x 224: channels, height and width, how many.
 RESNET50 = (
@@ -102,7 +96,7 @@ def checks(pretended: int = 0) -> Iterator[Check]:
     count = pretended or torch.cuda.device_count()
     kind, engine = ("cpu", "gloo") if pretended else ("cuda", "NCCL")
     if count == 1:
-        yield Check("several GPUs", partial(_skip, "this machine has one GPU"))
+        yield Check("several GPUs", partial(refuse, Skipped("this machine has one GPU")))
     if count > 1:
         for case in cases():
             places = ["cpu"] * count if pretended else devices()[1:]
@@ -121,10 +115,6 @@ def cases() -> Iterator[Case]:
     for dtype in DTYPES:
         for layout in doctor.LAYOUTS if dtype == "float32" else ("NCHW",):
             yield Case(dtype, layout)
-
-
-def _skip(reason: str) -> Difference:
-    raise Skipped(reason)
 
 
 # ------------------------------------------------------------------------- in this process

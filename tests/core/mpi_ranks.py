@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from syncbn_core import BatchNorm
+from syncbn_core import BatchNorm, doctor
 from syncbn_core.comm import MPICommunicator
 from syncbn_core.errors import (
     BatchSizeError,
@@ -47,6 +47,18 @@ def fault(function: Case) -> Case:
 
 
 # -------------------------------------------------------------------------------- promises
+
+
+@promise
+def the_doctor_finds_what_is_wrong_on_one_rank_on_all(own: MPICommunicator) -> None:
+    case = doctor.Case("float64", "NCHW")
+    check = doctor.Check("ranks of MPI", lambda: doctor.over_mpi(case, own))
+    assert doctor.examine(check).verdict == "ok"
+    if own.rank == 2:
+        case.right["dx"] = case.right["dx"] * (1 + 1e-9)
+    finding = doctor.examine(check)
+    assert finding.verdict == "WRONG"
+    assert "of dx" in finding.detail
 
 
 @promise

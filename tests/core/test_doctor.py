@@ -14,7 +14,9 @@ import pytest
 from syncbn_core import doctor
 from syncbn_core.__main__ import main
 from syncbn_core.backends.cuda import driver
+from syncbn_core.comm import SingleCommunicator
 from syncbn_core.doctor import Case, Check, Finding, Missing, Report, Skipped
+from syncbn_core.errors import BackendError
 
 SCHEMA = json.loads(
     (Path(__file__).parents[2] / "docs" / "doctor.schema.json").read_text(encoding="utf-8")
@@ -82,6 +84,31 @@ def test_a_gpu_without_numba_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     findings = [doctor.examine(check) for check in doctor.array_checks() if "cuda" in check.name]
     assert {finding.verdict for finding in findings} == {"missing"}
     assert "numba-cuda" in findings[0].detail
+
+
+def test_without_mpi_that_is_missing_and_one_rank_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_mpi() -> None:
+        raise BackendError("expected mpi4py")
+
+    monkeypatch.setattr(doctor, "MPICommunicator", no_mpi)
+    assert main(["doctor", "--mpi"]) == 3
+    assert "missing  ranks of MPI" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "MPICommunicator", SingleCommunicator)
+    assert main(["doctor", "--mpi"]) == 4
+    assert "mpirun -n 4" in capsys.readouterr().out
+
+
+def test_another_rank_says_only_what_failed_there(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> doctor.Difference:
+        raise OSError("no memory")
+
+    fine = Check("y", lambda: doctor.Difference(0.0, "y", 1e-9))
+    assert doctor.run_on_rank(1, [fine]) == 0
+    assert doctor.run_on_rank(1, [fine, Check("x", fail)]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "rank 1: x: OSError: no memory\n")
 
 
 def test_kernels_that_can_not_be_used_are_missing_though_results_are_right() -> None:

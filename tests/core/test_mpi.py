@@ -1,5 +1,6 @@
-"""Ranks of MPI, started by mpirun. Each test names a function of `mpi_ranks.py`."""
+"""Ranks of MPI, started by mpirun: functions of `mpi_ranks.py`, and the doctor."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -21,13 +22,17 @@ needs_mpi = pytest.mark.skipif(
 
 
 def run(name: str, folder: Path) -> tuple[int, str]:
+    """The exit status of mpirun and what was printed, of a function of `mpi_ranks.py`."""
+    return mpirun(str(Path(__file__).with_name("mpi_ranks.py")), name, str(folder))
+
+
+def mpirun(*arguments: str, stderr: int = subprocess.STDOUT) -> tuple[int, str]:
     """The exit status of mpirun and what was printed; it has 100 seconds."""
-    script = str(Path(__file__).with_name("mpi_ranks.py"))
     command = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "4"]
     done = subprocess.run(
-        [*command, sys.executable, script, name, str(folder)],
+        [*command, sys.executable, *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         timeout=100,
         check=False,
@@ -54,6 +59,16 @@ def test_nobody_waits_for_ever_for_a_rank_that(fault: str, tmp_path: Path) -> No
     assert status != 0, output
     if fault != "is_killed":  # mpirun ends the others at once
         assert len(list(tmp_path.glob("told.*"))) == 3, output
+
+
+@needs_mpi
+def test_the_doctor_checks_ranks() -> None:
+    command = ("-m", "syncbn_core", "doctor", "--mpi", "--json")
+    status, printed = mpirun(*command, stderr=subprocess.PIPE)
+    findings = json.loads(printed)["findings"]  # of rank 0 alone
+    assert status == 0, findings
+    assert [finding["verdict"] for finding in findings] == 9 * ["ok"]
+    assert findings[0]["check"] == "4 ranks of MPI, float64, NCHW"
 
 
 @pytest.mark.skipif(find_spec("mpi4py") is not None, reason="mpi4py is there")

@@ -81,7 +81,7 @@ def session(first_call: Session) -> Session:
 
 
 STAGES = """facts tests sanitize shared capture compiled steps lone shapes processes benchmark
-    memcheck racecheck initcheck"""
+    memcheck racecheck initcheck doctor"""
 
 
 @for_bash
@@ -103,6 +103,7 @@ def test_dry_run_of_the_session_leaves_a_json_of_each_stage_and_one_of_all(
     assert found["compile"]["done"] == packages_fit
     assert any(line.split()[:1] == ["torch"] for line in found["facts"])
     assert found["tests"] == {"passed": 1, "failed": 0, "skipped": 0, "failures": []}
+    assert {row["verdict"] for row in found["doctor"]["findings"]} == {"ok"}
     assert found["sanitizer"]["sanitize"]["wrong"] == 0
     assert found["sanitizer"].keys() == {"sanitize"}, "what has not run has no summary"
     assert {path.name for path in session.folder.iterdir() if path.is_dir()} == {"stages"}
