@@ -46,9 +46,10 @@ nox.options.sessions = [
 TORCH_PYTHON = OLDEST_PYTHON if shutil.which(f"python{OLDEST_PYTHON}") else None
 
 # Of the core, what can be tested of CUDA without a device.
-WITHOUT_DEVICE = [f"tests/core/test_{name}.py" for name in ("driver", "no_device", "fake_cupy")]
+WITHOUT_DEVICE = [f"tests/core/test_{name}.py" for name in ("driver", "no_device")]
+WITHOUT_DEVICE += ["tools/fake_cupy/test_fake_cupy.py"]
 
-BENCHMARKS = "tests/torch/test_benchmarks.py"  # which measure for so many seconds
+BENCHMARKS = "tools/test_scripts.py"  # which measure for so many seconds
 
 # For tests that compute in one thread and wait for nobody.
 SIDE_BY_SIDE = ("--numprocesses", "2")
@@ -138,8 +139,8 @@ def test(session: nox.Session) -> None:
     """The tests in short, with torch: one dtype, one world, nothing slow; four minutes."""
     install(session, "-e", ".[torch]", *groups("test"))
     kept_numba_cache(session)
-    usual = ["tests", "--ignore", BENCHMARKS]
-    for folder in ("device", "ptx", "works_with"):
+    usual = ["tests", "tools", "--ignore", BENCHMARKS]
+    for folder in ("device", "cuda", "works_with"):
         usual += ["--ignore", f"tests/{folder}"]
     session.run("pytest", "--quick", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
 
@@ -155,12 +156,12 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", *SIDE_BY_SIDE, "tests/core")
         session.run("pytest", "-k", "session or docs or model", BENCHMARKS)
         others = ["--ignore", "tests/core", "--ignore", BENCHMARKS, "--ignore", "tests/works_with"]
-        session.run("pytest", *SIDE_BY_SIDE, "tests", *others)
+        session.run("pytest", *SIDE_BY_SIDE, "tests", "tools", *others)
 
 
 @nox.session(python=TORCH_PYTHON)
 def tests_benchmarks(session: nox.Session) -> None:
-    """Every script of `benchmarks` runs to its end; five minutes, so not in the usual check."""
+    """Every script of `benchmarks` and `tools` runs to its end; not in the usual check: minutes."""
     install(session, "-e", ".[torch]", *groups("test", "bench", "nets"), options=NEWEST)
     fresh_numba_cache(session)
     session.run("pytest", *(session.posargs or [BENCHMARKS]))
@@ -187,7 +188,7 @@ def works_with(session: nox.Session) -> None:
 @nox.session(python=TORCH_PYTHON)
 def commands(session: nox.Session) -> None:
     """The commands of README and docs, word for word, with pinned torch and the newest."""
-    script = ["python", "tests/commands.py"]
+    script = ["python", "tools/commands.py"]
     if session.posargs:
         session.run(*script, *session.posargs)
         return
@@ -251,7 +252,7 @@ def tests_cuda13(session: nox.Session) -> None:
     install_cuda(session, "13", "torch", "examples")
     # `architectures13` sends all kernels through ptxas, here those that most layers use
     usual = ["-k", "not sm_80 and not (test_ptx and (float64 or bfloat16))"]
-    usual += [*WITHOUT_DEVICE, "tests/ptx"]
+    usual += [*WITHOUT_DEVICE, "tests/cuda", "tools/gpu_emulator", "tools/gpu_session"]
     session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
 
 
@@ -266,7 +267,7 @@ def tests_cuda12(session: nox.Session) -> None:
         session.run("pytest", *session.posargs)
         return
     session.run("pytest", *SIDE_BY_SIDE, *WITHOUT_DEVICE)
-    test = "tests/ptx/test_kernels.py::test_every_basic_block_computes_what_is_right"
+    test = "tests/cuda/test_kernels.py::test_every_basic_block_computes_what_is_right"
     # float64 and bfloat16 are compiled from the same sources; `architectures12` runs them
     session.run("pytest", *SIDE_BY_SIDE, "-k", "not float64 and not bfloat16", test)
 
@@ -274,17 +275,17 @@ def tests_cuda12(session: nox.Session) -> None:
 def run_architectures(session: nox.Session, cuda: str, *names: str) -> None:
     install_cuda(session, cuda, "torch", "examples")
     files = ("kernels", "costs", "traffic", "torch_on_cuda")
-    tests = [*(f"tests/ptx/test_{name}.py" for name in files), "tests/ptx/cupy_backend"]
+    tests = [*(f"tests/cuda/test_{name}.py" for name in files), "tests/cuda/cupy_backend"]
     for arch in session.posargs or names:
         session.run("pytest", *SIDE_BY_SIDE, "--arch", arch, *tests)
-        session.run("python", "tests/ptx/mutants.py", "--arch", arch)
+        session.run("python", "tools/gpu_emulator/mutants.py", "--arch", arch)
 
 
 @nox.session(python=TORCH_PYTHON, tags=["cuda"])
 def architectures13(session: nox.Session) -> None:
     """The compiled CUDA kernels of each architecture, or of those named, and all mutants."""
     run_architectures(session, "13", "sm_75", "sm_80", "sm_90", "sm_100", "sm_121")
-    session.run("pytest", *SIDE_BY_SIDE, "tests/ptx/test_ptx.py")
+    session.run("pytest", *SIDE_BY_SIDE, "tests/cuda/test_ptx.py")
 
 
 @nox.session(python=TORCH_PYTHON, tags=["cuda"])

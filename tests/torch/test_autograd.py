@@ -18,7 +18,6 @@ from syncbn_torch import (
     SynchronizedBatchNorm2d,
     dispatch,
 )
-from syncbn_torch.autograd.exchange import BackwardPass
 from syncbn_torch.backends import plain
 from syncbn_torch.which_kernel import always_ours
 
@@ -226,7 +225,6 @@ def test_backward_that_fails_over_a_retained_graph_keeps_nothing(run_parts: Any)
         del dy
     gc.collect()
     assert not any(reference() is not None for reference in kept)
-    assert not [thing for thing in gc.get_objects() if type(thing) is BackwardPass]
     handle.remove()
     same(gradients(y.pow(3).sum(), parts), expected)
 

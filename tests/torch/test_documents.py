@@ -55,7 +55,7 @@ def test_pages_that_are_not_run_have_code() -> None:
 
 def test_commands_that_are_not_run_are_in_the_documents() -> None:
     """`python3 dev.py commands` runs all others."""
-    names = runpy.run_path(str(ROOT / "tests" / "commands.py"))
+    names = runpy.run_path(str(ROOT / "tools" / "commands.py"))
     texts = [document.read_text() for document in names["documents"]()]
     assert len([c for text in texts for c in names["commands"](text)]) > 20
     assert not names["stale"](texts)

@@ -1,0 +1,3 @@
+"""CuPy on the emulated device, for the tests of this folder."""
+
+from cupy_fixtures import *  # noqa: F403

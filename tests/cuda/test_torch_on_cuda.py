@@ -1,0 +1,725 @@
+"""The torch layers on compiled CUDA kernels, executed: CPU tensors stand for those of a device."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator.device import Device, emulated
+from emulator.machine import Schedule
+from emulator.memory import Range
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+import syncbn_torch  # noqa: E402
+from syncbn_core.backends.base import RunningStatistics  # noqa: E402
+from syncbn_core.backends.cuda import driver  # noqa: E402
+from syncbn_core.backends.cuda.grid import MAX_PARTS, SIZES  # noqa: E402
+from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
+from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
+from syncbn_core.backends.cuda.usable import usable_kernel  # noqa: E402
+from syncbn_core.errors import BackendError  # noqa: E402
+from syncbn_torch import dispatch  # noqa: E402
+from syncbn_torch.autograd.alone import BatchNormFunction, LayerCall  # noqa: E402
+from syncbn_torch.backends import cuda, plain  # noqa: E402
+from syncbn_torch.which_kernel import always_ours  # noqa: E402
+
+DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+class Here(threading.local):
+    """What CUDA's runtime knows of a thread: its device and stream; new threads take the next."""
+
+    def __init__(self, places: Iterator[tuple[int, int]]) -> None:
+        self.index, self.stream = next(places)  # of the tensors that the thread works on
+        self.current = self.index
+        self.captures = False
+
+
+@dataclass
+class Known:
+    """A tensor whose address was asked for; None for `written`: all of it has been."""
+
+    tensor: weakref.ref[torch.Tensor]
+    written: np.ndarray | None = None
+
+
+class Gpu:
+    """CPU tensors on an emulated device: kernels may touch those whose pointers they get, alone."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.here = Here(itertools.repeat((0, 0)))
+        self.keys: list[str] = []  # of kernels, as they were launched
+        self.switches: list[tuple[int, list[str]]] = []  # to a device, and what ran there
+        self._known: dict[int, list[Known]] = {}
+        self.operations: Operations
+
+    def pointer(self, tensor: torch.Tensor) -> int:
+        """Its address. A tensor that is gone when a kernel starts is not there for that kernel."""
+        self._note(Known(weakref.ref(tensor)), tensor)
+        return tensor.data_ptr()
+
+    def unwritten(self, tensor: torch.Tensor) -> None:
+        """No kernel may read it before one has written it."""
+        area = _range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, tensor, written=False)
+        self._note(Known(weakref.ref(tensor), area.written), tensor)
+
+    def _note(self, known: Known, tensor: torch.Tensor) -> None:
+        with self.device.memory.lock:
+            others = self._known.get(tensor.data_ptr(), ())
+            alive = [o for o in others if o.tensor() is not None and o.tensor() is not tensor]
+            self._known[tensor.data_ptr()] = [*alive, known]
+
+    @contextmanager
+    def memory_of(self, arguments: tuple[int | float, ...]) -> Iterator[None]:
+        """The tensors behind `arguments` are known to the device, and no others are."""
+        memory = self.device.memory
+        with memory.lock:  # one launch at a time, as the emulated driver does it
+            alive = [
+                (address, address + tensor.nbytes, known.written, tensor)
+                for address in {a for a in arguments if isinstance(a, int)}
+                for known in self._known.get(address, ())
+                if (tensor := known.tensor()) is not None and tensor.nbytes
+            ]
+            merged: list[tuple[int, int, np.ndarray | None, torch.Tensor]] = []
+            for start, end, written, tensor in sorted(alive, key=lambda each: each[:2]):
+                if merged and start < merged[-1][1]:  # views of one memory
+                    start, before, *_ = merged.pop()
+                    end, written = max(end, before), None
+                merged.append((start, end, written, tensor))
+            areas = []
+            for start, end, written, tensor in merged:
+                areas.append(memory.add(_range(start, end, tensor)))
+                areas[-1].written = written
+            try:
+                yield
+            finally:
+                for area in areas:
+                    memory.remove(area)
+
+    @contextmanager
+    def switched(self, index: int) -> Iterator[None]:
+        """`torch.cuda.device`."""
+        before, self.here.current = self.here.current, index
+        start = len(self.device.launches)
+        try:
+            yield
+        finally:
+            self.here.current = before
+            names = [launch.program.kernel.name for launch in self.device.launches[start:]]
+            self.switches.append((index, names))
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether the kernels take a tensor of that dtype on this device."""
+        return cuda._NAMES.get(tensor.dtype) in SIZES and cuda._ready(self.here.index, tensor.dtype)
+
+
+class Memory(cuda.TensorDeviceMemory):
+    """CPU tensors in the place of a device's."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.shortened = 0  # numbers that new tensors of float64 lack
+        self.checked: list[Range] | None = None  # memory of the kernel that is checked
+
+    def device_of(self, array):
+        return self.gpu.here.index
+
+    def on_device(self, index):
+        return nullcontext() if self.gpu.here.current == index else self.gpu.switched(index)
+
+    def stream(self, index):
+        return self.gpu.here.stream
+
+    def is_captured(self, stream):
+        return self.gpu.here.captures
+
+    def keeps_stream(self, stream):
+        return True
+
+    def pointer(self, array):
+        return self.gpu.pointer(array)
+
+    def empty(self, shape, dtype, index):
+        if self.shortened and dtype == "float64":
+            return torch.empty(prod(shape) - self.shortened, dtype=torch.float64)
+        array = self._held(torch.empty(shape, dtype=getattr(torch, dtype)))
+        self.gpu.unwritten(array)
+        return array
+
+    def zeros(self, shape, dtype, index):
+        return self._held(torch.zeros(shape, dtype=getattr(torch, dtype)))
+
+    def lasting_zeros(self, size, index, stream):
+        return self.zeros((size,), "int32", index)
+
+    def upload(self, values, dtype, index):
+        return self._held(torch.from_numpy(values).to(getattr(torch, dtype)))
+
+    @contextmanager
+    def waiting_allowed(self):
+        """A kernel is checked: it knows the memory that is allocated until that is done."""
+        self.checked = []
+        try:
+            yield
+        finally:
+            for area in self.checked:
+                self.gpu.device.memory.remove(area)
+            self.checked = None
+
+    def _held(self, tensor):
+        if self.checked is not None:
+            start = tensor.data_ptr()
+            area = _range(start, start + tensor.nbytes, tensor)
+            self.checked.append(self.gpu.device.memory.add(area))
+        return tensor
+
+
+class Operations(CudaOperations):
+    """The steps whose launches are noted, and after which counters have to be zeros."""
+
+    def launcher(self, index):
+        memory, counters = self.memory, self.counters
+
+        class Noted(Launcher):
+            __slots__ = ()
+
+            def launch(self, source, grid, *arguments):
+                usable_kernel(memory, source, self.index, self.stream)
+                memory.gpu.keys.append(source.key)
+                with memory.gpu.memory_of(arguments):
+                    super().launch(source, grid, *arguments)
+                    left = [key for key, zeros in counters.items() if zeros.any()]
+                assert not left, f"{source.key} leaves counters behind in {left}"
+
+        return Noted(memory, index, counters)
+
+
+def _range(start: int, end: int, tensor: torch.Tensor, *, written: bool = True) -> Range:
+    data = np.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), np.uint8)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Range(start, data, written=written, name=f"{dtype} {tuple(tensor.shape)}")
+
+
+@contextmanager
+def on_kernels(device: Device) -> Iterator[Gpu]:
+    """Plain CPU tensors go to the CUDA kernels as those of a device do, layers alone as well."""
+    gpu = Gpu(device)
+    gpu.operations = Operations(Memory(gpu))
+
+    def operations_for(tensor: torch.Tensor) -> Any:
+        return gpu.operations if gpu.takes(tensor) else plain.OPERATIONS
+
+    def usual_forward(layer: Any, x: torch.Tensor, checked: Any) -> Any:
+        """As for a tensor of a device."""
+        running = RunningStatistics(*checked[2:5], layer.momentum)
+        call = LayerCall(operations_for(x), layer._rule, running)
+        return BatchNormFunction.apply(call, None, x, *checked[:2])
+
+    def uncached() -> None:
+        cuda._ready.cache_clear()
+        cuda._missing.cache_clear()
+
+    mode = torch.get_deterministic_debug_mode()
+    with pytest.MonkeyPatch.context() as patch, always_ours():
+        for module in ("dispatch", "forward_together"):
+            patch.setattr(sys.modules[f"syncbn_torch.{module}"], "operations_for", operations_for)
+        patch.setattr(dispatch, "usual_forward", usual_forward)
+        uncached()
+        torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
+        try:
+            yield gpu
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            uncached()
+
+
+@pytest.fixture
+def device(arch):
+    with emulated(arch, devices=4) as device:
+        yield device
+
+
+@pytest.fixture(autouse=True)
+def gpu(device):
+    with on_kernels(device) as gpu:
+        yield gpu
+
+
+def close(actual, expected, dtype, scale=1.0):
+    tolerance = DTYPES[dtype] * scale
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def reference(layer, x, dy):
+    """`(y, dx, dweight, dbias, running_mean, running_var)` of torch in float64."""
+    twin = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine)
+    twin._check_input_dim = lambda input: None
+    twin.load_state_dict(copy.deepcopy(layer.state_dict()))
+    twin.double().train(layer.training)
+    wide = x.detach().double().requires_grad_()
+    y = twin(wide)
+    y.backward(dy.double())
+    return y, wide.grad, twin.weight.grad, twin.bias.grad, twin.running_mean, twin.running_var
+
+
+def equals_torch(layer, x, dy):
+    """One step of a new layer, compared; gives its results."""
+    expected = reference(layer, x, dy)
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    results = (y, x.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var)
+    dtype = str(x.dtype).removeprefix("torch.")
+    for actual, wanted in zip(results, expected, strict=True):
+        scale = 1 + wanted.abs().max().item()
+        narrow = dtype in ("float16", "bfloat16") and actual.shape != x.shape
+        close(actual, wanted, "float32" if narrow else dtype, scale)
+    assert y.dtype == x.grad.dtype == x.dtype
+    assert layer.num_batches_tracked == 1
+    return results
+
+
+def layer_for(channels, dtype="float32", **settings):
+    torch.manual_seed(channels)
+    layer = syncbn_torch.SyncBatchNorm(channels, **settings)
+    with torch.no_grad():
+        layer.weight.normal_(1, 0.3)
+        layer.bias.normal_()
+        layer.running_mean.normal_()
+    return layer.double() if dtype == "float64" else layer
+
+
+def batch(shape, dtype, channels_last=False):
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = (torch.randn(shape, generator=generator) * 2 + 3).to(getattr(torch, dtype))
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    return x
+
+
+def steps_of(keys):
+    return [key.split("-")[0].split("_", 1)[1] for key in keys]
+
+
+def splits(gpu):
+    """Of the last reduction: blocks that share a channel, or a tile of them."""
+    return [
+        launch.grid[1] for launch in gpu.device.launches if "reduce" in launch.program.kernel.name
+    ][-1]
+
+
+SPLIT = (8, 2, 32, 32)  # several blocks share a channel
+SHAPES = [SPLIT, (3, 5, 7, 7), (2, 8, 4, 8), (4, 1, 3, 3), (4, 8, 16, 32)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_layer_equals_torch(shape, channels_last, dtype, gpu):
+    x = batch(shape, dtype, channels_last)
+    y, dx, *_ = equals_torch(layer_for(shape[1], dtype), x, torch.randn(shape).to(x.dtype))
+    if gpu.takes(x):
+        assert y.stride() == dx.stride() == x.stride()
+        steps = ["moments", "normalize", "backward_reduce", "backward_input"]
+        assert steps_of(gpu.keys) == steps, "two launches per direction"
+    else:
+        assert not gpu.keys, "a device too old for a dtype takes plain operations"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("shape", [(4, 6, 8, 8), (4, 6, 7, 7), (40, 8)], ids=str)
+def test_misaligned_tensors(shape, dtype, gpu):
+    buffer = batch((prod(shape) + 8,), dtype)
+    dy = torch.randn(shape).to(buffer)
+    for offset in (0, 1, 2, 3, 5):
+        equals_torch(layer_for(shape[1], dtype), buffer[offset:][: prod(shape)].view(shape), dy)
+    lanes = {key.split("-")[2] for key in gpu.keys}
+    assert len(lanes) == 2, "by vectors, and one by one"
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_results_are_bitwise_the_same_in_any_order_of_blocks(channels_last, gpu):
+    x, dy = batch(SPLIT, "float32", channels_last), torch.randn(SPLIT)
+    seen = set()
+    for order, width in [("first", 32), ("last", 1), ("random", 5), ("random", 64)]:
+        gpu.device.schedule = Schedule(order=order, width=width, seed=width)
+        results = equals_torch(layer_for(2), x, dy)
+        seen.add(b"".join(t.detach().contiguous().numpy().tobytes() for t in results))
+    assert len(seen) == 1
+    assert splits(gpu) > 1
+
+
+def test_momentum_none_averages_over_batches():
+    layer, twin = layer_for(3, momentum=None), nn.BatchNorm2d(3, momentum=None)
+    twin.load_state_dict(layer.state_dict())
+    for step in range(3):
+        x = batch((3, 3, 4, 4), "float32") + step
+        layer(x), twin(x)
+        torch.testing.assert_close(layer.running_mean, twin.running_mean)
+        torch.testing.assert_close(layer.running_var, twin.running_var)
+    assert layer.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_buffers_that_no_kernel_takes_are_updated_too(momentum):
+    layer, twin = layer_for(3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
+    twin.load_state_dict(layer.state_dict())
+    layer.num_batches_tracked = layer.num_batches_tracked.int()
+    layer.running_mean = torch.stack([layer.running_mean] * 2, 1)[:, 0]
+    x = batch((3, 3, 4, 4), "float32")
+    layer(x), twin(x)
+    torch.testing.assert_close(layer.running_mean, twin.running_mean)
+    torch.testing.assert_close(layer.running_var, twin.running_var)
+    assert layer.num_batches_tracked == 1
+
+
+# ------------------------------------------------------------------------------- replicas
+
+
+def replicas_equal_the_undivided_batch(shape, replicas, **settings):
+    layer = layer_for(shape[1], "float64", **settings)
+    alone = copy.deepcopy(layer)
+    model = syncbn_torch.DataParallelWithCallback(
+        nn.Sequential(nn.Conv2d(shape[1], shape[1], 1).double(), layer),
+        device_ids=["cpu"] * replicas,
+    )
+    single = nn.Sequential(copy.deepcopy(model.module[0]), alone)
+    x, dy = batch(shape, "float64"), torch.randn(shape, dtype=torch.float64)
+    one, many = x.clone().requires_grad_(), x.clone().requires_grad_()
+    versions = [buffer._version for buffer in layer.buffers()]
+    y, expected = model(many), single(one)
+    for buffer, version in zip(layer.buffers(), versions, strict=True):
+        assert buffer._version > version, "a graph that has saved it must notice"
+    y.backward(dy)
+    expected.backward(dy)
+    close(y, expected, "float64", 10)
+    close(many.grad, one.grad, "float64", 10)
+    for ours, theirs in zip(model.module.parameters(), single.parameters(), strict=True):
+        close(ours.grad, theirs.grad, "float64", 100)
+    for ours, theirs in zip(model.module.buffers(), single.buffers(), strict=True):
+        close(ours, theirs, "float64")
+    assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("rows", [7, 6, 2])
+def test_replicas_equal_the_undivided_batch(rows, eps_mode):
+    replicas_equal_the_undivided_batch((rows, 4, 3, 5), 3, eps_mode=eps_mode)
+
+
+def test_many_replicas_merge_their_parts_once(gpu):
+    replicas_equal_the_undivided_batch((MAX_PARTS + 2, 4, 2, 3), MAX_PARTS + 2)
+    assert any(key.startswith("merge_parts") for key in gpu.keys)
+
+
+def test_replicas_on_several_devices_and_streams(gpu):
+    places = [(index, 100 + index) for index in range(3)]
+    gpu.here = Here(iter([(0, 99), *places]))
+    assert gpu.here.stream == 99, "the replicas are in threads of their own"
+    replicas_equal_the_undivided_batch((12, 2, 32, 32), 3)
+    assert set(gpu.operations.counters) == {(0, 99), *places}
+    forward, backward = gpu.device.launches[:6], gpu.device.launches[-6:]
+    assert sorted(launch.stream for launch in forward) == [100, 100, 101, 101, 102, 102]
+    assert {launch.stream for launch in backward} == {99}, "backward is in the calling thread"
+
+
+def test_a_loss_of_some_outputs_reaches_every_input():
+    layer = layer_for(4, "float64")
+    model = syncbn_torch.DataParallelWithCallback(layer, device_ids=["cpu"] * 3)
+    x = batch((6, 4, 3, 5), "float64")
+    one, many = x.clone().requires_grad_(), x.clone().requires_grad_()
+    twin = nn.BatchNorm2d(4).double()
+    twin.load_state_dict(layer.state_dict())
+    model(many)[:2].pow(3).sum().backward()
+    twin(one)[:2].pow(3).sum().backward()
+    close(many.grad, one.grad, "float64", 100)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_second_derivatives_equal_torch(replicas):
+    layer = layer_for(3, "float64")
+    twin = nn.BatchNorm2d(3).double()
+    twin.load_state_dict(layer.state_dict())
+    if replicas > 1:
+        layer = syncbn_torch.DataParallelWithCallback(layer, device_ids=["cpu"] * replicas)
+    grads = []
+    for module in (layer, twin):
+        x = batch((3, 3, 2, 4), "float64").requires_grad_()
+        (first,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        grads.append(torch.autograd.grad(first.pow(2).sum(), x)[0])
+    close(grads[0], grads[1], "float64", 1e4)
+
+
+# ---------------------------------------------------------------------- shapes and layouts
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3), (2, 4, 2, 3, 2)], ids=str)
+def test_any_rank(shape):
+    equals_torch(layer_for(4), batch(shape, "float32"), torch.randn(shape))
+
+
+@pytest.mark.parametrize("view", ["slice", "transposed", "expanded gradient"])
+def test_inputs_that_are_not_dense(view, gpu):
+    whole = batch((3, 4, 6, 8), "float32")
+    x = {"slice": whole[:, :, 1:5, 1:6], "transposed": whole.transpose(2, 3)}.get(view, whole)
+    dy = torch.ones(()).expand(x.shape) if view == "expanded gradient" else torch.randn(x.shape)
+    equals_torch(layer_for(4), x, dy)
+    assert len(gpu.keys) == 4
+
+
+def test_parameters_that_are_not_dense(gpu):
+    layer, dense = layer_for(4), layer_for(4)
+    layer.weight = nn.Parameter(torch.stack([layer.weight.detach()] * 3, 1)[:, 1])
+    layer.bias = nn.Parameter(layer.bias.detach()[:1].expand(4))
+    dense.bias = nn.Parameter(layer.bias.detach().clone())
+    x, dy = batch((3, 4, 4, 4), "float32"), torch.randn(3, 4, 4, 4)
+    for ours, theirs in zip(equals_torch(layer, x, dy), equals_torch(dense, x, dy), strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(gpu.keys) == 8
+
+
+def test_an_empty_batch():
+    layer = layer_for(4)
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.zeros(0, 4, 3, 3, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert x.grad.shape == x.shape
+    assert not layer.weight.grad.any()
+    torch.testing.assert_close(layer.running_mean, before["running_mean"])
+    assert layer.num_batches_tracked == 1
+
+
+def test_one_value_per_channel_is_refused_with_nothing_changed():
+    layer = layer_for(4)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(torch.zeros(1, 4, 1, 1))
+    for name, tensor in layer.state_dict().items():
+        torch.testing.assert_close(tensor, before[name])
+
+
+def test_without_affine_and_without_running_statistics():
+    layer = syncbn_torch.SyncBatchNorm(4, affine=False, track_running_stats=False)
+    x = batch((3, 4, 3, 3), "float32").requires_grad_()
+    one = x.detach().clone().requires_grad_()
+    dy = torch.randn(x.shape)
+    layer(x).backward(dy)
+    F.batch_norm(one, None, None, training=True).backward(dy)
+    torch.testing.assert_close(x.grad, one.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_kept_for_backward_is_x_and_per_channel_numbers():
+    layer = layer_for(8, "float64")
+    x = batch((4, 8, 6, 6), "float64").requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = layer(x)
+    large = {t.data_ptr() for t in kept if t.numel() > 100}
+    assert large == {x.data_ptr()}
+    statistics = y.grad_fn.statistics
+    assert statistics.packed.numel() == 3 * 8 + 1
+    assert statistics.packed.isfinite().all()
+
+
+# ---------------------------------------------------------------- streams, devices, faults
+
+
+def step(channels_last=False):
+    """A step that needs counters."""
+    equals_torch(layer_for(2), batch(SPLIT, "float32", channels_last), torch.randn(SPLIT))
+
+
+def test_launches_are_on_the_current_stream(gpu):
+    gpu.here.stream = 0x7F12_3456_789A
+    step()
+    assert [launch.stream for launch in gpu.device.launches] == [gpu.here.stream] * 4
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_every_stream_has_counters_of_its_own(channels_last, gpu):
+    for stream in (0, 5, 6, 5):
+        gpu.here.stream = stream
+        step(channels_last)
+    assert list(gpu.operations.counters) == [(0, stream) for stream in (0, 5, 6)]
+    assert len({zeros.data_ptr() for zeros in gpu.operations.counters.values()}) == 3
+
+
+def test_launches_on_a_stream_that_may_end_have_counters_of_their_own(gpu, monkeypatch):
+    gpu.here.stream = 2  # of each thread its own, and gone with it
+    step()
+    gpu.here.stream = 7
+    monkeypatch.setattr(gpu.operations.memory, "keeps_stream", lambda stream: False)
+    step()
+    assert not gpu.operations.counters
+
+
+def test_a_captured_graph_has_counters_of_its_own(gpu):
+    gpu.here.stream, gpu.here.captures = 5, True
+    step()
+    assert not gpu.operations.counters
+    assert splits(gpu) > 1
+
+
+def test_without_lasting_memory_each_launch_has_counters_of_its_own(gpu, monkeypatch):
+    memory = gpu.operations.memory
+    real = functools.partial(cuda.TensorDeviceMemory.lasting_zeros, memory)  # has no memory here
+    monkeypatch.setattr(memory, "lasting_zeros", real)
+    gpu.here.stream = 5
+    step()
+    assert not gpu.operations.counters
+    assert splits(gpu) > 1
+
+
+def test_counters_that_stay_are_not_torch_s(gpu, monkeypatch):
+    """A pool of the user, or of a graph that is warmed up, would take them back."""
+    memory, kept = gpu.operations.memory, torch.zeros(BLOCK_COUNTERS, dtype=torch.int32)
+    real = functools.partial(cuda.TensorDeviceMemory.lasting_zeros, memory)
+    monkeypatch.setattr(memory, "lasting_zeros", real)
+    monkeypatch.setattr(driver, "lasting_zeros", lambda *asked: asked[0] == 0 and kept.data_ptr())
+    monkeypatch.setattr(memory, "pointer", lambda array: array.data_ptr())
+    monkeypatch.setattr(memory, "zeros", None)
+    run = gpu.operations.launcher(0)
+    for _ in range(2):
+        assert run.block_counters(10)[0] == kept.data_ptr()
+
+
+def test_counters_grow(gpu):
+    run = gpu.operations.launcher(0)
+    few, _ = run.block_counters(10)
+    assert run.block_counters(20)[0] == few
+    many, keep = run.block_counters(BLOCK_COUNTERS + 1)
+    assert many != few
+    assert keep.numel() > BLOCK_COUNTERS
+    assert not keep.any()
+    assert run.block_counters(10)[0] == many
+
+
+def test_a_launch_makes_its_device_current(gpu):
+    gpu.here.index, gpu.here.stream = 1, 7
+    step()
+    ran = [launch.program.kernel.name for launch in gpu.device.launches]
+    assert len(ran) == 4
+    assert [index for index, names in gpu.switches if names] == [1] * 2
+    assert [name for _, names in gpu.switches for name in names] == ran
+    assert gpu.here.current == 0
+    assert {device for key, device in driver._kernels if "merge_parts" not in key} == {1}
+    assert list(gpu.operations.counters) == [(1, 7)]
+
+
+def fails(monkeypatch, at):
+    """The `at`-th launch from now on does not start."""
+    calls = driver._driver().calls
+    start, numbers = calls["cuLaunchKernel"], itertools.count()
+    out_of_resources = 701
+
+    def launch(*arguments):
+        return out_of_resources if next(numbers) == at else start(*arguments)
+
+    monkeypatch.setitem(calls, "cuLaunchKernel", launch)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_launch_that_fails_leaves_running_statistics(at, momentum, monkeypatch, gpu):
+    layer = layer_for(8, momentum=momentum)
+    before = copy.deepcopy(layer.state_dict())
+    x, dy = batch((4, 8, 16, 32), "float32"), torch.randn(4, 8, 16, 32)
+    fails(monkeypatch, at)
+    name = ("moments", "normalize")[at]
+    with pytest.raises(BackendError, match=rf"planes_{name}-float32-\S+ to start on device 0"):
+        layer(x)
+    for key, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, before[key]), key
+    equals_torch(layer, x, dy)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_launch_that_fails_in_backward_leaves_gradients(at, monkeypatch, gpu):
+    layer = layer_for(8)
+    x, dy = batch((4, 8, 16, 32), "float32").requires_grad_(), torch.randn(4, 8, 16, 32)
+    fails(monkeypatch, at)
+    y = layer(x)
+    with pytest.raises(BackendError, match="CUDA_LAUNCH_BLOCKING"):
+        y.backward(dy, retain_graph=True)
+    assert x.grad is layer.weight.grad is layer.bias.grad is None
+    y.backward(dy)
+    _, dx, by_weight, by_bias, *_ = reference(layer_for(8), x, dy)
+    for actual, wanted in (
+        (x.grad, dx),
+        (layer.weight.grad, by_weight),
+        (layer.bias.grad, by_bias),
+    ):
+        close(actual, wanted, "float32", 1 + wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_launch_that_fails_in_a_replica_leaves_running_statistics(at, monkeypatch, gpu):
+    layer = layer_for(4, "float64")
+    before = copy.deepcopy(layer.state_dict())
+    model = syncbn_torch.DataParallelWithCallback(layer, device_ids=["cpu"] * 3)
+    fails(monkeypatch, at)
+    with pytest.raises(BackendError, match="to start on device 0"):
+        model(batch((6, 4, 3, 5), "float64"))
+    for key, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, before[key]), key
+    model(batch((6, 4, 3, 5), "float64"))
+    assert layer.num_batches_tracked == 1
+
+
+def test_memory_that_is_too_small_would_be_noticed(gpu):
+    gpu.operations.memory.shortened = 1
+    with pytest.raises(BackendError, match="out of bounds"):
+        layer_for(4)(batch((3, 4, 3, 3), "float32"))
+
+
+def test_memory_that_is_given_back_too_early_would_be_noticed(monkeypatch, gpu):
+    parameters = gpu.operations._parameters
+    monkeypatch.setattr(gpu.operations, "_parameters", lambda affine: (parameters(affine)[0], []))
+    layer = layer_for(4)
+    layer.weight = nn.Parameter(torch.stack([layer.weight.detach()] * 2, 1)[:, 0])
+    with pytest.raises(BackendError, match="out of bounds"):
+        layer(batch((3, 4, 3, 3), "float32"))
+
+
+@pytest.mark.parametrize("rank_1", ["with", "without"])
+def test_processes_exchange_packed_moments(rank_1, tmp_path, arch):
+    """Two processes whose tensors are "on a device", also in backwards of other layers."""
+    script = str(Path(__file__).with_name("torch_member.py"))
+    members = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(tmp_path / "store"), *map(str, arch), rank_1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [member.communicate(timeout=100)[0] for member in members]
+    finally:
+        for member in members:
+            member.kill()
+    assert [member.returncode for member in members] == [0, 0], "\n".join(outputs)

@@ -1,0 +1,62 @@
+"""CuPy on the emulated device, for all tests of a folder whose conftest.py imports this."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import fake_cupy
+import numpy as np
+import pytest
+from cupy_arrays import BACKEND
+from emulator.device import emulated
+from emulator.machine import Schedule
+from fake_cupy import DEVICES, races
+
+import syncbn_core.backends
+
+__all__ = ["cupy", "gpu", "no_races", "rng"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu(arch):
+    """One emulated device for all tests of a file, so that a kernel is loaded once."""
+    with emulated(arch, devices=DEVICES) as device:
+        yield device
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cupy(gpu):
+    """`fake_cupy` in the place of CuPy, and the backend imported on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        module = fake_cupy.install(gpu)
+        patch.setitem(sys.modules, "cupy", module)
+        patch.setitem(sys.modules, "cupy.cuda", module.cuda)
+        patch.delitem(sys.modules, BACKEND, raising=False)
+        backend = importlib.import_module(BACKEND)
+        try:
+            yield module
+        finally:
+            fake_cupy.install()
+            backend.OPERATIONS.counters.clear()
+            del sys.modules[BACKEND], syncbn_core.backends.cuda.cupy
+            syncbn_core.backends._operations_for_type.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_races(cupy, gpu):
+    """Each test begins without records, and ends without races, faults or used counters."""
+    counters = sys.modules[BACKEND].OPERATIONS.counters
+    counters.clear()
+    races.reset()
+    gpu.launches.clear()
+    gpu.fault, gpu.schedule = None, Schedule()
+    yield races
+    assert not races.found
+    assert gpu.fault is None
+    assert not any(array._a.any() for array in counters.values()), "kernels leave counters behind"
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)

@@ -1,0 +1,382 @@
+"""The sentences and rows of README and docs whose figures come from JSON files in `results`.
+
+    python tools/figures/figures.py
+
+computes each figure anew and prints what a page lacks. A figure that is changed in a page, or a
+file of results that is exchanged, shows here. The tables of `gpu_plot.py` and `gpu_model.py` have
+tests of their own. What a page says to be measured by hand has no JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "gpu_model"))
+
+from gpu_devices import GPUS
+from gpu_report import DIRECTIONS, faster_than, over_floor, total_of_resnet50
+
+ROOT = Path(__file__).parents[2]
+CPU = "cpu-2026-11-23.json"
+H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
+COMPILED = "compiled-2026-11-23.json"
+SCALING = "scaling-2026-11-21.json"
+LAYOUTS = ("NCHW", "channels_last")
+MIB = 1 << 20
+
+Row = dict[str, Any]
+
+
+@cache
+def read(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+
+
+def span(values: Iterable[float], digits: int = 2, joint: str = " to ") -> str:
+    """The least and the largest."""
+    known = sorted(values)
+    return f"{known[0]:.{digits}f}{joint}{known[-1]:.{digits}f}"
+
+
+# --------------------------------------------------------------------------------- CPU
+
+
+def of_layers(layout: str, threads: int, least: int = 0) -> dict[tuple[int, ...], float]:
+    """Times as fast as nn.BatchNorm in float32, by shape."""
+    return {
+        tuple(row["shape"]): row["found"]["shipped"]["both"]["faster"]
+        for row in read(CPU)["layers"]
+        if (row["dtype"], row["layout"], row["threads"]) == ("float32", layout, threads)
+        and row["bytes"] >= least
+    }
+
+
+def on_threads(layout: str, least: int = 0, joint: str = " / ") -> str:
+    """Geometric means on one thread and on two."""
+    means = (geometric_mean(of_layers(layout, threads, least).values()) for threads in (1, 2))
+    return joint.join(f"{mean:.1f}x" for mean in means)
+
+
+def worst(layout: str, least: int = 0) -> tuple[float, tuple[int, ...]]:
+    return min((v, s) for t in (1, 2) for s, v in of_layers(layout, t, least).items())
+
+
+def of_replicas(depth: int) -> tuple[list[float], list[float]]:
+    """Four replicas of `depth` layers: times over the unsplit ones; plain operations over them."""
+    found = [
+        row["found"]
+        for row in read(CPU)["replicas"]
+        if (row["replicas"], row["depth"]) == (4, depth)
+    ]
+    plain = [f["plain replicas"]["both"]["median"] / f["replicas"]["both"]["median"] for f in found]
+    return [1 / f["replicas"]["both"]["faster"] for f in found], plain
+
+
+def readme() -> Iterator[str]:
+    mean = on_threads("NCHW").split("x")[0]
+    yield f"a layer by itself is {mean} times as fast as `nn.BatchNorm2d` on one thread"
+    yield f"whole networks are {span(of_nets('usual').values())} times as fast as with their own"
+    over = [
+        resnet50_over("torch sync", (32, 256), ("fp32", "fp16", "bf16"), layout).split(" to ")
+        for layout in LAYOUTS
+    ]
+    ends = sorted(float(value) for pair in over for value in pair)
+    yield (
+        f"On an H100 the kernels of ResNet-50's layers are {ends[0]} to {ends[-1]} times as fast "
+        "as those of `torch.nn.SyncBatchNorm`, with batches of 32 and 256."
+    )
+
+
+def speed_cpu() -> Iterator[str]:
+    value, shape = worst("NCHW")
+    count = len(of_layers("NCHW", 1))
+    yield f"| float32 NCHW | {count} | {on_threads('NCHW')} | {value:.2f}x {shape} |"
+    least, count = MIB, len(of_layers("NCHW", 1, MIB))
+    mean = on_threads("NCHW", least)
+    yield f"| the same, over 1 MiB | {count} | {mean} | {worst('NCHW', least)[0]:.1f}x |"
+    count, mean = len(of_layers("channels_last", 1)), on_threads("channels_last")
+    yield f"| float32 channels_last | {count} | {mean} | {worst('channels_last')[0]:.2f}x |"
+    yield f"| the same, from 24 MiB | | {on_threads('channels_last', 24 * MIB)} | |"
+    memory = {row["name"]: row for row in read(CPU)["memory"]}
+    peak = {name: f"{row['peak']:.1f}" for name, row in memory.items()}
+    assert peak["ours"] == peak["torch"]
+    yield f"{peak['ours']} activations at most, as torch (plain operations: {peak['plain']})"
+    kept = {name: f"{row['activations']:.2f}" for name, row in memory.items()}
+    yield f"{kept['ours']} activations (plain operations: {kept['plain']})"
+    starts = read(CPU)["starts"]
+    yield f"| `import syncbn_torch` after torch | {starts['import syncbn_torch after torch']:.2f} s"
+    first, cold = starts["first use"], starts["first use, nothing compiled"]
+    yield f"{first:.1f} s; when no kernel has been compiled yet, {cold:.1f} s"
+    one, eight = (geometric_mean(of_replicas(depth)[0]) for depth in (1, 8))
+    yield f"take {one:.1f} times as long; in a row of eight layers {eight:.1f} times"
+
+
+def of_nets(allocator: str) -> dict[str, float]:
+    """Training steps with converted layers: times as fast as with the networks' own."""
+    return {row["net"]: row["faster"] for row in read(CPU)["nets"][allocator]}
+
+
+def nets_cpu() -> Iterator[str]:
+    usual, kept = of_nets("usual"), of_nets("kept")
+    for net in usual:
+        yield f"| {net} | {usual[net]:.2f}x | {kept[net]:.2f}x |"
+    means = [geometric_mean(steps.values()) for steps in (usual, kept)]
+    yield "| geometric mean | {:.2f}x | {:.2f}x |".format(*means)
+
+
+def targets_cpu() -> Iterator[str]:
+    mean, large = on_threads("NCHW"), on_threads("NCHW", MIB)
+    (least, shape), (other, _) = worst("NCHW"), worst("NCHW", MIB)
+    yield f"| {mean}; over 1 MiB {large} | {least:.2f}x {shape}; over 1 MiB {other:.1f}x |"
+    mean, large = on_threads("channels_last"), on_threads("channels_last", 24 * MIB)
+    yield f"| {mean}; from 24 MiB {large} | {worst('channels_last')[0]:.2f}x |"
+    rows = [row["over_floor"]["reused output"] for row in read(CPU)["kernels"]]
+    sizes = [row["bytes"] for row in read(CPU)["kernels"]]
+    ratios = [
+        [row[d] for row, size in zip(rows, sizes, strict=True) if size >= 32 * MIB]
+        for d in DIRECTIONS
+    ]
+    means, most = ([f"{f(r):.2f}" for r in ratios] for f in (geometric_mean, max))
+    yield f"| {' / '.join(means)} (forward / backward) | {' / '.join(most)} |"
+    half = {
+        name: [
+            v for row in read(CPU)["dtypes"] for v in row["over_float32_by_bytes"][name].values()
+        ]
+        for name in ("float16", "bfloat16")
+    }
+    means = [f"{name} {geometric_mean(values):.1f}" for name, values in half.items()]
+    yield f"| {', '.join(means)} | {max(map(max, half.values())):.1f} where a call"
+    (one, one_plain), (eight, eight_plain) = of_replicas(1), of_replicas(8)
+    mean, other = geometric_mean(one), geometric_mean(eight)
+    yield f"| {mean:.1f}; in a row of eight layers {other:.1f} | {max(one):.1f}; {max(eight):.1f} |"
+    mean, other = geometric_mean(one_plain), geometric_mean(eight_plain)
+    lows = f"{min(one_plain):.1f}x; {min(eight_plain):.1f}x"
+    yield f"| {mean:.1f}x; in a row of eight layers {other:.1f}x | {lows} |"
+    waits = {row["replicas"]: row["median"] * 1e6 for row in read(CPU)["exchanges"]}
+    yield f"| one synchronization of 4 threads | 60 us | {waits[4]:.0f} us"
+    tiny = [
+        1 / row["found"]["shipped"]["both"]["faster"]
+        for row in read(CPU)["layers"]
+        if row["bytes"] <= 1 << 14 and row["dtype"] == "float32"
+    ]
+    mean, most_of_tiny = geometric_mean(tiny), max(tiny)
+    yield f"| a tiny layer over `nn.BatchNorm` | 1.5 | {mean:.1f} | {most_of_tiny:.1f} |"
+    memory = {row["name"]: row["peak"] for row in read(CPU)["memory"]}
+    yield f"add is {memory['ours'] / memory['plain']:.2f} of what plain operations add"
+    starts = read(CPU)["starts"]
+    first, cold = starts["first use"], starts["first use, nothing compiled"]
+    yield f"| 0.5 s | {first:.1f} s / {cold:.1f} s |"
+
+
+# -------------------------------------------------------------------------------- H100
+
+
+def floors(results: Row) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Over copies of the same bytes, by layout, dtype and direction; of large activations."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for case in results["cases"]:
+        for direction in DIRECTIONS if case["nbytes"] >= results["large"] else ():
+            ratio = over_floor(case, direction)
+            if ratio is not None:
+                key = (case["layout"], case["dtype"], direction)
+                found.setdefault(key, {})[str(case["shape"])] = ratio
+    return found
+
+
+def bandwidths(results: Row) -> tuple[str, str, str]:
+    """Of a copy, of our kernels at most (by the same count of passes), of the data sheet; TB/s."""
+    copy = results["bandwidth"] / 1e12
+    least = min(ratio for group in floors(results).values() for ratio in group.values())
+    return f"{copy:.2f}", f"{copy / least:.2f}", f"{GPUS['H100'].bandwidth / 1e12:.2f}"
+
+
+def resnet50_over(rival: str, batches: Iterable[int], dtypes: Iterable[str], layout: str) -> str:
+    """All 53 layers: a rival's time over ours, from least to most."""
+    results = read(H100)
+    values = []
+    for batch in batches:
+        for dtype in dtypes:
+            ours, theirs = (
+                total_of_resnet50(results, batch, dtype, layout, who) for who in ("ours", rival)
+            )
+            if ours and theirs:
+                values.append(theirs / ours)
+    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def speed_h100() -> Iterator[str]:
+    results = read(H100)
+    copy, most, sheet = bandwidths(results)
+    single = [ratio for group in floors(results).values() for ratio in group.values()]
+    yield (
+        f"speed of a device copy in the same run, {copy} TB/s. By the same count, kernels come to "
+        f"{results['bandwidth'] / 1e12 / max(single):.2f} to {most} TB/s from 100 MB on; the data "
+        f"sheet gives the memory {sheet} TB/s."
+    )
+    means = [geometric_mean(group.values()) for group in floors(results).values()]
+    yield (
+        f"Forward and backward apart, means are {span(means)} and single cases {span(single)} of "
+        "the floor"
+    )
+    host = {
+        name: span([row["found"][name]["host"] * 1e3 for row in results["host"]])
+        for name in ("ours", "torch sync", "torch sync, no masks", "torch cudnn")
+    }
+    yield (
+        f"{host['ours']} ms; torch's SyncBatchNorm without communication {host['torch sync']} ms, "
+        f"and {host['torch sync, no masks']} ms, less than ours, without the masks by which it "
+        f"drops empty members and waits for the device; `torch.batch_norm` {host['torch cudnn']} "
+        "ms"
+    )
+    time = {
+        (case["dtype"], who): f"{case['found'][who]['both'] * 1e6:.0f}"
+        for case in results["cases"]
+        for who in ("ours", "torch sync")
+        if case["shape"] == [2, 2048, 7, 7] and case["layout"] == "NCHW"
+    }
+    yield (
+        f"(2, 2048, 7, 7) {time['fp16', 'ours']} us against {time['fp16', 'torch sync']} in 16 "
+        f"bits, {time['fp32', 'ours']} against {time['fp32', 'torch sync']} in float32."
+    )
+    ratios = [
+        min(faster_than(case, rival) or 0 for rival in ("torch cudnn", "torch native"))
+        for case in results["cases"]
+        if case["nbytes"] >= 192 * MIB and takes_our_kernels(case)
+    ]
+    low, high = min(ratios), max(ratios)
+    yield f"On an H100 they are then {low:.1f} to {high:.0f} times as fast as torch's."
+
+
+def takes_our_kernels(case: Row) -> bool:
+    """A layer alone, from 192 MiB: planes of 28x28 or more; for bfloat16 channels_last too."""
+    if case["layout"] == "NCHW":
+        _, _, height, width = case["shape"]
+        return bool(height * width >= 784)
+    return bool(case["dtype"] == "bf16")
+
+
+def model_of_gpus() -> Iterator[str]:
+    copy = read(H100)["bandwidth"] / GPUS["H100"].bandwidth
+    yield (
+        f"at the speed of a copy, {copy:.2f} of it on that H100: to compare, multiply the figures "
+        f"there by {0.85 / copy:.2f}."
+    )
+
+
+# ----------------------------------------------------------- processes, compiled kernels
+
+ENGINES = ("gloo", "mpi")
+SIZES = ("2", "4", "8")
+
+
+def scaling() -> Iterator[str]:
+    results = read(SCALING)
+    measured = results["measured"]
+    for label, entry in {
+        "all_gather, 256 channels": "all_gather 256",
+        "all_reduce, 256 channels": "all_reduce 256",
+        "exchange of a layer, Python included": "merge_moments 256",
+        "five messages of 256 channels": "5 messages",
+        "one message with the same numbers": "1 message",
+    }.items():
+        cells = [measured[e][size][entry]["median"] * 1e6 for e in ENGINES for size in SIZES]
+        yield f"| {label} | {' | '.join(f'{cell:,.0f}' for cell in cells)} |"
+    longer = [
+        found[f"{name} 2048"]["median"] / found[f"{name} 4"]["median"]
+        for found in measured["gloo"].values()
+        for name in ("all_gather", "all_reduce")
+    ]
+    yield f"over gloo, 2,048 channels take {span(longer, 1)} times as long as 4"
+    fewer = {
+        engine: [m[s]["5 messages"]["median"] / m[s]["1 message"]["median"] for s in SIZES]
+        for engine, m in measured.items()
+    }
+    first, second, third = (f"{ratio:.1f}" for ratio in fewer["gloo"])
+    yield f"({first}, {second} and {third} times less with gloo, {span(fewer['mpi'], 0)} with MPI)"
+    waits = {(size, jitter): wait for size, jitter, wait in results["simulated"]}
+    for size in (8, 64, 1024):
+        yield f"| {size:,} | " + " | ".join(f"{waits[size, j]:.2f}x" for j in (0.01, 0.05, 0.2))
+
+
+def fit_of_scaling() -> Iterator[str]:
+    for engine, operations in read(SCALING)["fitted"].items():
+        for operation, fit in operations.items():
+            latency = ", ".join(f"{seconds * 1e6:,.0f}" for seconds in fit["latency"].values())
+            rate = fit["bytes_per_second"] / 1e9
+            yield (
+                f"| {engine.replace('mpi', 'MPI')} {operation} | {latency} | "
+                f"{rate:.{1 if rate >= 1 else 2}f} GB/s | "
+                f"{fit['mean_error']:.0%}, {fit['worst_error']:.0%} |".replace("%", " %")
+            )
+
+
+def compiled() -> Iterator[str]:
+    kernels = read("ptx-costs.json")["kernels"]
+    for kind, ragged in (("planes", ""), ("planes of 7x7", "-ragged"), ("rows", "")):
+        for step in ("moments", "normalize", "backward_reduce", "backward_input"):
+            name = f"{kind.partition(' ')[0]}_{step}"
+            pair = [kernels[f"{name}-{lanes}{ragged}-256"] for lanes in ("float32-4", "float16-8")]
+            cells = [f"{row['instructions']:.1f}" for row in pair]
+            cells += [f"{row['float64'] + row['conversions']:.2f}" for row in pair]
+            cells += [f"{row['bytes']:.2f}" for row in pair]
+            yield f"| {kind}, `{step}` | {' | '.join(cells)} |"
+    rows = read("ptx-registers.json")[1:]
+    elementwise = [r for r in rows if r["kernel"].startswith(ELEMENTWISE)]
+    spilled = [row for row in rows if row["spilled"]]
+    assert {row["arch"] for row in spilled} == {"sm_100"}
+    assert {row["kernel"].split("-")[0] for row in spilled} == {"planes_backward_input"}
+    yield (
+        f"each uses at most {max(r['registers'] for r in rows)} registers, elementwise kernels "
+        f"{max(r['registers'] for r in elementwise)}"
+    )
+    yield f"on sm_100, spills {span([row['spilled'] for row in spilled], 0)} bytes"
+
+
+def steps_of_graphs() -> Iterator[str]:
+    for net in read(COMPILED)["nets"]:
+        for way, seconds in net["step"].items():
+            over, first = net["over_eager"][way], net["first"][way]
+            graphs = net["graphs"][way]
+            yield (
+                f"| {net['net']} | {way} | {seconds * 1e3:.0f} | {over:.2f} | {first:.0f} | "
+                f"{graphs} |"
+            )
+
+
+ELEMENTWISE = tuple(
+    f"{kind}_{step}" for kind in ("planes", "rows") for step in ("normalize", "backward_input")
+)
+
+PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
+    "README.md": (readme,),
+    "docs/speed.md": (speed_cpu, nets_cpu, steps_of_graphs, speed_h100),
+    "docs/scaling.md": (scaling,),
+    "docs/internals/communication.md": (fit_of_scaling,),
+    "docs/internals/gpu-model.md": (model_of_gpus,),
+    "docs/internals/gpu.md": (compiled,),
+    "docs/internals/speed.md": (targets_cpu,),
+}
+
+
+def lacking(page: str, text: str) -> list[str]:
+    """What the text of a page should say and does not, however its lines are broken."""
+    said = " ".join(text.split())
+    wanted = [sentence for sentences in PAGES[page] for sentence in sentences()]
+    return [sentence for sentence in wanted if " ".join(sentence.split()) not in said]
+
+
+if __name__ == "__main__":
+    status = 0
+    for page in PAGES:
+        for sentence in lacking(page, (ROOT / page).read_text(encoding="utf-8")):
+            print(f"{page} lacks:\n    {sentence}")
+            status = 1
+    sys.exit(status)

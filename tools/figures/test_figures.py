@@ -1,0 +1,28 @@
+"""The figures in README and docs are those of the files in benchmarks/results."""
+
+import figures
+import pytest
+
+ROOT = figures.ROOT
+
+
+@pytest.mark.parametrize("page", figures.PAGES)
+def test_every_figure_of_a_page_follows_from_its_file(page: str) -> None:
+    lacks = figures.lacking(page, (ROOT / page).read_text(encoding="utf-8"))
+    assert not lacks, f"{page} lacks:\n" + "\n".join(lacks)
+
+
+def test_another_figure_in_a_page_is_noticed() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sentence = next(figures.readme())
+    assert sentence in " ".join(text.split())
+    (lack,) = figures.lacking("README.md", text.replace("by itself is ", "by itself is 1"))
+    assert lack == sentence
+
+
+def test_other_results_ask_for_other_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    results = {name: figures.read(name) for name in (figures.CPU, figures.H100, figures.COMPILED)}
+    results[figures.H100] = results[figures.H100] | {"bandwidth": 4.89e12}
+    monkeypatch.setattr(figures, "read", results.__getitem__)
+    assert any("4.89 TB/s" in lack for lack in figures.lacking("docs/speed.md", text))
