@@ -73,8 +73,9 @@ class ProcessCommunicator(CommunicatorBase):
     the ranks may be in different calls.
 
     If ranks add up arrays of different calls in an `all_reduce`, every rank raises a
-    `ProtocolError` and the group stays usable. On a GPU the host does not wait for this check: the
-    sums are NaN, a later call of each rank raises the `ProtocolError`, and the group has failed.
+    `ProtocolError` that lists them, and the group stays usable. On a GPU the host does not wait for
+    this check: the sums are NaN, a later call of each rank raises the `ProtocolError`, and the
+    group has failed.
 
     `copy` and `deepcopy` return the communicator itself. Pickling raises `StateError`.
     """
@@ -157,7 +158,8 @@ class ProcessCommunicator(CommunicatorBase):
 
     def _judge(self, verdict: Verdict, call: CollectiveCall) -> None:
         """Raise `ProtocolError` for a wrong label, now or in a later call."""
-        if verdict is False:
+        if verdict is False:  # on every rank: their labels differ, and the total is the same
+            self._compare(call, "all_reduce")
             raise _different_calls(call)
         if verdict is not True:
             self._later.append((verdict, call))
