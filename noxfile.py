@@ -207,6 +207,9 @@ def soak(session: nox.Session) -> None:
     session.run("python", "tests/torch/interrupted.py", "2000")
     session.run("pytest", "tests/torch/test_jupyter.py")
     runs = {"SYNCBN_REPLICA_FAULT_RUNS": "4500", "SYNCBN_FAULT_RUNS": "500"}
+    for first in range(0, 300, 50):
+        programs = {"SYNCBN_PROGRAMS": f"{first} {first + 50}"}
+        session.run("pytest", "tests/torch/test_process_programs.py", env=programs)
     options = ["-s", "-o", "faulthandler_timeout=0"]
     for test in ("replica", "process"):
         session.run("pytest", *options, f"tests/torch/test_{test}_faults.py", env=runs)
