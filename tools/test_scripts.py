@@ -433,6 +433,18 @@ def test_benchmark_of_graphs(tmp_path: Path) -> None:
     assert row["over_eager"]["eager"] == 1
 
 
+def test_benchmark_of_replicas(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("timm")
+    arguments = ["--nets", "small", "resnet18", "--rounds", "1", "--output", str(tmp_path)]
+    done = run("replicas.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("replicas-*.json")
+    small, resnet18 = json.loads(path.read_text(encoding="utf-8"))["nets"]
+    assert (small["layers"], resnet18["layers"]) == (3, 20)
+    assert all(seconds > 0 for row in (small, resnet18) for seconds in row["cpu"].values())
+
+
 def test_revisions_are_compared() -> None:
     pytest.importorskip("rich")
     done = run("compare.py", str(ROOT), "--rounds", "2", "--threads", "1", "--shapes", "4x8x8x8")
