@@ -183,7 +183,8 @@ def _forward_in_range(layer: LayerState, x: Tensor) -> Tensor:
     name = partial(name_of, layer._original)
     with ranges.span("forward", name):
         y = forward(layer, x, False, True)
-    ranges.name_backward(y, name)
+    if layer._replica_sync is None:  # which names its nodes
+        ranges.name_backward(y, name)
     return y
 
 

@@ -69,7 +69,7 @@ def test_replicas_show_the_exchange_of_each_layer() -> None:
     assert {name: found[name] for name in FORWARD + EXCHANGE} == dict.fromkeys(
         FORWARD + EXCHANGE, 2
     )
-    assert {name: found[name] for name in BACKWARD} == dict.fromkeys(BACKWARD, 4)
+    assert {name: found[name] for name in BACKWARD} == dict.fromkeys(BACKWARD, 1)
 
 
 def test_backward_that_runs_after_the_profiler_is_quiet_and_again_within_it_is_shown() -> None:

@@ -33,6 +33,7 @@ from syncbn_core.errors import (
 from syncbn_torch import (
     CallbackContext,
     DataParallelWithCallback,
+    SyncBatchNorm,
     SynchronizedBatchNorm1d,
     execute_replication_callbacks,
     patch_replication_callback,
@@ -672,6 +673,30 @@ def test_gradients_do_not_depend_on_what_the_calling_thread_did_before() -> None
         for _ in range(3000):
             x = x + 1
         assert all(torch.equal(a, b) for a, b in zip(first, train(), strict=True))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_large_and_small_parts_equal_the_undivided_batch(
+    memory_format: torch.memory_format, hooks: bool
+) -> None:
+    """Replicas compute large parts themselves, here the first two; the master computes the last."""
+    layers = [nn.BatchNorm2d(4).double(), SyncBatchNorm(4).double()]
+    models = layers[0], DataParallelWithCallback(layers[1], replicas=3)
+    given = torch.randn(5, 4, 120, 100).double().to(memory_format=memory_format) + 3
+    dy, results = torch.randn_like(given), []
+    for model in models:
+        x = given.clone().requires_grad_()
+        keep = torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda saved: saved)
+        with keep if hooks else contextlib.nullcontext():
+            y = model(x)
+        y.backward(dy)
+        results.append([y, x.grad])
+    assert results[1][0].is_contiguous(memory_format=memory_format)
+    for layer, found in zip(layers, results, strict=True):
+        found += [layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_gradient_of_a_split_input_is_put_together_once() -> None:

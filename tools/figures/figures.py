@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 CPU = "cpu-2026-11-23.json"
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 COMPILED = "compiled-2026-11-23.json"
+REPLICAS = "replicas-2026-11-24.json"
 SCALING = "scaling-2026-11-21.json"
 LAYOUTS = ("NCHW", "channels_last")
 MIB = 1 << 20
@@ -116,6 +117,23 @@ def speed_cpu() -> Iterator[str]:
     yield f"{first:.1f} s; when no kernel has been compiled yet, {cold:.1f} s"
     one, eight = (geometric_mean(of_replicas(depth)[0]) for depth in (1, 8))
     yield f"take {one:.1f} times as long; in a row of eight layers {eight:.1f} times"
+
+
+def replicas_cpu() -> Iterator[str]:
+    """Of docs/speed.md."""
+    faster = [row["faster"] for row in read(REPLICAS)["nets"]]
+    mean = f"{geometric_mean(faster):.2f} times on average"
+    yield f"Synchronized-BatchNorm-PyTorch take {span(faster)} times as much CPU time, {mean}"
+
+
+def added_by_replicas() -> Iterator[str]:
+    """Of docs/internals/speed.md."""
+    adds = [row["adds"] for row in read(REPLICAS)["nets"]]
+    ours, theirs = (span([1e3 * row[way] for row in adds], 1) for way in ("syncbn", "operations"))
+    yield (
+        f"synchronization adds {ours} ms of CPU time per layer, where tensor operations add "
+        f"{theirs} ms"
+    )
 
 
 def of_nets(allocator: str) -> dict[str, float]:
@@ -357,12 +375,12 @@ ELEMENTWISE = tuple(
 
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "README.md": (readme,),
-    "docs/speed.md": (speed_cpu, nets_cpu, steps_of_graphs, speed_h100),
+    "docs/speed.md": (speed_cpu, replicas_cpu, nets_cpu, steps_of_graphs, speed_h100),
     "docs/scaling.md": (scaling,),
     "docs/internals/communication.md": (fit_of_scaling,),
     "docs/internals/gpu-model.md": (model_of_gpus,),
     "docs/internals/gpu.md": (compiled,),
-    "docs/internals/speed.md": (targets_cpu,),
+    "docs/internals/speed.md": (targets_cpu, added_by_replicas),
 }
 
 

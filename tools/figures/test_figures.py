@@ -4,6 +4,7 @@ import figures
 import pytest
 
 ROOT = figures.ROOT
+NAMES = (figures.CPU, figures.REPLICAS, figures.H100, figures.COMPILED)
 
 
 @pytest.mark.parametrize("page", figures.PAGES)
@@ -22,7 +23,7 @@ def test_another_figure_in_a_page_is_noticed() -> None:
 
 def test_other_results_ask_for_other_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
-    results = {name: figures.read(name) for name in (figures.CPU, figures.H100, figures.COMPILED)}
+    results = {name: figures.read(name) for name in NAMES}
     results[figures.H100] = results[figures.H100] | {"bandwidth": 4.89e12}
     monkeypatch.setattr(figures, "read", results.__getitem__)
     assert any("4.89 TB/s" in lack for lack in figures.lacking("docs/speed.md", text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,15 +15,17 @@ from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_core.moments import NormRule
 from syncbn_torch import ranges
-from syncbn_torch._torch_private import profiler
+from syncbn_torch._torch_private import profiler, saving_runs_hooks
 from syncbn_torch.autograd.exchange import Processes
+from syncbn_torch.autograd.joint import APART, Deposit, Keep, Recomputed, normalize_all
 from syncbn_torch.autograd.replicas import (
     ReplicaMessage,
-    StatisticsExchange,
     measure,
     merge_replicas,
     normalize,
 )
+from syncbn_torch.backends import plain
+from syncbn_torch.backends.memory import empty_like
 from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
 from syncbn_torch.module_names import name_of
 
@@ -38,11 +41,12 @@ class ReplicaSync:
         self.shared = shared
         self.is_master = copy_id == 0
         if self.is_master:
-            self.master = SyncMaster(merge_replicas, name=shared.name)
+            self.master = SyncMaster(_of_all_replicas, name=shared.name)
             shared.begin(_OURS, self.master)
         else:
             self.pipe = shared.master(_OURS).register_slave(copy_id)
-        self._history: list[tuple[Any, StatisticsExchange, bool]] = []
+        self._history: list[tuple[Any, Any, bool]] = []
+        self._index = 0  # of this replica's part among all
 
     def _name(self) -> str:
         return str(self.shared.name)
@@ -67,6 +71,8 @@ class ReplicaSync:
         """y by the statistics of all replicas; each updates its own `running`."""
         if self.shared.recomputes:
             running = None
+        if x.is_cpu and processes is None and operations is not plain.DIFFERENTIABLE:
+            return self._joint(operations, x, affine, rule, running)
         record, edge = measure(operations, x)
         if profiler._is_profiler_enabled:
             ranges.name_backward(edge, self._name)
@@ -87,9 +93,49 @@ class ReplicaSync:
                 else:
                     edge, exchange = self.pipe.run_slave(message)
             self._history.append((record.part, exchange, torch.is_grad_enabled()))
-        return normalize(x, edge, affine, record, exchange, running)
+        y = normalize(x, edge, affine, record, exchange, running)
+        if profiler._is_profiler_enabled:
+            ranges.name_backward(y, self._name)
+        return y
 
-    def _earlier_exchange(self, part: Any) -> StatisticsExchange:
+    def _joint(
+        self,
+        operations: Operations,
+        x: Tensor,
+        affine: Affine,
+        rule: NormRule,
+        running: RunningStatistics | None,
+    ) -> Tensor:
+        """`forward` on a CPU without other processes, by one node for all replicas."""
+        graph = torch.is_grad_enabled()
+        kept: list[Any] = [] if graph and saving_runs_hooks() else [None]
+        if not kept:
+            x = Keep.apply(x, kept)
+        ctx = kept[0] if x.requires_grad else None
+        over = self.shared.is_over()
+        apart = operations.with_kernels and x.numel() >= APART and not over
+        part = operations.serial.moments(x) if apart or over else None
+        room = empty_like(x) if apart else None
+        deposit = Deposit(
+            operations, x, affine, running, rule, self.shared, graph, ctx, part, room, now()
+        )
+        if over:
+            known = self._earlier_exchange(part).statistics[self._index]
+            y: Tensor = Recomputed.apply(x, *affine, known, deposit)
+            return y
+        with ranges.span("exchange", self._name):
+            exchange = self.master.run_master if self.is_master else self.pipe.run_slave
+            y, call, self._index = exchange(deposit)
+        if apart:
+            known = call.statistics[self._index]
+            with torch.no_grad():
+                operations.serial.forward(x, known, affine, rule, running, out=y)
+        self._history.append((call.parts[self._index], call, graph))
+        if profiler._is_profiler_enabled and self.is_master:  # one node for all replicas
+            ranges.name_backward(y, self._name)
+        return y
+
+    def _earlier_exchange(self, part: Any) -> Any:
         found = [(one, graph) for seen, one, graph in self._history if _same_bits(seen, part)]
         if not found:
             raise CheckpointError(
@@ -104,7 +150,7 @@ class ReplicaSync:
                 "replica at a time and can't be synchronized; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        exchange = found[0][0]
+        exchange: Any = found[0][0]
         if not all(_same_bits(exchange.total, other.total) for other, _ in found):
             raise CheckpointError(
                 f"{self.shared.name} was recomputed with an input that this replica had in "
@@ -112,6 +158,12 @@ class ReplicaSync:
                 "for each of these calls, or do not checkpoint them"
             )
         return exchange
+
+
+def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
+    """The `SyncMaster` callback, for messages of either kind."""
+    joint = isinstance(messages[0][1], Deposit)
+    return normalize_all(messages) if joint else merge_replicas(messages)
 
 
 def _same_bits(a: Any, b: Any) -> bool:

@@ -1,0 +1,257 @@
+"""The autograd node of replicas on the CPU of one process: all parts in, all results out.
+
+    x_1 ... x_N, weight_1 ... weight_N, bias_1 ... bias_N  ->  y_1 ... y_N
+
+Each replica leaves its operands with the master, which applies the node, and gets its y. Backward
+gets all dy at once, so that nothing waits there. A loss may use any of the outputs.
+
+Hooks on saved tensors belong to the thread of a replica. Where it has some, `Keep` saves x there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
+from syncbn_core.comm.waits import note_arrivals
+from syncbn_core.errors import CheckpointError, ShapeError, StateError
+from syncbn_core.moments import NormRule, require_more_than_one_value
+from syncbn_torch._torch_private import saving_runs_hooks
+from syncbn_torch.autograd.exchange import check_unchanged, needs_plain_backward
+from syncbn_torch.backends import plain
+from syncbn_torch.backends.memory import as_tensor
+
+__all__ = ["APART", "Deposit", "JointCall", "Keep", "Recomputed", "normalize_all"]
+
+
+# Numbers in a part from which on its replica computes moments and y, beside the others. Below, the
+# master is quicker with all parts than the replicas with waking up.
+APART = 1 << 16
+
+
+class Deposit(NamedTuple):
+    """What a replica leaves with the master.
+
+    `graph`: whether gradients are enabled in its thread. `kept`: the ctx of its `Keep`, if it has
+    one. `part`, `y`: the moments of x, and memory for y, if it computes both itself. `context` is
+    the forward that replicas share; `arrived` is for `waits`.
+    """
+
+    operations: Operations
+    x: Tensor
+    affine: Affine
+    running: RunningStatistics | None
+    rule: NormRule
+    context: Any
+    graph: bool
+    kept: Any = None
+    part: Any = None
+    y: Any = None
+    arrived: float | None = None
+
+
+class Keep(Function):
+    """x -> x; saves x in the thread of its replica, and puts its ctx into `kept`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Any]) -> Tensor:
+        ctx.save_for_backward(x)
+        kept.append(ctx)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
+
+
+class JointCall:
+    """One call of a layer in all its replicas.
+
+    Attributes:
+        operations: those of each part.
+        rule, context: those of the first.
+        parts: the moments of each part.
+        total: those of the whole batch.
+        statistics: for each part, what backward needs besides x.
+    """
+
+    __slots__ = ("context", "operations", "parts", "rule", "statistics", "total")
+
+    def __init__(self, deposits: Sequence[Deposit]) -> None:
+        first = deposits[0]
+        self.operations: list[Any] = [deposit.operations for deposit in deposits]
+        self.rule, self.context = first.rule, first.context
+        self.parts = [d.operations.moments(d.x) if d.part is None else d.part for d in deposits]
+        self.total = first.operations.merge(self.parts)
+        require_more_than_one_value(self.total.known_count, first.x.shape)
+        self.statistics = [first.operations.statistics(self.total, first.rule)] * len(deposits)
+
+    def forward(
+        self, deposits: Sequence[Deposit], xs: Sequence[Tensor], affines: Sequence[Affine]
+    ) -> list[Tensor]:
+        """y of each part, after updating its running statistics; or memory for y."""
+        ys = []
+        for index, (deposit, x, affine) in enumerate(zip(deposits, xs, affines, strict=True)):
+            if deposit.y is not None:
+                ys.append(deposit.y)
+                continue
+            known = self.statistics[index]
+            done = deposit.operations.forward(x, known, affine, self.rule, deposit.running)
+            self.statistics[index] = done.statistics
+            ys.append(done.y)
+        return ys
+
+    def check_over(self) -> None:
+        """Raise `StateError` before the forward of the model has ended."""
+        if not self.context.is_over():
+            raise StateError(
+                f"expected the backward of {self.context.name} after the forward of all replicas, "
+                "got autograd.grad or backward() inside a replica, which can't be synchronized; "
+                "compute gradients outside of DataParallelWithCallback"
+            )
+
+    def backward(
+        self,
+        xs: Sequence[Tensor],
+        dys: Sequence[Tensor | None],
+        affines: Sequence[Affine],
+        by_x: Sequence[bool],
+    ) -> tuple[list[Tensor | None], list[Sums | None]]:
+        """dx of each part that needs one, and the sums of each part that has a dy."""
+        operations, statistics, rule = self.operations, self.statistics, self.rule
+        if needs_plain_backward(None, *dys):
+            operations = [plain.DIFFERENTIABLE] * len(xs)
+            statistics = [self._plain_statistics(xs)] * len(xs)
+        parts = list(zip(operations, xs, dys, statistics, affines, strict=True))
+        sums: list[Sums | None] = []
+        for do, x, dy, known, affine in parts:
+            if dy is None:
+                sums.append(None)
+            else:
+                check_unchanged(x, dy)
+                sums.append(do.backward_reduce(x, dy, known, affine, rule))
+        total = _added([one.exchange for one in sums if one is not None])
+        dxs = []
+        for (do, x, dy, known, affine), needed in zip(parts, by_x, strict=True):
+            if dy is None:  # the loss does not use this y, but others depend on its x
+                dy = torch.zeros_like(x)
+            dxs.append(do.backward_input(x, dy, known, affine, rule, total) if needed else None)
+        return dxs, sums
+
+    def _plain_statistics(self, xs: Sequence[Tensor]) -> Any:
+        """As tensors; with gradients on, computed from each x by autograd operations."""
+        do, total = plain.DIFFERENTIABLE, plain.plain_moments(self.total, xs[0].device)
+        if torch.is_grad_enabled():
+            total = do.merge([do.moments(x) for x in xs])
+        return do.statistics(total, self.rule)
+
+
+class JointBatchNorm(Function):
+    """x of each replica, then each weight, then each bias -> y of each replica."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: JointCall, deposits: Sequence[Deposit], *operands: Any
+    ) -> tuple[Tensor, ...]:
+        count = len(deposits)
+        xs, weights, biases = (operands[n * count : (n + 1) * count] for n in range(3))
+        affines = list(map(Affine, weights, biases))
+        ctx.call, ctx.kept = call, [deposit.kept for deposit in deposits]
+        ctx.set_materialize_grads(False)
+        own = [x for x, kept in zip(xs, ctx.kept, strict=True) if kept is None]
+        ctx.save_for_backward(*own, *(a.for_backward(call.rule).weight for a in affines))
+        ys = call.forward(deposits, xs, affines)
+        without = [y for y, deposit in zip(ys, deposits, strict=True) if not deposit.graph]
+        ctx.mark_non_differentiable(*without)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        call: JointCall = ctx.call
+        call.check_over()
+        count = len(dys)
+        needs = [ctx.needs_input_grad[2 + n * count : 2 + (n + 1) * count] for n in range(3)]
+        if all(dy is None for dy in dys):
+            return (None,) * (2 + 3 * count)
+        saved = list(ctx.saved_tensors)
+        own, weights = iter(saved[:-count]), saved[-count:]
+        xs = [next(own) if kept is None else kept.saved_tensors[0] for kept in ctx.kept]
+        dxs, sums = call.backward(xs, dys, list(map(Affine, weights)), needs[0])
+        of_weights, of_biases = (
+            [one[n] if one and need else None for one, need in zip(sums, needs[n], strict=True)]
+            for n in (1, 2)
+        )
+        return None, None, *dxs, *of_weights, *of_biases
+
+
+class Recomputed(Function):
+    """x, weight, bias -> y of an earlier call, while a checkpoint fills in what it has saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, statistics: Any, deposit: Deposit
+    ) -> Tensor:
+        ctx.name = str(deposit.context.name)
+        rule, do = deposit.rule, deposit.operations
+        y: Tensor = do.serial.forward(x, statistics, Affine(weight, bias), rule, None).y
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        raise CheckpointError(
+            f"{ctx.name} was recomputed by a checkpoint, and backward() was called on that "
+            "recomputation, which can't be synchronized; use "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
+
+
+def normalize_all(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
+    """The `SyncMaster` callback: turns each `Deposit` into `(y, call, index of its part)`.
+
+    Settings come from the first deposit, the master's. Raises `BatchSizeError` for one value
+    per channel in all, `ShapeError` for unequal channels.
+    """
+    deposits: list[Deposit] = [deposit for _, deposit in messages]
+    first = deposits[0]
+    channels = {identifier: deposit.x.shape[1] for identifier, deposit in messages}
+    if len(set(channels.values())) > 1:
+        raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
+    if first.arrived is not None:
+        note_arrivals("replica", f"forward of {first.context.name}", [d.arrived for d in deposits])
+    call = JointCall(deposits)
+    xs = [deposit.x if deposit.graph else deposit.x.detach() for deposit in deposits]
+    affines = [deposit.affine for deposit in deposits]
+    if not any(deposit.graph for deposit in deposits):
+        ys: Sequence[Tensor] = call.forward(deposits, xs, affines)
+    else:
+        operands = *xs, *(a.weight for a in affines), *(a.bias for a in affines)
+        with torch.enable_grad():
+            if saving_runs_hooks():  # those of the master's own thread
+                with saved_tensors_hooks(_same, _same):
+                    ys = JointBatchNorm.apply(call, deposits, *operands)
+            else:
+                ys = JointBatchNorm.apply(call, deposits, *operands)
+    indexed = enumerate(zip(messages, ys, strict=True))
+    return [(identifier, (y, call, index)) for index, ((identifier, _), y) in indexed]
+
+
+def _same(saved: Any) -> Any:
+    return saved
+
+
+def _added(values: Sequence[Any]) -> Any:
+    """The sums of all parts, in their order; as tensors if some are."""
+    if any(isinstance(value, Tensor) for value in values):
+        values = [value if isinstance(value, Tensor) else as_tensor(value) for value in values]
+    total = values[0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for value in values[1:]:
+            total = total + value
+    return total
