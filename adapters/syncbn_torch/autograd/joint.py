@@ -1,9 +1,10 @@
-"""The autograd node of replicas on the CPU of one process: all parts in, all results out.
+"""The autograd node of the replicas of one process, on a CPU: all parts in, all results out.
 
     x_1 ... x_N, weight_1 ... weight_N, bias_1 ... bias_N  ->  y_1 ... y_N
 
 Each replica leaves its operands with the master, which applies the node, and gets its y. Backward
-gets all dy at once, so that nothing waits there. A loss may use any of the outputs.
+gets all dy at once, so that no replica waits there. A loss may use any of the outputs. Over several
+processes the node exchanges one message per direction for all its replicas.
 
 Hooks on saved tensors belong to the thread of a replica. Where it has some, `Keep` saves x there.
 """
@@ -24,7 +25,8 @@ from syncbn_core.comm.waits import note_arrivals
 from syncbn_core.errors import CheckpointError, ShapeError, StateError
 from syncbn_core.moments import NormRule, require_more_than_one_value
 from syncbn_torch._torch_private import saving_runs_hooks
-from syncbn_torch.autograd.exchange import check_unchanged, needs_plain_backward
+from syncbn_torch.autograd.differentiable_exchange import sum_over_processes, total_moments
+from syncbn_torch.autograd.exchange import Processes, check_unchanged, needs_plain_backward
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import as_tensor
 
@@ -49,6 +51,7 @@ class Deposit(NamedTuple):
     affine: Affine
     running: RunningStatistics | None
     rule: NormRule
+    processes: Processes | None
     context: Any
     graph: bool
     kept: Any = None
@@ -76,20 +79,36 @@ class JointCall:
 
     Attributes:
         operations: those of each part.
-        rule, context: those of the first.
+        rule, processes, context: those of the first.
         parts: the moments of each part.
         total: those of the whole batch.
+        number: of the exchange over processes, 0 for none.
         statistics: for each part, what backward needs besides x.
     """
 
-    __slots__ = ("context", "operations", "parts", "rule", "statistics", "total")
+    __slots__ = (
+        "context",
+        "number",
+        "operations",
+        "parts",
+        "processes",
+        "rule",
+        "statistics",
+        "total",
+    )
 
     def __init__(self, deposits: Sequence[Deposit]) -> None:
         first = deposits[0]
         self.operations: list[Any] = [deposit.operations for deposit in deposits]
-        self.rule, self.context = first.rule, first.context
+        self.rule, self.processes, self.context = first.rule, first.processes, first.context
         self.parts = [d.operations.moments(d.x) if d.part is None else d.part for d in deposits]
-        self.total = first.operations.merge(self.parts)
+        self.total: Any = first.operations.merge(self.parts)
+        self.number = 0
+        if first.processes is not None:
+            with_kernels = first.operations.with_kernels
+            (self.total,), self.number = first.processes.exchange_moments(
+                [first.operations.one_row(self.total)], with_kernels
+            )
         require_more_than_one_value(self.total.known_count, first.x.shape)
         self.statistics = [first.operations.statistics(self.total, first.rule)] * len(deposits)
 
@@ -126,7 +145,7 @@ class JointCall:
     ) -> tuple[list[Tensor | None], list[Sums | None]]:
         """dx of each part that needs one, and the sums of each part that has a dy."""
         operations, statistics, rule = self.operations, self.statistics, self.rule
-        if needs_plain_backward(None, *dys):
+        if needs_plain_backward(self.processes, *dys):
             operations = [plain.DIFFERENTIABLE] * len(xs)
             statistics = [self._plain_statistics(xs)] * len(xs)
         parts = list(zip(operations, xs, dys, statistics, affines, strict=True))
@@ -137,7 +156,7 @@ class JointCall:
             else:
                 check_unchanged(x, dy)
                 sums.append(do.backward_reduce(x, dy, known, affine, rule))
-        total = _added([one.exchange for one in sums if one is not None])
+        total = self._all_reduced(_added([one.exchange for one in sums if one is not None]))
         dxs = []
         for (do, x, dy, known, affine), needed in zip(parts, by_x, strict=True):
             if dy is None:  # the loss does not use this y, but others depend on its x
@@ -145,11 +164,23 @@ class JointCall:
             dxs.append(do.backward_input(x, dy, known, affine, rule, total) if needed else None)
         return dxs, sums
 
+    def _all_reduced(self, sums: Any) -> Any:
+        """The sums of all replicas, added up over the processes if there are any."""
+        if self.processes is None:
+            return sums
+        if torch.is_grad_enabled():
+            return sum_over_processes(_as_tensor(sums), self.processes, self.number)
+        return self.processes.all_reduce(sums, self.number)
+
     def _plain_statistics(self, xs: Sequence[Tensor]) -> Any:
         """As tensors; with gradients on, computed from each x by autograd operations."""
         do, total = plain.DIFFERENTIABLE, plain.plain_moments(self.total, xs[0].device)
         if torch.is_grad_enabled():
-            total = do.merge([do.moments(x) for x in xs])
+            part = do.merge([do.moments(x) for x in xs])
+            if self.processes is None:
+                total = part
+            else:
+                total = total_moments(part, total, self.processes, self.number, True)
         return do.statistics(total, self.rule)
 
 
@@ -246,10 +277,14 @@ def _same(saved: Any) -> Any:
     return saved
 
 
+def _as_tensor(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else as_tensor(values)
+
+
 def _added(values: Sequence[Any]) -> Any:
     """The sums of all parts, in their order; as tensors if some are."""
     if any(isinstance(value, Tensor) for value in values):
-        values = [value if isinstance(value, Tensor) else as_tensor(value) for value in values]
+        values = list(map(_as_tensor, values))
     total = values[0]
     with np.errstate(invalid="ignore", over="ignore"):
         for value in values[1:]:

@@ -71,8 +71,8 @@ class ReplicaSync:
         """y by the statistics of all replicas; each updates its own `running`."""
         if self.shared.recomputes:
             running = None
-        if x.is_cpu and processes is None and operations is not plain.DIFFERENTIABLE:
-            return self._joint(operations, x, affine, rule, running)
+        if x.is_cpu and operations is not plain.DIFFERENTIABLE:
+            return self._joint(operations, x, affine, rule, processes, running)
         record, edge = measure(operations, x)
         if profiler._is_profiler_enabled:
             ranges.name_backward(edge, self._name)
@@ -104,9 +104,10 @@ class ReplicaSync:
         x: Tensor,
         affine: Affine,
         rule: NormRule,
+        processes: Processes | None,
         running: RunningStatistics | None,
     ) -> Tensor:
-        """`forward` on a CPU without other processes, by one node for all replicas."""
+        """`forward` on a CPU, by one node for all replicas."""
         graph = torch.is_grad_enabled()
         kept: list[Any] = [] if graph and saving_runs_hooks() else [None]
         if not kept:
@@ -117,7 +118,18 @@ class ReplicaSync:
         part = operations.serial.moments(x) if apart or over else None
         room = empty_like(x) if apart else None
         deposit = Deposit(
-            operations, x, affine, running, rule, self.shared, graph, ctx, part, room, now()
+            operations,
+            x,
+            affine,
+            running,
+            rule,
+            processes,
+            self.shared,
+            graph,
+            ctx,
+            part,
+            room,
+            now(),
         )
         if over:
             known = self._earlier_exchange(part).statistics[self._index]
