@@ -699,6 +699,18 @@ def test_large_and_small_parts_equal_the_undivided_batch(
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_weight_that_is_modified_before_backward_is_an_error(hooks: bool) -> None:
+    layer = SyncBatchNorm(4)
+    model = DataParallelWithCallback(layer, replicas=2)
+    with torch.autograd.graph.save_on_cpu() if hooks else contextlib.nullcontext():
+        y = model(torch.randn(6, 4, 3, 3, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_the_gradient_of_a_split_input_is_put_together_once() -> None:
     parts: list[Tensor] = []
 

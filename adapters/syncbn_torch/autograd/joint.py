@@ -197,7 +197,9 @@ class JointBatchNorm(Function):
         ctx.call, ctx.kept = call, [deposit.kept for deposit in deposits]
         ctx.set_materialize_grads(False)
         own = [x for x, kept in zip(xs, ctx.kept, strict=True) if kept is None]
-        ctx.save_for_backward(*own, *(a.for_backward(call.rule).weight for a in affines))
+        saved = (*own, *(a.for_backward(call.rule).weight for a in affines))
+        ctx.save_for_backward(*saved)
+        ctx.versions = _versions(saved)
         ys = call.forward(deposits, xs, affines)
         without = [y for y, deposit in zip(ys, deposits, strict=True) if not deposit.graph]
         ctx.mark_non_differentiable(*without)
@@ -211,7 +213,12 @@ class JointBatchNorm(Function):
         needs = [ctx.needs_input_grad[2 + n * count : 2 + (n + 1) * count] for n in range(3)]
         if all(dy is None for dy in dys):
             return (None,) * (2 + 3 * count)
-        saved = list(ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        if _versions(saved) != ctx.versions:  # which torch does not see past the hooks `_same`
+            raise StateError(
+                f"expected the weight and input of {call.context.name} as they were in forward, "
+                "one has been modified by an inplace operation; do that after backward"
+            )
         own, weights = iter(saved[:-count]), saved[-count:]
         xs = [next(own) if kept is None else kept.saved_tensors[0] for kept in ctx.kept]
         dxs, sums = call.backward(xs, dys, list(map(Affine, weights)), needs[0])
@@ -275,6 +282,11 @@ def normalize_all(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashab
 
 def _same(saved: Any) -> Any:
     return saved
+
+
+def _versions(tensors: Sequence[Any]) -> list[int | None]:
+    """How often each has been written in place."""
+    return [None if t is None or t.is_inference() else t._version for t in tensors]
 
 
 def _as_tensor(values: Any) -> Tensor:
