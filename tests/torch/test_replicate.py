@@ -785,6 +785,50 @@ def test_a_replica_left_behind_stops_at_its_next_layer(training: bool, around: b
         assert torch.equal(value, before[name])
 
 
+def test_a_master_left_behind_within_a_layer_does_not_go_on_alone() -> None:
+    within, release, stopped = threading.Event(), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def wait(saved: Tensor) -> Tensor:
+        within.set()
+        release.wait()
+        return saved
+
+    class Stuck(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SynchronizedBatchNorm1d(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (x == 0).any():
+                within.wait()
+                raise KeyError("bad sample")
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(wait, lambda saved: saved):
+                    y: Tensor = self.norm(x)
+                    return y
+            except BaseException as error:
+                errors.append(error)
+                raise
+            finally:
+                stopped.set()
+
+    model = Stuck()
+    before = copy.deepcopy(model.state_dict())
+    x = torch.arange(4.0).flip(0).view(4, 1).requires_grad_()
+    set_default_timeout(0.1)
+    try:
+        with pytest.raises(KeyError):
+            DataParallelWithCallback(model, replicas=2)(x)
+    finally:
+        set_default_timeout(None)
+        release.set()
+    stopped.wait()
+    assert isinstance(errors[0], CommAborted)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 @pytest.mark.parametrize("how", ["grad", "backward"])
 def test_a_backward_inside_a_replica_is_refused_by_name(how: str) -> None:
     """It would see the sums of one replica only."""

@@ -108,12 +108,11 @@ class ReplicaSync:
         running: RunningStatistics | None,
     ) -> Tensor:
         """`forward` on a CPU, by one node for all replicas."""
-        graph = torch.is_grad_enabled()
+        over, graph = self.shared.is_over(), torch.is_grad_enabled()
         kept: list[Any] = [] if graph and saving_runs_hooks() else [None]
         if not kept:
             x = Keep.apply(x, kept)
         ctx = kept[0] if x.requires_grad else None
-        over = self.shared.is_over()
         apart = operations.with_kernels and x.numel() >= APART and not over
         part = operations.serial.moments(x) if apart or over else None
         room = empty_like(x) if apart else None
@@ -173,9 +172,14 @@ class ReplicaSync:
 
 
 def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """The `SyncMaster` callback, for messages of either kind."""
-    joint = isinstance(messages[0][1], Deposit)
-    return normalize_all(messages) if joint else merge_replicas(messages)
+    """The `SyncMaster` callback, for messages of either kind.
+
+    When a forward is given up, all slaves are forgotten; a master that comes then would be alone.
+    """
+    first: Deposit | ReplicaMessage = messages[0][1]
+    if first.context.closed:
+        raise CommAborted(f"{first.context.name}: the forward of this replica has ended")
+    return normalize_all(messages) if isinstance(first, Deposit) else merge_replicas(messages)
 
 
 def _same_bits(a: Any, b: Any) -> bool:
