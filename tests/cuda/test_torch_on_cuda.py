@@ -244,6 +244,7 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
         for module in ("dispatch", "forward_together"):
             patch.setattr(sys.modules[f"syncbn_torch.{module}"], "operations_for", operations_for)
         patch.setattr(dispatch, "usual_forward", usual_forward)
+        patch.setattr("syncbn_torch.data_parallel.replica_sync.shares_a_node", lambda x: False)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
         try:

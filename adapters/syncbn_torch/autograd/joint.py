@@ -30,12 +30,25 @@ from syncbn_torch.autograd.exchange import Processes, check_unchanged, needs_pla
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import as_tensor
 
-__all__ = ["APART", "Deposit", "JointCall", "Keep", "Recomputed", "normalize_all"]
+__all__ = [
+    "APART",
+    "Deposit",
+    "JointCall",
+    "Keep",
+    "Recomputed",
+    "normalize_all",
+    "shares_a_node",
+]
 
 
 # Numbers in a part from which on its replica computes moments and y, beside the others. Below, the
 # master is quicker with all parts than the replicas with waking up.
 APART = 1 << 16
+
+
+def shares_a_node(x: Tensor) -> bool:
+    """Whether replicas with inputs like x share one node; all replicas get the same answer."""
+    return x.is_cpu
 
 
 class Deposit(NamedTuple):

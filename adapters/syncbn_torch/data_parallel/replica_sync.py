@@ -17,7 +17,14 @@ from syncbn_core.moments import NormRule
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import profiler, saving_runs_hooks
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.joint import APART, Deposit, Keep, Recomputed, normalize_all
+from syncbn_torch.autograd.joint import (
+    APART,
+    Deposit,
+    Keep,
+    Recomputed,
+    normalize_all,
+    shares_a_node,
+)
 from syncbn_torch.autograd.replicas import (
     ReplicaMessage,
     measure,
@@ -71,7 +78,7 @@ class ReplicaSync:
         """y by the statistics of all replicas; each updates its own `running`."""
         if self.shared.recomputes:
             running = None
-        if x.is_cpu and operations is not plain.DIFFERENTIABLE:
+        if shares_a_node(x) and operations is not plain.DIFFERENTIABLE:
             return self._joint(operations, x, affine, rule, processes, running)
         record, edge = measure(operations, x)
         if profiler._is_profiler_enabled:
