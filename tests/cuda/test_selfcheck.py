@@ -6,70 +6,19 @@ import re
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 from emulator.device import Refused, emulated
-from emulator.memory import Range
 from failing import computes_wrongly, forget
-from harness import DTYPES, FORMS, STEPS, from_bfloat16, source_of, to_bfloat16
+from harness import DTYPES, FORMS, STEPS, HostMemory, source_of
 
 from syncbn_core.backends.cuda import driver, grid, selfcheck, usable
 from syncbn_core.backends.cuda.driver import KernelFailure
 from syncbn_core.errors import ArgumentError, BackendError
 
-STORAGE = {"bfloat16": np.uint16}
 OTHER = source_of("planes", "float32", "moments")
 MERGING = grid.source("merge_parts", "float64", 1, False, grid.THREADS)
-
-
-class HostMemory:
-    """As much of a `DeviceMemory` as checks use: NumPy arrays that kernels may touch."""
-
-    def __init__(self, device):
-        self.device = device
-        self.captured = False
-        self.fails = None  # what a download raises
-        self.results = []  # where a kernel is to write
-
-    def empty(self, shape, dtype, index):
-        return self._held(np.empty(shape, STORAGE.get(dtype, dtype)), dtype)
-
-    def zeros(self, shape, dtype, index):
-        return self._held(np.zeros(shape, STORAGE.get(dtype, dtype)), dtype)
-
-    def upload(self, values, dtype, index):
-        held = self._held(
-            to_bfloat16(values) if dtype == "bfloat16" else values.astype(dtype), dtype
-        )
-        if values[0] == selfcheck.GUARDED:
-            self.results.append(held)
-        return held
-
-    def _held(self, values, dtype):
-        raw = np.zeros(values.nbytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-        array = raw[start : start + values.nbytes].view(values.dtype)
-        array[:] = values.ravel()
-        self.device.memory.add(Range(array.ctypes.data, array.view(np.uint8), name=dtype))
-        return array
-
-    def download(self, array):
-        if self.fails is not None:
-            raise self.fails
-        bits = array.dtype == np.uint16
-        return (from_bfloat16(array) if bits else array).astype(np.float64)
-
-    def pointer(self, array):
-        return array.ctypes.data
-
-    def is_captured(self, stream):
-        return self.captured
-
-    def waiting_allowed(self):
-        return nullcontext()
 
 
 @pytest.fixture

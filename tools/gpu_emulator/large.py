@@ -35,7 +35,7 @@ class Mapped(Buffer):
 
     def __init__(self, bench: Bench, size: int, dtype: str, skipped: int, name: str) -> None:
         self.dtype, self.offset = dtype, skipped * SIZES[dtype]
-        kind = np.dtype(np.uint16 if dtype == "bfloat16" else STORAGE.get(dtype, dtype))
+        kind = np.dtype(STORAGE.get(dtype, dtype))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         pages = mmap.mmap(-1, (size + skipped) * kind.itemsize, flags=flags)
         raw = np.frombuffer(pages, np.uint8)[self.offset :]
