@@ -400,7 +400,7 @@ def _may_be_same_layer(facts: Sequence[_Facts]) -> bool:
 
 
 def _hash(*values: Any) -> int:
-    """51 bits, of which the highest is set."""
+    """50 bits, of which the highest is set."""
     digest = blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (65 - _HASH_BITS) | 1 << (_HASH_BITS - 1)
 
