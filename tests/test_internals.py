@@ -27,7 +27,7 @@ WHY = {
     "test_profiler_ranges.py": "a profiler of torch is replaced by a stub",
     "test_pytrees.py": "how many values a search looks at",
     "test_running_statistics.py": "a device without kernels, as in test_autograd.py",
-    "test_stream_handoff.py": "streams of a device, by stand-ins",
+    "test_streams.py": "streams of a device, by stand-ins",
     "test_torch_private.py": "each private name of torch that the adapter uses",
     "test_usual.py": "the quick route is switched off, to compare with it",
 }

@@ -50,7 +50,6 @@ __all__ = [
     "registered_node",
     "resolve_group",
     "restored_forward_ad",
-    "run_after_backward",
     "saving_runs_hooks",
     "transforming",
     "untraced",
@@ -120,12 +119,6 @@ def increment_versions(tensors: Iterable[Tensor]) -> None:
 def current_stream_number(index: int) -> int:
     """torch's number of a device's current stream; its handle if torch did not create it."""
     return int(_current_stream(index)[0])
-
-
-def run_after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the current backward pass ends, but not if it fails."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
 
 
 def saving_runs_hooks() -> bool:

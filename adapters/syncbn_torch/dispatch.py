@@ -1,7 +1,7 @@
 """The forward of a layer: choose how to compute it, once per call.
 
     eval with running statistics                     torch's kernel
-    replica                                          `autograd.joint`; on GPUs `autograd.replicas`
+    replica                                          `autograd.joint`
     several processes                                `autograd.processes`: one collective each way
     several processes, tangents                      `autograd.processes`, differentiable operations
     several processes, under torch.compile           `autograd.traced`

@@ -2,7 +2,7 @@
 
     syncbn.forward layer1.0.bn1     a layer's forward in training
     syncbn.exchange layer1.0.bn1    in forward or backward: sending to other members, and waiting
-    syncbn.backward layer1.0.bn1    one node of the layer's backward; replicas on GPUs have two each
+    syncbn.backward layer1.0.bn1    the node of the layer's backward; one for all replicas
 
 `torch.profiler` shows them; so do Nsight Systems under `torch.autograd.profiler.emit_nvtx` and
 VTune under `emit_itt`. While none of these runs, a layer reads one flag and builds no name.

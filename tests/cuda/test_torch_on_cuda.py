@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -244,7 +244,6 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
         for module in ("dispatch", "forward_together"):
             patch.setattr(sys.modules[f"syncbn_torch.{module}"], "operations_for", operations_for)
         patch.setattr(dispatch, "usual_forward", usual_forward)
-        patch.setattr("syncbn_torch.data_parallel.replica_sync.shares_a_node", lambda x: False)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
         try:
@@ -433,14 +432,37 @@ def test_many_replicas_merge_their_parts_once(gpu):
     assert any(key.startswith("merge_parts") for key in gpu.keys)
 
 
-def test_replicas_on_several_devices_and_streams(gpu):
-    places = [(index, 100 + index) for index in range(3)]
-    gpu.here = Here(iter([(0, 99), *places]))
+def test_replicas_on_several_streams(gpu, monkeypatch):
+    class Stream(NamedTuple):
+        number: int
+        device: str
+
+        def wait_stream(self, other):
+            waits.append((self.number, other.number))
+
+    @contextmanager
+    def entered(stream):
+        before, gpu.here.stream = gpu.here.stream, stream.number
+        yield
+        gpu.here.stream = before
+
+    waits = []
+    gpu.here = Here(iter((0, number) for number in (99, 100, 101, 102)))
     assert gpu.here.stream == 99, "the replicas are in threads of their own"
+
+    def here(*_):
+        return Stream(gpu.here.stream, "device 0")
+
+    monkeypatch.setattr("syncbn_torch.data_parallel.replica_sync.stream_of", here)
+    monkeypatch.setattr(torch.cuda, "current_stream", here)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     replicas_equal_the_undivided_batch((12, 2, 32, 32), 3)
-    assert set(gpu.operations.counters) == {(0, 99), *places}
     forward, backward = gpu.device.launches[:6], gpu.device.launches[-6:]
-    assert sorted(launch.stream for launch in forward) == [100, 100, 101, 101, 102, 102]
+    (first,) = {launch.stream for launch in forward}
+    others = sorted({100, 101, 102} - {first})
+    assert sorted(waits[:2]) == [(first, other) for other in others]
+    assert sorted(waits[2:]) == [(other, first) for other in others]
     assert {launch.stream for launch in backward} == {99}, "backward is in the calling thread"
 
 

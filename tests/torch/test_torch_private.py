@@ -104,36 +104,13 @@ def test_HOOK_OPTIONS_hold_an_entry_for_a_hook_with_keywords() -> None:  # noqa:
 
 
 def test_backward_task_numbers_backward_passes() -> None:
-    """Without it, checkpointing counts a batch twice and replicas mix sums of backward passes."""
+    """Without it, checkpointing counts a batch twice."""
     assert private.backward_task() == -1
     first = in_backward(private.backward_task, private.backward_task)
     second = in_backward(private.backward_task)
     assert first[0] == first[1] >= 0
     assert second[0] not in (-1, first[0])
     assert private.backward_task() == -1
-
-
-def test_run_after_backward_calls_back_at_the_end_of_a_pass() -> None:
-    """Without it, gradients that no replica has taken stay in memory after backward."""
-    ended: list[str] = []
-    steps = in_backward(
-        lambda: private.run_after_backward(lambda: ended.append("end")), lambda: list(ended)
-    )
-    assert steps == [None, []]
-    assert ended == ["end"]
-
-
-def test_run_after_backward_drops_the_callback_of_a_failed_pass() -> None:
-    """Without that, the callback would run in a later pass, or keep gradients in memory."""
-    ended: list[str] = []
-
-    def fail() -> None:
-        raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        in_backward(lambda: private.run_after_backward(lambda: ended.append("end")), fail)
-    in_backward(lambda: None)
-    assert ended == []
 
 
 def test_saving_runs_hooks_sees_the_hooks_of_saved_tensors() -> None:

@@ -1,4 +1,4 @@
-"""What the autograd nodes share: the exchange over processes, and the state of a backward pass.
+"""What the autograd nodes share: the exchange over processes, and checks in backward.
 
 Backward of a node uses plain differentiable operations if its result must be differentiable
 (`create_graph=True`) or a tensor has a tangent or is wrapped (`transforms.py`).
@@ -6,16 +6,12 @@ Backward of a node uses plain differentiable operations if its result must be di
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from syncbn_core.backends.base import Affine
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import StateError
 from syncbn_core.moment_exchange import (
@@ -26,12 +22,9 @@ from syncbn_core.moment_exchange import (
     exchange_sums,
 )
 from syncbn_torch import ranges
-from syncbn_torch._torch_private import backward_task, run_after_backward
 from syncbn_torch.autograd.transforms import has_tangent_or_wrapper, refuse_over_processes
 
 __all__ = [
-    "BackwardPass",
-    "BackwardPasses",
     "Processes",
     "check_unchanged",
     "needs_plain_backward",
@@ -76,57 +69,6 @@ def check_unchanged(x: Tensor, dy: Tensor) -> None:
             f"{tuple(dy.shape)} and {dy.dtype}, got one of shape {tuple(x.shape)} and {x.dtype}: "
             "it was replaced in between, for example by input.data = ...; do that after backward"
         )
-
-
-class BackwardPass:
-    """The values that the nodes of one exchange pass to each other in one backward pass.
-
-    Attributes:
-        pending_grads: `(dy, affine, weighted sums (2, C))` for each replica whose y is part of
-            the loss; from `Normalize`, for `AllReduce` and `LocalMoments`.
-        total: the sums over all members; from `AllReduce`, for every `LocalMoments`.
-        moments: of the whole batch, differentiable, with create_graph=True; made for the first node
-            that asks, which holds `making`.
-    """
-
-    __slots__ = ("__weakref__", "making", "moments", "pending_grads", "total")
-
-    def __init__(self) -> None:
-        self.pending_grads: dict[Any, tuple[Tensor, Affine, Any]] = {}
-        self.total: Any = None
-        self.moments: Any = None
-        self.making = threading.Lock()
-
-    def end(self) -> None:
-        """Drop gradients that no node has taken."""
-        self.pending_grads.clear()
-
-
-class BackwardPasses:
-    """The backward passes over one exchange: several in turn, or at the same time in threads.
-
-    A pass may skip nodes (gradients of the weight alone). Only autograd's task keeps it alive, so
-    it is freed when that task ends or fails.
-    """
-
-    __slots__ = ("_by_task",)
-
-    _beginning = threading.Lock()  # autograd runs one pass in a thread per device
-
-    def __init__(self) -> None:
-        self._by_task: dict[int, weakref.ref[BackwardPass]] = {}
-
-    def current(self) -> BackwardPass:
-        """The pass that this thread runs."""
-        task, by_task = backward_task(), self._by_task
-        with self._beginning:
-            reference = by_task.get(task)
-            current = None if reference is None else reference()
-            if current is None:
-                current = BackwardPass()
-                by_task[task] = weakref.ref(current, lambda _: by_task.pop(task, None))
-                run_after_backward(partial(BackwardPass.end, current))
-        return current
 
 
 def wanted_gradients(

@@ -1,4 +1,4 @@
-"""The autograd node of the replicas of one process, on a CPU: all parts in, all results out.
+"""The autograd node of the replicas of one process: all parts in, all results out.
 
     x_1 ... x_N, weight_1 ... weight_N, bias_1 ... bias_N  ->  y_1 ... y_N
 
@@ -7,6 +7,7 @@ gets all dy at once, so that no replica waits there. A loss may use any of the o
 processes the node exchanges one message per direction for all its replicas.
 
 Hooks on saved tensors belong to the thread of a replica. Where it has some, `Keep` saves x there.
+In forward-mode AD plain operations take the place of the node, and torch differentiates them.
 """
 
 from __future__ import annotations
@@ -22,41 +23,31 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
 from syncbn_core.comm.waits import note_arrivals
+from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, ShapeError, StateError
-from syncbn_core.moments import NormRule, require_more_than_one_value
+from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_torch._torch_private import saving_runs_hooks
 from syncbn_torch.autograd.differentiable_exchange import sum_over_processes, total_moments
 from syncbn_torch.autograd.exchange import Processes, check_unchanged, needs_plain_backward
+from syncbn_torch.autograd.streams import of_node, of_replicas
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import as_tensor
 
-__all__ = [
-    "APART",
-    "Deposit",
-    "JointCall",
-    "Keep",
-    "Recomputed",
-    "normalize_all",
-    "shares_a_node",
-]
+__all__ = ["APART", "Deposit", "JointCall", "Keep", "Recomputed", "normalize_all"]
 
 
-# Numbers in a part from which on its replica computes moments and y, beside the others. Below, the
-# master is quicker with all parts than the replicas with waking up.
+# Numbers in a part from which on its replica computes moments and y on a CPU, beside the others.
+# Below, the master is quicker with all parts than the replicas with waking up.
 APART = 1 << 16
-
-
-def shares_a_node(x: Tensor) -> bool:
-    """Whether replicas with inputs like x share one node; all replicas get the same answer."""
-    return x.is_cpu
 
 
 class Deposit(NamedTuple):
     """What a replica leaves with the master.
 
     `graph`: whether gradients are enabled in its thread. `kept`: the ctx of its `Keep`, if it has
-    one. `part`, `y`: the moments of x, and memory for y, if it computes both itself. `context` is
-    the forward that replicas share; `arrived` is for `waits`.
+    one. `part`, `y`: the moments of x, and memory for y, if it computes both itself. `stream`: that
+    of its GPU on which it computes x, and goes on with y; None on a host. `context` is the forward
+    that replicas share; `arrived` is for `waits`.
     """
 
     operations: Operations
@@ -70,6 +61,7 @@ class Deposit(NamedTuple):
     kept: Any = None
     part: Any = None
     y: Any = None
+    stream: Any = None
     arrived: float | None = None
 
 
@@ -91,7 +83,7 @@ class JointCall:
     """One call of a layer in all its replicas.
 
     Attributes:
-        operations: those of each part.
+        operations, streams: those of each part.
         rule, processes, context: those of the first.
         parts: the moments of each part.
         total: those of the whole batch.
@@ -100,6 +92,7 @@ class JointCall:
     """
 
     __slots__ = (
+        "_by_device",
         "context",
         "number",
         "operations",
@@ -107,12 +100,14 @@ class JointCall:
         "processes",
         "rule",
         "statistics",
+        "streams",
         "total",
     )
 
     def __init__(self, deposits: Sequence[Deposit]) -> None:
         first = deposits[0]
         self.operations: list[Any] = [deposit.operations for deposit in deposits]
+        self.streams = [deposit.stream for deposit in deposits]
         self.rule, self.processes, self.context = first.rule, first.processes, first.context
         self.parts = [d.operations.moments(d.x) if d.part is None else d.part for d in deposits]
         self.total: Any = first.operations.merge(self.parts)
@@ -123,7 +118,14 @@ class JointCall:
                 [first.operations.one_row(self.total)], with_kernels
             )
         require_more_than_one_value(self.total.known_count, first.x.shape)
-        self.statistics = [first.operations.statistics(self.total, first.rule)] * len(deposits)
+        # copied to all devices here, where the streams of all replicas are current
+        known = first.operations.statistics(self.total, first.rule)
+        self._by_device = {d.x.device: _on_device(known, d.x.device) for d in deposits}
+        self.statistics = [self.statistics_for(deposit.x) for deposit in deposits]
+
+    def statistics_for(self, x: Tensor) -> Any:
+        """Those of the whole batch on the device of x, for `forward`."""
+        return self._by_device[x.device]
 
     def forward(
         self, deposits: Sequence[Deposit], xs: Sequence[Tensor], affines: Sequence[Affine]
@@ -134,7 +136,7 @@ class JointCall:
             if deposit.y is not None:
                 ys.append(deposit.y)
                 continue
-            known = self.statistics[index]
+            known = self.statistics_for(x)
             done = deposit.operations.forward(x, known, affine, self.rule, deposit.running)
             self.statistics[index] = done.statistics
             ys.append(done.y)
@@ -160,7 +162,8 @@ class JointCall:
         operations, statistics, rule = self.operations, self.statistics, self.rule
         if needs_plain_backward(self.processes, *dys):
             operations = [plain.DIFFERENTIABLE] * len(xs)
-            statistics = [self._plain_statistics(xs)] * len(xs)
+            known = self._plain_statistics(xs)
+            statistics = [plain.plain_statistics(known, x.device) for x in xs]
         parts = list(zip(operations, xs, dys, statistics, affines, strict=True))
         sums: list[Sums | None] = []
         for do, x, dy, known, affine in parts:
@@ -174,7 +177,8 @@ class JointCall:
         for (do, x, dy, known, affine), needed in zip(parts, by_x, strict=True):
             if dy is None:  # the loss does not use this y, but others depend on its x
                 dy = torch.zeros_like(x)
-            dxs.append(do.backward_input(x, dy, known, affine, rule, total) if needed else None)
+            here = total.to(x.device) if isinstance(total, Tensor) else total
+            dxs.append(do.backward_input(x, dy, known, affine, rule, here) if needed else None)
         return dxs, sums
 
     def _all_reduced(self, sums: Any) -> Any:
@@ -187,13 +191,15 @@ class JointCall:
 
     def _plain_statistics(self, xs: Sequence[Tensor]) -> Any:
         """As tensors; with gradients on, computed from each x by autograd operations."""
-        do, total = plain.DIFFERENTIABLE, plain.plain_moments(self.total, xs[0].device)
+        do, device = plain.DIFFERENTIABLE, xs[0].device
         if torch.is_grad_enabled():
-            part = do.merge([do.moments(x) for x in xs])
-            if self.processes is None:
-                total = part
-            else:
-                total = total_moments(part, total, self.processes, self.number, True)
+            total = part = do.merge([do.moments(x) for x in xs])
+            if self.processes is not None:
+                total = total_moments(
+                    part, _as_moments(self.total, device), self.processes, self.number, True
+                )
+        else:
+            total = _as_moments(self.total, device)
         return do.statistics(total, self.rule)
 
 
@@ -234,7 +240,8 @@ class JointBatchNorm(Function):
             )
         own, weights = iter(saved[:-count]), saved[-count:]
         xs = [next(own) if kept is None else kept.saved_tensors[0] for kept in ctx.kept]
-        dxs, sums = call.backward(xs, dys, list(map(Affine, weights)), needs[0])
+        with of_node(call.streams, xs, dys):
+            dxs, sums = call.backward(xs, dys, list(map(Affine, weights)), needs[0])
         of_weights, of_biases = (
             [one[n] if one and need else None for one, need in zip(sums, needs[n], strict=True)]
             for n in (1, 2)
@@ -276,21 +283,33 @@ def normalize_all(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashab
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
     if first.arrived is not None:
         note_arrivals("replica", f"forward of {first.context.name}", [d.arrived for d in deposits])
-    call = JointCall(deposits)
-    xs = [deposit.x if deposit.graph else deposit.x.detach() for deposit in deposits]
-    affines = [deposit.affine for deposit in deposits]
-    if not any(deposit.graph for deposit in deposits):
-        ys: Sequence[Tensor] = call.forward(deposits, xs, affines)
-    else:
-        operands = *xs, *(a.weight for a in affines), *(a.bias for a in affines)
-        with torch.enable_grad():
-            if saving_runs_hooks():  # those of the master's own thread
-                with saved_tensors_hooks(_same, _same):
-                    ys = JointBatchNorm.apply(call, deposits, *operands)
-            else:
-                ys = JointBatchNorm.apply(call, deposits, *operands)
+    with of_replicas([deposit.stream for deposit in deposits]) as outlive:
+        call, ys = _forward(deposits)
+        outlive(ys)
     indexed = enumerate(zip(messages, ys, strict=True))
     return [(identifier, (y, call, index)) for index, ((identifier, _), y) in indexed]
+
+
+def _forward(deposits: Sequence[Deposit]) -> tuple[JointCall, Sequence[Tensor]]:
+    xs = [deposit.x if deposit.graph else deposit.x.detach() for deposit in deposits]
+    affines = [deposit.affine for deposit in deposits]
+    graph = any(deposit.graph for deposit in deposits)
+    if deposits[0].operations is plain.DIFFERENTIABLE:  # of all: they have one dual level
+        with torch.set_grad_enabled(graph):
+            call = JointCall(deposits)
+            return call, call.forward(deposits, [deposit.x for deposit in deposits], affines)
+    with torch.no_grad():
+        call = JointCall(deposits)
+        if not graph:
+            return call, call.forward(deposits, xs, affines)
+    operands = *xs, *(a.weight for a in affines), *(a.bias for a in affines)
+    with torch.enable_grad():
+        if saving_runs_hooks():  # those of the master's own thread
+            with saved_tensors_hooks(_same, _same):
+                ys = JointBatchNorm.apply(call, deposits, *operands)
+        else:
+            ys = JointBatchNorm.apply(call, deposits, *operands)
+    return call, ys
 
 
 def _same(saved: Any) -> Any:
@@ -307,11 +326,26 @@ def _as_tensor(values: Any) -> Tensor:
 
 
 def _added(values: Sequence[Any]) -> Any:
-    """The sums of all parts, in their order; as tensors if some are."""
+    """The sums of all parts, in their order; as tensors of the first's device if some are."""
     if any(isinstance(value, Tensor) for value in values):
-        values = list(map(_as_tensor, values))
+        tensors = list(map(_as_tensor, values))
+        values = [value.to(tensors[0].device) for value in tensors]
     total = values[0]
     with np.errstate(invalid="ignore", over="ignore"):
         for value in values[1:]:
             total = total + value
     return total
+
+
+def _on_device(known: Any, device: torch.device) -> Any:
+    """What `statistics` returned, on `device`."""
+    if isinstance(known, DeviceMoments):
+        return known.with_rows(known.rows.contiguous().to(device), known.known_count)
+    if isinstance(known.invstd, Tensor) and known.invstd.device != device:
+        return plain.plain_statistics(known, device)
+    return known
+
+
+def _as_moments(total: Any, device: torch.device) -> Moments:
+    """Moments of any kind as tensors on `device`."""
+    return plain.plain_moments(total.wait() if isinstance(total, DeviceMoments) else total, device)

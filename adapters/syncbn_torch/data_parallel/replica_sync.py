@@ -17,20 +17,8 @@ from syncbn_core.moments import NormRule
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import profiler, saving_runs_hooks
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.joint import (
-    APART,
-    Deposit,
-    Keep,
-    Recomputed,
-    normalize_all,
-    shares_a_node,
-)
-from syncbn_torch.autograd.replicas import (
-    ReplicaMessage,
-    measure,
-    merge_replicas,
-    normalize,
-)
+from syncbn_torch.autograd.joint import APART, Deposit, Keep, Recomputed, normalize_all
+from syncbn_torch.autograd.streams import stream_of
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import empty_like
 from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
@@ -78,51 +66,19 @@ class ReplicaSync:
         """y by the statistics of all replicas; each updates its own `running`."""
         if self.shared.recomputes:
             running = None
-        if shares_a_node(x) and operations is not plain.DIFFERENTIABLE:
-            return self._joint(operations, x, affine, rule, processes, running)
-        record, edge = measure(operations, x)
-        if profiler._is_profiler_enabled:
-            ranges.name_backward(edge, self._name)
-        weight, bias = affine
-        learns = any(p is not None and p.requires_grad for p in (weight, bias))
-        if processes is not None and learns and torch.is_grad_enabled():
-            # other processes wait for this one's sums, even if x needs no gradient here
-            edge.requires_grad_()
-        if self.shared.is_over():
-            # The other replicas have finished, so this is a recomputation by activation
-            # checkpointing: reuse the statistics of the first forward.
-            exchange, running = self._earlier_exchange(record.part), None
-        else:
-            message = ReplicaMessage(record, edge, rule, processes, self.shared, now())
-            with ranges.span("exchange", self._name):
-                if self.is_master:
-                    edge, exchange = self.master.run_master(message)
-                else:
-                    edge, exchange = self.pipe.run_slave(message)
-            self._history.append((record.part, exchange, torch.is_grad_enabled()))
-        y = normalize(x, edge, affine, record, exchange, running)
-        if profiler._is_profiler_enabled:
-            ranges.name_backward(y, self._name)
-        return y
-
-    def _joint(
-        self,
-        operations: Operations,
-        x: Tensor,
-        affine: Affine,
-        rule: NormRule,
-        processes: Processes | None,
-        running: RunningStatistics | None,
-    ) -> Tensor:
-        """`forward` on a CPU, by one node for all replicas."""
         over, graph = self.shared.is_over(), torch.is_grad_enabled()
-        kept: list[Any] = [] if graph and saving_runs_hooks() else [None]
+        by_torch = operations is plain.DIFFERENTIABLE
+        kept: list[Any] = [] if graph and saving_runs_hooks() and not by_torch else [None]
         if not kept:
             x = Keep.apply(x, kept)
         ctx = kept[0] if x.requires_grad else None
-        apart = operations.with_kernels and x.numel() >= APART and not over
-        part = operations.serial.moments(x) if apart or over else None
-        room = empty_like(x) if apart else None
+        in_thread = operations.serial
+        apart = in_thread is not operations and x.numel() >= APART and not over
+        part = room = None
+        if apart or over:
+            with torch.no_grad():
+                part = in_thread.moments(x)
+            room = empty_like(x) if apart else None
         deposit = Deposit(
             operations,
             x,
@@ -135,19 +91,20 @@ class ReplicaSync:
             ctx,
             part,
             room,
+            stream_of(x),
             now(),
         )
         if over:
-            known = self._earlier_exchange(part).statistics[self._index]
+            known = self._earlier_exchange(part).statistics_for(x)
             y: Tensor = Recomputed.apply(x, *affine, known, deposit)
             return y
         with ranges.span("exchange", self._name):
             exchange = self.master.run_master if self.is_master else self.pipe.run_slave
             y, call, self._index = exchange(deposit)
         if apart:
-            known = call.statistics[self._index]
+            known = call.statistics_for(x)
             with torch.no_grad():
-                operations.serial.forward(x, known, affine, rule, running, out=y)
+                in_thread.forward(x, known, affine, rule, running, out=y)
         self._history.append((call.parts[self._index], call, graph))
         if profiler._is_profiler_enabled and self.is_master:  # one node for all replicas
             ranges.name_backward(y, self._name)
@@ -179,14 +136,14 @@ class ReplicaSync:
 
 
 def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """The `SyncMaster` callback, for messages of either kind.
+    """The `SyncMaster` callback.
 
     When a forward is given up, all slaves are forgotten; a master that comes then would be alone.
     """
-    first: Deposit | ReplicaMessage = messages[0][1]
-    if first.context.closed:
-        raise CommAborted(f"{first.context.name}: the forward of this replica has ended")
-    return normalize_all(messages) if isinstance(first, Deposit) else merge_replicas(messages)
+    context = messages[0][1].context
+    if context.closed:
+        raise CommAborted(f"{context.name}: the forward of this replica has ended")
+    return normalize_all(messages)
 
 
 def _same_bits(a: Any, b: Any) -> bool:
