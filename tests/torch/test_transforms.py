@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
-from syncbn_core.errors import StateError
+from syncbn_core.errors import CheckpointError, StateError
 from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm2d
 from syncbn_torch.which_kernel import always_ours
 
@@ -143,6 +144,23 @@ def test_tangents_go_through_replicas(kind: str, grad: bool) -> None:
         found = tangent(DataParallelWithCallback(model, replicas=3), x, direction)
     assert found is not None
     close(found, expected)
+
+
+def test_a_checkpoint_in_forward_mode_among_replicas_is_refused_by_name() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = make_layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.bn, x, use_reentrant=False)
+            return y
+
+    x = torch.randn(4, 2, 3, 3, **DOUBLE, requires_grad=True)
+    with forward_ad.dual_level():
+        y = DataParallelWithCallback(Checkpointed(), replicas=2)(forward_ad.make_dual(x, x))
+        with pytest.raises(CheckpointError, match=r"^bn .* forward-mode AD"):
+            y.sum().backward()
 
 
 def test_replicas_inherit_that_forward_mode_is_off() -> None:

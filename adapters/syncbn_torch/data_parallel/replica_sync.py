@@ -94,6 +94,11 @@ class ReplicaSync:
             stream_of(x),
             now(),
         )
+        if over and by_torch:
+            raise CheckpointError(
+                f"{self.shared.name} was recomputed by a checkpoint in forward-mode AD, which "
+                "can't be synchronized among replicas; leave the checkpoint out, or use one replica"
+            )
         if over:
             known = self._earlier_exchange(part).statistics_for(x)
             y: Tensor = Recomputed.apply(x, *affine, known, deposit)
