@@ -8,7 +8,9 @@ which say what the compiler may do with their arithmetic:
     may_reorder   that, and add numbers in another order, without which sums are not vectorized
 
 Each decorated function is compiled once and linked into both builds of all its callers, so the
-serial and the parallel build of a kernel give the same bits.
+serial and the parallel build of a kernel give the same bits. They are not for Python: without the
+code that converts its objects, which takes a tenth of all compilation, a call ends the process.
+`from_python` is `strict` with that code.
 """
 
 from __future__ import annotations
@@ -27,8 +29,16 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from syncbn_core.kernels.cpu.cache import LOGGER, KernelCache, described
 
-__all__ = ["SerialParallelKernel", "holding_lock", "jit", "may_contract", "may_reorder", "strict"]
+__all__ = [
+    "SerialParallelKernel",
+    "from_python",
+    "holding_lock",
+    "may_contract",
+    "may_reorder",
+    "strict",
+]
 
+OPTIONS = {"error_model": "numpy", "no_cfunc_wrapper": True}
 CONTRACT_FLAGS = {"contract"}
 # Never plain `fastmath=True`: it assumes that NaN and infinity do not occur and drops them.
 REORDER_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
@@ -55,7 +65,8 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         function = _renamed(function, f"_{_STAMP:08x}")
-        dispatcher = numba.njit(**{"nogil": True, "error_model": "numpy", **options})(function)
+        decorator: Any = numba.njit
+        dispatcher = decorator(**OPTIONS, **options)(function)
         dispatcher._cache = KernelCache(function)  # what `cache=True` does
         dispatcher.compile = partial(_claimed, dispatcher._cache, dispatcher.compile)
         compile_for = partial(_timed, dispatcher, dispatcher._compile_for_args)
@@ -132,11 +143,12 @@ class SerialParallelKernel:
     """The serial and the parallel build of one kernel; each compiles when it is first called."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self.serial = jit()(function)
-        self.parallel = jit(parallel=True)(_renamed(function, "_parallel"))
+        self.serial = jit(nogil=True)(function)
+        self.parallel = jit(nogil=True, parallel=True)(_renamed(function, "_parallel"))
 
 
-strict = jit()
-holding_lock = jit(nogil=False)
-may_contract = jit(fastmath=CONTRACT_FLAGS)
-may_reorder = jit(fastmath=REORDER_FLAGS)
+holding_lock = jit()
+from_python = jit(nogil=True)
+strict = jit(no_cpython_wrapper=True)
+may_contract = jit(no_cpython_wrapper=True, fastmath=CONTRACT_FLAGS)
+may_reorder = jit(no_cpython_wrapper=True, fastmath=REORDER_FLAGS)

@@ -66,8 +66,9 @@ BORROWED = 32  # room for them
 WORDS = 6  # int64 of a DLTensor
 CALL = BORROWED + 8 * WORDS  # length
 
-WEIGHT, BIAS, MEAN, VAR = 0, 1, 2, 3  # vectors of a forward
-GRAD_WEIGHT, GRAD_BIAS = 1, 2  # of a backward
+# Vectors of a forward, and of a backward. For an `int` Numba compiles a build of its own each.
+WEIGHT, BIAS, MEAN, VAR = map(np.int64, range(4))
+GRAD_WEIGHT, GRAD_BIAS = BIAS, MEAN
 
 # Dtypes. Where the processor does not convert float16, there is none.
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = 0, 1, 2, 3

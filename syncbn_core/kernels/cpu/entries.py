@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from syncbn_core.kernels.cpu import planes, rows
-from syncbn_core.kernels.cpu.builds import SerialParallelKernel, jit, strict
+from syncbn_core.kernels.cpu.builds import SerialParallelKernel, from_python, strict
 from syncbn_core.kernels.cpu.calls import (
     BIAS,
     CHANNELS,
@@ -61,7 +61,7 @@ class Builds(NamedTuple):
     like: np.ndarray[Any, Any]
 
 
-@strict
+@from_python
 def update_running(call, table, count, factor):
     """Count the batch and update the running statistics of the call, if it has any.
 
@@ -84,7 +84,7 @@ def _write_gradients(call, sums):
     write_vector(call, GRAD_BIAS, sums[0])
 
 
-@strict
+@from_python
 def fill_invstd(table, count, eps, clamp):
     """Write the last row of `table`, given the moments in the others; count 0 counts as 1."""
     for c in range(table.shape[1]):
@@ -154,7 +154,7 @@ def _build(step: Callable[..., Any], name: str, kind: str, parallel: bool) -> An
     title = f"{kind}_{name}" + "_parallel" * parallel
     function = FunctionType(step.__code__, {**globals(), **bound}, title)
     function.__qualname__, function.__module__ = title, __name__
-    return jit()(function)
+    return from_python(function)
 
 
 def _builds(step: Callable[..., Any], name: str) -> list[Builds]:

@@ -35,7 +35,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from syncbn_core.kernels.cpu.builds import may_contract, strict
+from syncbn_core.kernels.cpu.builds import from_python, may_contract, strict
 
 __all__ = [
     "affine",
@@ -228,7 +228,7 @@ def gradient(x, dy, power, centre, of_dy, of_x, shift):
 # -------------------------------------------------------- numbers of one channel
 
 
-@strict
+@from_python
 def share(total, k, parts):
     """`(begin, end)` of part `k` when `total` things are cut into `parts` almost equal parts."""
     return total * k // parts, total * (k + 1) // parts
@@ -303,7 +303,7 @@ def invstd_of(var, eps, clamp):
     return 1.0 / np.sqrt(positive)
 
 
-@strict
+@from_python
 def blend(running_mean, running_var, mean, m2, count, factor):
     """Update running statistics, float64 `(C,)`, in place, as `syncbn_core.moments` does."""
     for c in range(mean.shape[0]):

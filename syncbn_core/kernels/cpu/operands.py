@@ -67,6 +67,7 @@ NEAR = 1 << 22  # bytes that stay in the last cache; from more, planes far apart
 _INT, _UINT, _FLOAT, _BFLOAT = 0, 1, 2, 4
 _CPU = 1
 _NATIVE = 0x200
+_V, _U, _F, _I = map(ord, "Vufi")  # kinds of NumPy's dtypes
 
 
 # --------------------------------------------------- reading DLTensors, given by their address
@@ -86,13 +87,13 @@ def _read_struct(struct, tensor):
     code = 255
     if flags & _NATIVE:
         if size == 2:  # the bits of a bfloat16 or float16 count as these
-            if kind == ord("V") or kind == ord("u"):
+            if kind == _V or kind == _U:
                 code = _BFLOAT
-            elif kind == ord("f") or kind == ord("i"):
+            elif kind == _F or kind == _I:
                 code = _FLOAT
-        elif kind == ord("f"):
+        elif kind == _F:
             code = _FLOAT
-        elif kind == ord("i") or kind == ord("u"):
+        elif kind == _I or kind == _U:
             code = _INT
     poke(tensor, _word(struct, 5))
     poke(tensor + 8, _CPU | size << 32)
