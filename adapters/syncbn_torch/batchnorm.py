@@ -82,11 +82,15 @@ class _SynchronizedBatchNorm(LayerState):
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
-        original = self._original
-        replica._copied_from = weakref.ref(original)
-        replica._checked = None
-        replica._replica_sync = Unconnected(original)
+        self._begin_replica(replica)
         return replica
+
+    def _begin_replica(self, replica: nn.Module) -> None:
+        """Set what `replica`, a copy of this layer, has of its own."""
+        original = self._original
+        replica.__dict__.update(  # `nn.Module.__setattr__` is slow
+            _copied_from=weakref.ref(original), _checked=None, _replica_sync=Unconnected(original)
+        )
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script`."""

@@ -39,6 +39,8 @@ from syncbn_torch import (
     patch_replication_callback,
 )
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class Recorder(nn.Module):
     """Notes the callbacks of its copies in a list that they share."""
@@ -278,6 +280,47 @@ def test_replicas_share_parameters_and_the_first_has_the_buffers() -> None:
     wrapper(torch.randn(9, 3))
     assert model[1].num_batches_tracked == 1  # as nn.DataParallel: the first replica's
     assert model[2].num_batches_tracked == 1
+
+
+class MakesCopies(nn.Module):
+    """A module that says how replicas of it are made."""
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica: Any = super()._replicate_for_data_parallel()
+        replica.made_here = True
+        return replica
+
+
+class OwnLinear(MakesCopies, nn.Linear): ...
+
+
+class OwnLayer(MakesCopies, SynchronizedBatchNorm1d): ...
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, SynchronizedBatchNorm1d, OwnLinear, OwnLayer])
+def test_replicas_have_the_attributes_of_those_of_torch(kind: Any) -> None:
+    module = kind(3, 3) if issubclass(kind, nn.Linear) else kind(3)
+    module.register_buffer("mask", None)
+    module.note = "the user's"
+    wrapper = DataParallelWithCallback(nn.Sequential(module, module), replicas=2)
+    for index, copied in enumerate(wrapper.replicate(wrapper.module, wrapper.device_ids)):
+        replica, expected = copied[0], module._replicate_for_data_parallel()
+        assert type(replica) is kind
+        assert vars(replica).keys() == vars(expected).keys()
+        for name in ("note", "training", "made_here", "_is_replica", "_copied_from", "_checked"):
+            assert getattr(replica, name, None) == getattr(expected, name, None)
+        assert copied[1] is replica
+        assert all(vars(replica)[name] is not vars(module)[name] for name in HOOKS)
+        assert replica._parameters == module._parameters
+        assert list(replica._buffers) == list(module._buffers)
+        shared = [a is b for a, b in zip(replica.buffers(), module.buffers(), strict=True)]
+        assert all(shared) if index == 0 else not any(shared)
+
+
+def test_layers_of_a_class_that_makes_its_copies_synchronize() -> None:
+    layer, x = OwnLayer(3), torch.randn(6, 3)
+    expected = nn.BatchNorm1d(3)(x)
+    torch.testing.assert_close(DataParallelWithCallback(layer, replicas=2)(x), expected)
 
 
 def test_hooks_that_a_replica_registers_are_its_own() -> None:

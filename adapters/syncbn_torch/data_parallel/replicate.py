@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -71,29 +72,34 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
     if not modules:
         return []
     copies = [list(module.modules()) for module in modules]
-    return _execute(modules[0], copies, ends=False)
+    contexts = _execute(copies, ends=False)
+    return [
+        contexts.get(i) or CallbackContext(name or type(modules[0]).__name__, len(copies))
+        for i, (name, _) in enumerate(modules[0].named_modules())
+    ]
 
 
-def _execute(
-    first: nn.Module, copies: Sequence[Sequence[nn.Module]], ends: bool
-) -> list[CallbackContext]:
-    """Call the callbacks of all copies, given as lists of modules; names come from `first`.
+def _execute(copies: Sequence[Sequence[nn.Module]], ends: bool) -> dict[int, CallbackContext]:
+    """Call the callbacks of all copies, given as lists of modules; contexts by place in the list.
 
     `ends`: whether the end of the forward will be reported.
     """
-    names = [name or type(first).__name__ for name, _ in first.named_modules()]
-    contexts = [CallbackContext(name, len(copies), ends=ends) for name in names]
+    first, size = copies[0][0], len(copies[0])
+    contexts: dict[int, CallbackContext] = {}
     siblings = Siblings()
-    for context in contexts:
-        forward_of(context).siblings = siblings
+    for place, (name, module) in enumerate(first.named_modules()):
+        if hasattr(module, "__data_parallel_replicate__"):
+            context = CallbackContext(name or type(first).__name__, len(copies), ends=ends)
+            forward_of(context).siblings = siblings
+            contexts[place] = context
     for copy_id, submodules in enumerate(copies):
-        if len(submodules) != len(contexts):
+        if len(submodules) != size:
             raise CommError(
-                f"expected copies of one model with {len(contexts)} modules each, got "
+                f"expected copies of one model with {size} modules each, got "
                 f"{len(submodules)} in copy {copy_id}; pass replicas of the same module"
             )
-        for context, submodule in zip(contexts, submodules, strict=True):
-            callback = getattr(submodule, "__data_parallel_replicate__", None)
+        for place, context in contexts.items():
+            callback = getattr(submodules[place], "__data_parallel_replicate__", None)
             if callback is not None:
                 callback(context, copy_id)
     return contexts
@@ -113,35 +119,54 @@ class _Replicas(list[nn.Module]):
         self.found = found
 
 
-def _replicate_on_one_device(module: nn.Module, copies: int) -> list[nn.Module]:
-    """`copies` replicas of `module` on its own device, which share its parameters.
+def _replicate_on_one_device(modules: Sequence[nn.Module], copies: int) -> list[list[nn.Module]]:
+    """`copies` replicas of a model on its own device, which share its parameters, as `modules`.
 
     Replica 0 shares the buffers too, so its in-place updates stay; the other replicas have copies
     of the buffers, as under `nn.DataParallel`.
     """
-    modules = list(module.modules())
     index = {original: i for i, original in enumerate(modules)}
-    replicas: list[list[nn.Module]] = []
+    replicas = []
     for copy_id in range(copies):
         buffers: dict[Tensor, Tensor] = {}
-        made = []
-        for original in modules:
-            if isinstance(original, torch.jit.ScriptModule):
-                made.append(cast(nn.Module, original))
-                continue
-            replica = cast(nn.Module, original._replicate_for_data_parallel())
-            replica._parameters = dict(original._parameters)
-            if copy_id > 0:
-                for key, buffer in original._buffers.items():
-                    if buffer is not None:
-                        replica._buffers[key] = buffers.setdefault(buffer, buffer.clone())
-            made.append(replica)
+        made = list(map(_copy_of, modules))
         for original, replica in zip(modules, made, strict=True):
-            if replica is not original:
-                for key, child in original._modules.items():
-                    replica._modules[key] = None if child is None else made[index[child]]
+            if replica is original:
+                continue
+            replica.__dict__["_parameters"] = original._parameters.copy()
+            for key, buffer in original._buffers.items() if copy_id > 0 else ():
+                if buffer is not None:
+                    if buffer not in buffers:
+                        buffers[buffer] = buffer.clone()
+                    replica._buffers[key] = buffers[buffer]
+            for key, child in original._modules.items():
+                replica._modules[key] = None if child is None else made[index[child]]
         replicas.append(made)
-    return [made[0] for made in replicas]
+    return replicas
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    """`module._replicate_for_data_parallel()`; a scripted module itself.
+
+    `nn.Module.__setattr__` takes most of the time of that method. Here the dictionary is written.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return cast(nn.Module, module)
+    kind = type(module)
+    makers = [c for c in kind.__mro__ if "_replicate_for_data_parallel" in c.__dict__]
+    ours = "_begin_replica"
+    if not all(maker is nn.Module or ours in maker.__dict__ for maker in makers):
+        return cast(nn.Module, module._replicate_for_data_parallel())
+    replica = kind.__new__(kind)
+    attributes = module.__dict__.copy()
+    attributes["_parameters"] = {}
+    attributes["_buffers"] = module._buffers.copy()
+    attributes["_modules"] = module._modules.copy()
+    attributes["_is_replica"] = True
+    object.__setattr__(replica, "__dict__", attributes)
+    if hasattr(kind, ours):
+        cast(Any, module)._begin_replica(replica)
+    return replica
 
 
 def _separate_hooks(copies: Sequence[Sequence[nn.Module]]) -> None:
@@ -154,9 +179,10 @@ def _separate_hooks(copies: Sequence[Sequence[nn.Module]]) -> None:
         for module in submodules:
             if not isinstance(module, torch.jit.ScriptModule):
                 attributes = module.__dict__
-                for hooks in (*HOOKS, *HOOK_OPTIONS):
-                    if hooks in attributes:
-                        attributes[hooks] = attributes[hooks].copy()
+                for name in (*HOOKS, *HOOK_OPTIONS):
+                    hooks = attributes.get(name)
+                    if hooks is not None:
+                        attributes[name] = hooks.copy() if hooks else OrderedDict()
 
 
 def _stays_on_purpose(layer: nn.Module) -> bool:
@@ -301,7 +327,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     def _within_replica(self) -> bool:
         """Whether another wrapper has already split the batch."""
         return originals.current() is not None or any(
-            getattr(module, "_is_replica", False) for module in self.modules()
+            "_is_replica" in vars(module) for module in self.modules()
         )
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
@@ -316,15 +342,16 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                 self._warned_of_graphs = True
                 warn_of_compiled_parts(compiled)
             module = without_graphs(module, {})
+        modules = list(module.modules())
         if _one_device(device_ids):
-            replicas = _replicate_on_one_device(module, len(device_ids))
+            copies = _replicate_on_one_device(modules, len(device_ids))
         else:
             replicas = super().replicate(module, device_ids)
-        copies = [list(replica.modules()) for replica in replicas]
+            copies = [list(replica.modules()) for replica in replicas]
         _separate_hooks(copies)
-        forwards = [*map(forward_of, _execute(replicas[0], copies, ends=True))]
-        found = originals.replicas_of(list(module.modules()), copies)
-        return _Replicas(replicas, forwards, found)
+        forwards = [*map(forward_of, _execute(copies, ends=True).values())]
+        found = originals.replicas_of(modules, copies)
+        return _Replicas([made[0] for made in copies], forwards, found)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
