@@ -228,7 +228,10 @@ def check_savable(x: Tensor, affine: Affine, kept: Affine) -> None:
     """
     if torch.compiler.is_compiling():  # which can't trace `is_inference`
         return
-    if not (x.is_inference() or any(t is not None and t.is_inference() for t in kept)):
+    for tensor in (x, *kept):
+        if tensor is not None and tensor.is_inference():
+            break
+    else:
         return
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *affine)):
         raise StateError(

@@ -216,7 +216,7 @@ class JointBatchNorm(Function):
         ctx.call, ctx.kept = call, [deposit.kept for deposit in deposits]
         ctx.set_materialize_grads(False)
         own = [x for x, kept in zip(xs, ctx.kept, strict=True) if kept is None]
-        saved = (*own, *(a.for_backward(call.rule).weight for a in affines))
+        saved = (*own, *[a.for_backward(call.rule).weight for a in affines])
         ctx.save_for_backward(*saved)
         ctx.versions = _versions(saved)
         ys = call.forward(deposits, xs, affines)
@@ -278,8 +278,8 @@ def normalize_all(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashab
     """
     deposits: list[Deposit] = [deposit for _, deposit in messages]
     first = deposits[0]
-    channels = {identifier: deposit.x.shape[1] for identifier, deposit in messages}
-    if len(set(channels.values())) > 1:
+    if len({deposit.x.shape[1] for deposit in deposits}) > 1:
+        channels = {identifier: deposit.x.shape[1] for identifier, deposit in messages}
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
     if first.arrived is not None:
         note_arrivals("replica", f"forward of {first.context.name}", [d.arrived for d in deposits])
@@ -302,7 +302,7 @@ def _forward(deposits: Sequence[Deposit]) -> tuple[JointCall, Sequence[Tensor]]:
         call = JointCall(deposits)
         if not graph:
             return call, call.forward(deposits, xs, affines)
-    operands = *xs, *(a.weight for a in affines), *(a.bias for a in affines)
+    operands = *xs, *[a.weight for a in affines], *[a.bias for a in affines]
     with torch.enable_grad():
         if saving_runs_hooks():  # those of the master's own thread
             with saved_tensors_hooks(_same, _same):

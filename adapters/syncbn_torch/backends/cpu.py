@@ -28,7 +28,6 @@ from syncbn_torch.backends.memory import (
 __all__ = ["OPERATIONS", "TensorMemory", "look_at"]
 
 Array = np.ndarray[Any, Any]
-_TYPES = {*PLAIN, type(None)}
 _NOTHING = id(None)
 _HALF = has_half()
 _FUNCTION = exchange_function(Tensor)
@@ -41,11 +40,9 @@ class TensorMemory:
         return torch.get_num_threads() > 1  # torch.set_num_threads(1) also applies to our kernels
 
     def look(self, call: Array, threads: int, *arrays: Tensor | None) -> int:
-        # a subclass may have no data of its own
-        if not _TYPES.issuperset(map(type, arrays)):
-            return REFUSED
-        if not all(array is None or is_whole(array) for array in arrays):
-            return REFUSED
+        for array in arrays:  # a subclass may have no data of its own
+            if array is not None and not (type(array) in PLAIN and is_whole(array)):
+                return REFUSED
         return look_at(call, threads, *arrays)
 
     def dense(self, x: Tensor) -> Tensor:

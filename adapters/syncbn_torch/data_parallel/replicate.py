@@ -128,7 +128,7 @@ def _replicate_on_one_device(modules: Sequence[nn.Module], copies: int) -> list[
     index = {original: i for i, original in enumerate(modules)}
     replicas = []
     for copy_id in range(copies):
-        buffers: dict[Tensor, Tensor] = {}
+        buffers: dict[int, Tensor] = {}  # by id: the hash of a tensor is slow
         made = list(map(_copy_of, modules))
         for original, replica in zip(modules, made, strict=True):
             if replica is original:
@@ -136,9 +136,9 @@ def _replicate_on_one_device(modules: Sequence[nn.Module], copies: int) -> list[
             replica.__dict__["_parameters"] = original._parameters.copy()
             for key, buffer in original._buffers.items() if copy_id > 0 else ():
                 if buffer is not None:
-                    if buffer not in buffers:
-                        buffers[buffer] = buffer.clone()
-                    replica._buffers[key] = buffers[buffer]
+                    if id(buffer) not in buffers:
+                        buffers[id(buffer)] = buffer.clone()
+                    replica._buffers[key] = buffers[id(buffer)]
             for key, child in original._modules.items():
                 replica._modules[key] = None if child is None else made[index[child]]
         replicas.append(made)
@@ -153,10 +153,11 @@ def _copy_of(module: nn.Module) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):
         return cast(nn.Module, module)
     kind = type(module)
-    makers = [c for c in kind.__mro__ if "_replicate_for_data_parallel" in c.__dict__]
-    ours = "_begin_replica"
-    if not all(maker is nn.Module or ours in maker.__dict__ for maker in makers):
-        return cast(nn.Module, module._replicate_for_data_parallel())
+    for maker in kind.__mro__:
+        own = maker.__dict__
+        makes_copies = "_replicate_for_data_parallel" in own and maker is not nn.Module
+        if makes_copies and "_begin_replica" not in own:  # a class of the user's
+            return cast(nn.Module, module._replicate_for_data_parallel())
     replica = kind.__new__(kind)
     attributes = module.__dict__.copy()
     attributes["_parameters"] = {}
@@ -164,7 +165,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
     attributes["_modules"] = module._modules.copy()
     attributes["_is_replica"] = True
     object.__setattr__(replica, "__dict__", attributes)
-    if hasattr(kind, ours):
+    if hasattr(kind, "_begin_replica"):
         cast(Any, module)._begin_replica(replica)
     return replica
 
