@@ -718,6 +718,38 @@ def test_gradients_do_not_depend_on_what_the_calling_thread_did_before() -> None
         assert all(torch.equal(a, b) for a, b in zip(first, train(), strict=True))
 
 
+@pytest.mark.parametrize("rows", [3, 30_000])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_tensor_of_a_subclass_in_one_replica(where: int, rows: int) -> None:
+    """Kernels don't take it, so all replicas compute by tensor operations."""
+
+    class Subclass(Tensor): ...
+
+    class InOneReplica(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0, 0] == where:
+                x = x.as_subclass(Subclass)
+            y: Tensor = self.bn(x)
+            return y.as_subclass(Tensor)
+
+    values, dy = torch.randn(2, 2 * rows, 3, dtype=torch.float64)
+    values[0, 0], values[rows, 0] = 0, 1  # by which a replica knows itself
+    one, many = (values.clone().requires_grad_() for _ in range(2))
+    model, twin = InOneReplica(), nn.BatchNorm1d(3, dtype=torch.float64)
+    y, expected = DataParallelWithCallback(model, replicas=2)(many), twin(one)
+    y.backward(dy)
+    expected.backward(dy)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(many.grad, one.grad)
+    torch.testing.assert_close(model.bn.weight.grad, twin.weight.grad)
+    torch.testing.assert_close(model.bn.running_var, twin.running_var)
+    assert model.bn.num_batches_tracked == 1
+
+
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("hooks", [False, True])
 def test_large_and_small_parts_equal_the_undivided_batch(

@@ -283,6 +283,10 @@ def normalize_all(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashab
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
     if first.arrived is not None:
         note_arrivals("replica", f"forward of {first.context.name}", [d.arrived for d in deposits])
+    if any(deposit.operations is not first.operations for deposit in deposits):
+        # such as a tensor of a subclass in one replica
+        own: dict[str, Any] = {"operations": plain.OPERATIONS, "part": None, "y": None}
+        deposits = [deposit._replace(**own) for deposit in deposits]
     with of_replicas([deposit.stream for deposit in deposits]) as outlive:
         call, ys = _forward(deposits)
         outlive(ys)
