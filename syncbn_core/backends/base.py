@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from syncbn_core.moments import NormRule
@@ -186,6 +187,43 @@ class Operations(ABC):
         For callers that run `forward` without `running`. `new` is the mean and the unbiased
         variance. An empty batch only increments the counter.
         """
+
+    # The steps for several parts that one process has, one of each argument for each part. The
+    # statistics and `total` are those of the whole batch, on the device of each part.
+
+    def moments_of_parts(self, xs: Sequence[Array]) -> list[PartMoments]:
+        return [self.moments(x) for x in xs]
+
+    def forward_of_parts(
+        self,
+        xs: Sequence[Array],
+        statistics: Sequence[Statistics],
+        affines: Sequence[Affine],
+        running: Sequence[RunningStatistics | None],
+        rule: NormRule,
+    ) -> list[Forward]:
+        return [*map(self.forward, xs, statistics, affines, repeat(rule), running)]
+
+    def backward_reduce_of_parts(
+        self,
+        xs: Sequence[Array],
+        dys: Sequence[Array],
+        statistics: Sequence[Statistics],
+        affines: Sequence[Affine],
+        rule: NormRule,
+    ) -> list[Sums]:
+        return [*map(self.backward_reduce, xs, dys, statistics, affines, repeat(rule))]
+
+    def backward_input_of_parts(
+        self,
+        xs: Sequence[Array],
+        dys: Sequence[Array],
+        statistics: Sequence[Statistics],
+        affines: Sequence[Affine],
+        total: Sequence[Array],
+        rule: NormRule,
+    ) -> list[Array]:
+        return [*map(self.backward_input, xs, dys, statistics, affines, repeat(rule), total)]
 
     def forward_single(
         self,

@@ -28,11 +28,12 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     original = operations.launch
 
-    def launch(step: str, code: int, call: Array, *arguments: Any) -> None:
-        elements = call[A] * call[CHANNELS] * call[INNER]
-        given = sum(call[place] != 0 for place in (X, DY, OUT))
-        found.append(given * elements * (4, 8, 2, 2)[code & 3])
-        original(step, code, call, *arguments)
+    def launch(step: str, code: int, calls: Array, *arguments: Any) -> None:
+        for call in calls:
+            elements = call[A] * call[CHANNELS] * call[INNER]
+            given = sum(call[place] != 0 for place in (X, DY, OUT))
+            found.append(given * elements * (4, 8, 2, 2)[code & 3])
+        original(step, code, calls, *arguments)
 
     monkeypatch.setattr(operations, "launch", launch)
     return found

@@ -116,13 +116,14 @@ def test_kernels_get_dense_aligned_arrays_of_this_machine(
 
     original = operations.launch
 
-    def launch(step: str, code: int, call: Any, *arguments: Any) -> None:
+    def launch(step: str, code: int, calls: Any, *arguments: Any) -> None:
         kernels.append(step)
         size = (4, 8, 2, 2)[code & 3]
+        (call,) = calls
         for address in call[[X, DY, OUT]]:
             assert address % size == 0
         assert call[A] * call[CHANNELS] * call[INNER] == case.x.size
-        original(step, code, call, *arguments)
+        original(step, code, calls, *arguments)
 
     monkeypatch.setattr(operations, "launch", launch)
     for shape in ((40, 3), (4, 3, 2, 5)):

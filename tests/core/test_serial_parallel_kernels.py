@@ -221,7 +221,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 def test_large_arrays_are_worth_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_parallel(operations: Any, size: int) -> bool:
-        code: int = operations._look(np.ones((size // 64, 64), np.float32)).code
+        code: int = operations._look((np.ones((size // 64, 64), np.float32),)).code
         assert code >= 0
         return bool(code & PARALLEL)
 

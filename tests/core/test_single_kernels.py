@@ -51,8 +51,8 @@ def test_bitwise_the_same(
 ) -> None:
     look = operations.CpuOperations._look
 
-    def fitting(self: Any, *arrays: Any) -> operations.Seen:
-        seen = look(self, *arrays)
+    def fitting(self: Any, *parts: Any) -> operations.Seen:
+        seen = look(self, *parts)
         return seen._replace(code=seen.code | FUSED)
 
     monkeypatch.setattr(operations.CpuOperations, "_look", fitting)

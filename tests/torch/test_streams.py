@@ -58,10 +58,10 @@ def forward(of: list[Any], current: dict[torch.device, Stream]) -> list[Result]:
     before, ys = dict(current), [Result() for _ in of]
     for n, stream in enumerate(of):
         stream.put(f"x {n}")
-    with streams.of_replicas(of) as outlive:
+    with streams.of_replicas(of) as record:
         for n, stream in enumerate(of):
             current[stream.device].put(f"y {n}", f"x {n}")
-        outlive(ys)  # type: ignore[arg-type]
+        record(ys)  # type: ignore[arg-type]
     assert current == before
     for n, stream in enumerate(of):
         stream.put(f"next layer {n}", f"y {n}")
@@ -104,5 +104,5 @@ def test_nothing_is_asked_for_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delattr(torch.cuda, "current_stream")
     x = torch.ones(2)
     of = [streams.stream_of(x)] * 2
-    with streams.of_replicas(of) as outlive, streams.of_node(of, [x, x], [x, None]):
-        outlive([x, x])
+    with streams.of_replicas(of) as record, streams.of_node(of, [x, x], [x, None]):
+        record([x, x])

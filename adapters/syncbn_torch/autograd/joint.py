@@ -12,7 +12,9 @@ In forward-mode AD plain operations take the place of the node, and torch differ
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,8 +85,8 @@ class JointCall:
     """One call of a layer in all its replicas.
 
     Attributes:
-        operations, streams: those of each part.
-        rule, processes, context: those of the first.
+        operations, rule, processes, context: those of the first part, and so of all.
+        streams: those of each part.
         parts: the moments of each part.
         total: those of the whole batch.
         number: of the exchange over processes, 0 for none.
@@ -106,10 +108,14 @@ class JointCall:
 
     def __init__(self, deposits: Sequence[Deposit]) -> None:
         first = deposits[0]
-        self.operations: list[Any] = [deposit.operations for deposit in deposits]
+        self.operations = first.operations
         self.streams = [deposit.stream for deposit in deposits]
         self.rule, self.processes, self.context = first.rule, first.processes, first.context
-        self.parts = [d.operations.moments(d.x) if d.part is None else d.part for d in deposits]
+        xs, parts = ([getattr(d, name) for d in deposits] for name in ("x", "part"))
+        missing = [part is None for part in parts]
+        others = _of_some(missing, first.operations.moments_of_parts, xs)
+        both = zip(parts, others, strict=True)
+        self.parts = [other if part is None else part for part, other in both]
         self.total: Any = first.operations.merge(self.parts)
         self.number = 0
         if first.processes is not None:
@@ -131,15 +137,14 @@ class JointCall:
         self, deposits: Sequence[Deposit], xs: Sequence[Tensor], affines: Sequence[Affine]
     ) -> list[Tensor]:
         """y of each part, after updating its running statistics; or memory for y."""
-        ys = []
-        for index, (deposit, x, affine) in enumerate(zip(deposits, xs, affines, strict=True)):
-            if deposit.y is not None:
-                ys.append(deposit.y)
-                continue
-            known = self.statistics_for(x)
-            done = deposit.operations.forward(x, known, affine, self.rule, deposit.running)
-            self.statistics[index] = done.statistics
-            ys.append(done.y)
+        of_master = [deposit.y is None for deposit in deposits]
+        running = [deposit.running for deposit in deposits]
+        compute = partial(self.operations.forward_of_parts, rule=self.rule)
+        results = _of_some(of_master, compute, xs, self.statistics, affines, running)
+        ys = [deposit.y for deposit in deposits]
+        for index, result in enumerate(results):
+            if result is not None:
+                ys[index], self.statistics[index], _ = result
         return ys
 
     def check_over(self) -> None:
@@ -159,27 +164,22 @@ class JointCall:
         by_x: Sequence[bool],
     ) -> tuple[list[Tensor | None], list[Sums | None]]:
         """dx of each part that needs one, and the sums of each part that has a dy."""
-        operations, statistics, rule = self.operations, self.statistics, self.rule
+        do, statistics, rule = self.operations, self.statistics, self.rule
         if needs_plain_backward(self.processes, *dys):
-            operations = [plain.DIFFERENTIABLE] * len(xs)
-            known = self._plain_statistics(xs)
+            do, known = plain.DIFFERENTIABLE, self._plain_statistics(xs)
             statistics = [plain.plain_statistics(known, x.device) for x in xs]
-        parts = list(zip(operations, xs, dys, statistics, affines, strict=True))
-        sums: list[Sums | None] = []
-        for do, x, dy, known, affine in parts:
-            if dy is None:
-                sums.append(None)
-            else:
+        for x, dy in zip(xs, dys, strict=True):
+            if dy is not None:
                 check_unchanged(x, dy)
-                sums.append(do.backward_reduce(x, dy, known, affine, rule))
+        given = [dy is not None for dy in dys]
+        reduce = partial(do.backward_reduce_of_parts, rule=rule)
+        sums: list[Sums | None] = _of_some(given, reduce, xs, dys, statistics, affines)
         total = self._all_reduced(_added([one.exchange for one in sums if one is not None]))
-        dxs = []
-        for (do, x, dy, known, affine), needed in zip(parts, by_x, strict=True):
-            if dy is None:  # the loss does not use this y, but others depend on its x
-                dy = torch.zeros_like(x)
-            here = total.to(x.device) if isinstance(total, Tensor) else total
-            dxs.append(do.backward_input(x, dy, known, affine, rule, here) if needed else None)
-        return dxs, sums
+        # the loss may not use a y while others depend on its x
+        filled = [torch.zeros_like(x) if dy is None else dy for x, dy in zip(xs, dys, strict=True)]
+        totals = [total.to(x.device) if isinstance(total, Tensor) else total for x in xs]
+        compute = partial(do.backward_input_of_parts, rule=rule)
+        return _of_some(by_x, compute, xs, filled, statistics, affines, totals), sums
 
     def _all_reduced(self, sums: Any) -> Any:
         """The sums of all replicas, added up over the processes if there are any."""
@@ -287,9 +287,9 @@ def normalize_all(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashab
         # such as a tensor of a subclass in one replica
         own: dict[str, Any] = {"operations": plain.OPERATIONS, "part": None, "y": None}
         deposits = [deposit._replace(**own) for deposit in deposits]
-    with of_replicas([deposit.stream for deposit in deposits]) as outlive:
+    with of_replicas([deposit.stream for deposit in deposits]) as record:
         call, ys = _forward(deposits)
-        outlive(ys)
+        record(ys)
     indexed = enumerate(zip(messages, ys, strict=True))
     return [(identifier, (y, call, index)) for index, ((identifier, _), y) in indexed]
 
@@ -314,6 +314,14 @@ def _forward(deposits: Sequence[Deposit]) -> tuple[JointCall, Sequence[Tensor]]:
         else:
             ys = JointBatchNorm.apply(call, deposits, *operands)
     return call, ys
+
+
+def _of_some(wanted: Sequence[bool], compute: Callable[..., Any], *columns: Any) -> list[Any]:
+    """`compute(*columns)` for the wanted parts, each result in its place; None for the others."""
+    if not any(wanted):
+        return [None] * len(wanted)
+    results = iter(compute(*[[*compress(column, wanted)] for column in columns]))
+    return [next(results) if one else None for one in wanted]
 
 
 def _same(saved: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from syncbn_core.backends.base import Affine
 from syncbn_core.backends.cpu.launch import most_threads
 from syncbn_core.backends.cpu.operations import HostStatistics, run_backward, run_forward
-from syncbn_core.kernels.cpu.calls import CALL, INNER, OUT, A
+from syncbn_core.kernels.cpu.calls import CALL, OUT
 from syncbn_core.kernels.cpu.operands import PARALLEL_SIZE
 from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import (
@@ -43,28 +43,28 @@ def batch_norm(
     `tensors`: weight, bias, running mean and variance, counter, which have passed all checks at
     these addresses.
     """
-    call = np.empty(CALL, np.int64)
+    calls = np.empty((1, CALL), np.int64)
     threads = 1 if x.numel() < PARALLEL_SIZE or torch.get_num_threads() == 1 else most_threads()
-    code = look_at(call, threads, x, None, None, *tensors, expected=addresses)
-    if code < 0 or call[A] * call[INNER] == 1 or not is_whole(x):
+    code = look_at(calls, threads, (x, None, None, *tensors), addresses)
+    if code < 0 or x.numel() == x.size(1) or not is_whole(x):
         return None
     weight, bias, *buffers = tensors
     y = empty_like(x)
-    call[OUT] = y.data_ptr()
+    calls[0, OUT] = y.data_ptr()
     share = np.nan if momentum is None else float(momentum)
-    return _node((y, code, call, rule, share, threads, buffers), x, weight, bias)  # type: ignore[no-any-return]
+    return _node((y, code, calls, rule, share, threads, buffers), x, weight, bias)  # type: ignore[no-any-return]
 
 
 class BatchNormFunction(Function):
-    """y of x, weight and bias, given the call that `look_at` has filled in."""
+    """y of x, weight and bias, given the calls that `look_at` has filled in."""
 
     @staticmethod
     def forward(ctx: Any, seen: Any, x: Tensor, weight: Tensor | None, bias: Any) -> Tensor:
         y: Tensor
-        y, code, call, rule, share, threads, buffers = seen
+        y, code, calls, rule, share, threads, buffers = seen
         ctx.save_for_backward(x, weight)
         increment_versions(buffers)  # a graph that has saved them must notice
-        ctx.kept = rule, threads, run_forward(code, call, rule, share)
+        ctx.kept = rule, threads, run_forward(code, calls, rule, share)
         return y
 
     @staticmethod
@@ -85,11 +85,12 @@ class BatchNormFunction(Function):
             else:
                 like = torch.empty_like(weight)
             grad_bias = torch.empty_like(like)
-            call = np.empty(CALL, np.int64)
+            calls = np.empty((1, CALL), np.int64)
             # Of tensors that a transform has wrapped or a mode has replaced: refused.
-            code = look_at(call, threads, x, dy, dx, weight, like, grad_bias, None, None)
+            arrays = x, dy, dx, weight, like, grad_bias, None, None
+            code = look_at(calls, threads, arrays)
             if code >= 0:
-                run_backward(code, call, rule, table)
+                run_backward(code, calls, rule, table)
                 return None, dx, like if by_weight else None, grad_bias if by_bias else None
         statistics = HostStatistics(x.numel() // table.shape[1], table)
         gradients = gradients_alone(OPERATIONS, rule, statistics, x, dy, Affine(weight), by_x)

@@ -29,8 +29,9 @@ def of_replicas(
 ) -> AbstractContextManager[Callable[[Sequence[Tensor]], None]]:
     """Work on each GPU goes to the stream of its first replica, after and before the others' work.
 
-    `streams`: of each replica, None on a host. Call what it gives with the results, one of each
-    replica: their memory is not used again before the replica's own stream is done with it.
+    `streams`: of each replica, None on a host. The context manager yields a function; call it with
+    the results, one of each replica, so that their memory is not used again before the replica's
+    own stream is done with it.
     """
     return _of_replicas(streams) if any(streams) else _ON_HOST
 
@@ -42,7 +43,7 @@ def _of_replicas(streams: Sequence[Any]) -> Iterator[Callable[[Sequence[Tensor]]
         first.setdefault(stream.device, stream)
     others = [s for s in filter(None, streams) if s != first[s.device]]
 
-    def outlive(results: Sequence[Tensor]) -> None:
+    def record(results: Sequence[Tensor]) -> None:
         for result, stream in zip(results, streams, strict=True):
             if stream in others:
                 result.record_stream(stream)
@@ -52,7 +53,7 @@ def _of_replicas(streams: Sequence[Any]) -> Iterator[Callable[[Sequence[Tensor]]
             stack.enter_context(torch.cuda.stream(stream))
         for stream in others:
             first[stream.device].wait_stream(stream)
-        yield outlive
+        yield record
         for stream in others:
             stream.wait_stream(first[stream.device])
 

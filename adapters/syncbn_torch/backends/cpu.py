@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from syncbn_core.backends.cpu.operations import CpuOperations
 from syncbn_core.borrow import exchange_function
 from syncbn_core.kernels.cpu.numerics import has_half
 from syncbn_core.kernels.cpu.operands import ANYWHERE, DLTENSORS, REFUSED, look
 from syncbn_core.layout import layout_of_strides
+from syncbn_torch._torch_private import increment_versions
 from syncbn_torch.backends.memory import (
     PLAIN,
     as_tensor,
@@ -39,11 +39,11 @@ class TensorMemory:
     def may_use_threads(self) -> bool:
         return torch.get_num_threads() > 1  # torch.set_num_threads(1) also applies to our kernels
 
-    def look(self, call: Array, threads: int, *arrays: Tensor | None) -> int:
+    def look(self, calls: Array, threads: int, arrays: Sequence[Tensor | None]) -> int:
         for array in arrays:  # a subclass may have no data of its own
             if array is not None and not (type(array) in PLAIN and is_whole(array)):
                 return REFUSED
-        return look_at(call, threads, *arrays)
+        return look_at(calls, threads, arrays)
 
     def dense(self, x: Tensor) -> Tensor:
         x = resolved(x)
@@ -77,24 +77,28 @@ class TensorMemory:
         return wide.to(like.dtype)
 
     def mark_written(self, *arrays: Tensor | None) -> None:
-        for array in arrays:
-            if array is not None and not array.is_inference():  # inference: no version
-                increment_version(array)  # autograd must notice if a graph has saved it
+        # inference tensors have no version; of others, autograd must notice if a graph saved them
+        increment_versions([a for a in arrays if a is not None and not a.is_inference()])
 
     def assign(self, targets: Sequence[Tensor], values: Sequence[Any]) -> None:
         new = [v if isinstance(v, Tensor) else as_tensor(v) for v in values]
         deque(map(Tensor.copy_, targets, new), maxlen=0)
 
 
-def look_at(call: Array, threads: int, *arrays: Tensor | None, expected: Array = ANYWHERE) -> int:
+def look_at(
+    calls: Array, threads: int, arrays: Sequence[Tensor | None], expected: Array = ANYWHERE
+) -> int:
     """`operands.look` for plain tensors that pass `is_whole`; negative if kernels can't run."""
-    if _FUNCTION:
-        return look(_FUNCTION, _NOTHING, *map(id, arrays), threads, _HALF, call, expected)  # type: ignore[no-any-return]
-    try:
-        places, _kept = dltensors(arrays)
-    except RuntimeError:  # wrapped by a transform
-        return REFUSED
-    return look(DLTENSORS, 0, *places, threads, _HALF, call, expected)  # type: ignore[no-any-return]
+    function, nothing = _FUNCTION, _NOTHING
+    places: Any = map(id, arrays)
+    if not function:
+        function, nothing = DLTENSORS, 0
+        try:
+            places, _kept = dltensors(arrays)
+        except RuntimeError:  # wrapped by a transform
+            return REFUSED
+    objects = np.fromiter(places, np.int64, len(arrays))
+    return look(function, nothing, objects, threads, _HALF, calls, expected)  # type: ignore[no-any-return]
 
 
 OPERATIONS = CpuOperations(TensorMemory())

@@ -106,7 +106,7 @@ class ReplicaSync:
         with ranges.span("exchange", self._name):
             exchange = self.master.run_master if self.is_master else self.pipe.run_slave
             y, call, self._index = exchange(deposit)
-        if apart and call.operations[self._index] is operations:
+        if apart and call.operations is operations:
             known = call.statistics_for(x)
             with torch.no_grad():
                 in_thread.forward(x, known, affine, rule, running, out=y)

@@ -120,7 +120,9 @@ class _Replicas(list[nn.Module]):
 
 
 def _replicate_on_one_device(modules: Sequence[nn.Module], copies: int) -> list[list[nn.Module]]:
-    """`copies` replicas of a model on its own device, which share its parameters, as `modules`.
+    """`copies` replicas of a model on its own device, which share its parameters.
+
+    Each replica is the list of its modules, in the order of `modules`.
 
     Replica 0 shares the buffers too, so its in-place updates stay; the other replicas have copies
     of the buffers, as under `nn.DataParallel`.

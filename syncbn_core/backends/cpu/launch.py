@@ -18,11 +18,9 @@ import numba
 
 from syncbn_core.errors import DeviceError
 from syncbn_core.kernels.cpu.entries import STEPS
-from syncbn_core.kernels.cpu.operands import PARALLEL
+from syncbn_core.kernels.cpu.operands import KIND, PARALLEL
 
 __all__ = ["launch", "most_threads"]
-
-_KIND = 7  # of a code: the dtype, and planes or rows
 
 _one_caller = threading.Lock()
 _forked = False
@@ -68,7 +66,7 @@ def launch(step: str, code: int, *arguments: Any) -> None:
             "expected arrays in the memory of the CPU, got some without memory; if these are "
             "torch's fake tensors, pass only fake ones, from the input to the parameters"
         )
-    serial, parallel, like = STEPS[step][code & _KIND]
+    serial, parallel, like = STEPS[step][code & KIND]
     if (
         code & PARALLEL
         and not _forked

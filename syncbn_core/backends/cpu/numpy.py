@@ -35,12 +35,11 @@ class NumpyMemory:
     def may_use_threads(self) -> bool:
         return True
 
-    def look(self, call: Array, threads: int, *arrays: Array | None) -> int:
+    def look(self, calls: Array, threads: int, arrays: Sequence[Array | None]) -> int:
         structs = [None if array is None else array.__array_struct__ for array in arrays]
-        found = look(
-            ARRAY_STRUCTS, id(None), *map(id, structs), threads, has_half(), call, ANYWHERE
-        )
-        return int(found)
+        objects = np.array([*map(id, structs)])
+        half = has_half()
+        return int(look(ARRAY_STRUCTS, id(None), objects, threads, half, calls, ANYWHERE))
 
     def dense(self, x: Array) -> Array:
         return x if _is_usable(x) else _copied(x, kernel_dtype(x.dtype))

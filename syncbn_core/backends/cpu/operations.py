@@ -1,15 +1,16 @@
 """`CpuOperations`: the steps of batch normalization on the CPU, for all array libraries.
 
-Each step is two compiled calls: one looks at the arrays (`kernels.cpu.operands`), one computes
-(`kernels.cpu.entries`). Where kernels can't use the arrays as they are, a `HostMemory` of the
-library makes copies that they can use. Per-channel numbers are NumPy float64 arrays `(C,)` for
-every library: small NumPy operations hold the GIL, while those of torch release it and acquire it
-again, which is slow with replica threads.
+Each step is two compiled calls, for one part of the batch or for several: one looks at the arrays
+(`kernels.cpu.operands`), one computes (`kernels.cpu.entries`). Where kernels can't use the arrays
+as they are, a `HostMemory` of the library makes copies that they can use. Per-channel numbers are
+NumPy float64 arrays `(C,)` for every library: small NumPy operations hold the GIL, while those of
+torch release it and acquire it again, which is slow with replica threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,14 +25,13 @@ from syncbn_core.backends.base import (
 )
 from syncbn_core.backends.cpu.launch import launch, most_threads
 from syncbn_core.kernels.cpu.calls import CALL, CHANNELS, INNER, A
-from syncbn_core.kernels.cpu.entries import fill_invstd, update_running
+from syncbn_core.kernels.cpu.entries import fill_invstd, merge, update_running
 from syncbn_core.kernels.cpu.operands import FUSED
 from syncbn_core.moments import (
     Moments,
     NormRule,
     averaging_factor,
     blend,
-    merge_moments,
     require_more_than_one_value,
 )
 
@@ -47,6 +47,7 @@ __all__ = [
 
 Array = Any  # of the library
 Host = np.ndarray[Any, Any]
+_NOTHING = (None,) * 8
 
 
 class HostMemory(Protocol):
@@ -55,8 +56,8 @@ class HostMemory(Protocol):
     def may_use_threads(self) -> bool:
         """Whether the library's settings allow more than one thread."""
 
-    def look(self, call: Host, threads: int, *arrays: Array | None) -> int:
-        """`operands.look` at eight arrays: negative if kernels can't use them as they are."""
+    def look(self, calls: Host, threads: int, arrays: Sequence[Array | None]) -> int:
+        """`operands.look` at eight arrays of each part: negative if kernels can't use them."""
 
     def dense(self, x: Array) -> Array:
         """x or a dense copy of it that kernels can use. x must not be empty."""
@@ -118,18 +119,13 @@ class Seen(NamedTuple):
 
     Attributes:
         code: how to compute; negative if kernels can't use the arrays.
-        call: addresses and sizes, valid as long as the arrays live.
+        calls: addresses and sizes of P parts, `(P, CALL)`, valid as long as the arrays live.
         arrays: the arrays that kernels read and write, to keep them alive.
     """
 
     code: int
-    call: Host
-    arrays: tuple[Array | None, ...]
-
-    @property
-    def per_channel(self) -> int:
-        """How many values x has per channel."""
-        return int(self.call[A] * self.call[INNER])
+    calls: Host
+    arrays: Sequence[Array | None]
 
 
 class CpuOperations(Operations):
@@ -147,26 +143,35 @@ class CpuOperations(Operations):
     def serial(self) -> CpuOperations:
         return self._serial
 
-    def _look(self, *arrays: Array | None) -> Seen:
-        """Look at x, dy, out, four per-channel operands, the counter; the last may be left out."""
-        call = np.empty(CALL, np.int64)
-        memory = self.memory
-        threads = most_threads() if self.parallel and memory.may_use_threads() else 1
-        missing = (None,) * (8 - len(arrays))
-        return Seen(memory.look(call, threads, *arrays, *missing), call, arrays)
+    def _look(self, *parts: tuple[Array | None, ...]) -> Seen:
+        """Look at x, dy, out, four per-channel operands and the counter of each part.
+
+        The last may be left out.
+        """
+        calls = np.empty((len(parts), CALL), np.int64)
+        arrays = [*chain.from_iterable([(*part, *_NOTHING[len(part) :]) for part in parts])]
+        threads = most_threads() if self.parallel and self.memory.may_use_threads() else 1
+        return Seen(self.memory.look(calls, threads, arrays), calls, arrays)
 
     def moments(self, x: Array) -> Moments:
         if 0 in x.shape:
             return Moments.empty(x.shape[1])
-        seen = self._look(x)
+        seen = self._look((x,))
         if seen.code < 0:
-            seen = self._look(self.memory.dense(x))
-        table = np.empty((2, x.shape[1]))
-        launch("moments", seen.code, seen.call, table)
-        return Moments(seen.per_channel, table[0], table[1])
+            seen = self._look((self.memory.dense(x),))
+        return _moments(seen)[0]
+
+    def moments_of_parts(self, xs: Sequence[Array]) -> list[Moments]:
+        seen = self._look(*[(x,) for x in xs])
+        return _moments(seen) if seen.code >= 0 else super().moments_of_parts(xs)
 
     def merge(self, parts: Sequence[Moments]) -> Moments:
-        return merge_moments(parts)
+        if len(parts) == 1:
+            return parts[0]
+        table = np.empty((2, parts[0].num_features))
+        counts, means, m2s = map(np.array, zip(*parts, strict=True))
+        merge(counts, means, m2s, table)
+        return Moments(sum([part.count for part in parts]), *table)
 
     def statistics(self, total: Moments, rule: NormRule) -> HostStatistics:
         table = np.empty((3, total.mean.shape[0]))
@@ -190,25 +195,56 @@ class CpuOperations(Operations):
             return Forward(memory.empty_like(x, out), statistics, running)
         seen, y, later = self._for_forward(x, affine, running, out)
         count, table = statistics
-        launch("normalize", seen.code, seen.call, table, count, momentum_of(running))
+        launch("normalize", seen.code, seen.calls, table, count, momentum_of(running))
         if later is not None:
             self.update_running(later, statistics)
         return Forward(memory.cast_to_output(y, x, out), statistics, running)
+
+    def forward_of_parts(
+        self,
+        xs: Sequence[Array],
+        statistics: Sequence[HostStatistics],
+        affines: Sequence[Affine],
+        running: Sequence[RunningStatistics | None],
+        rule: NormRule,
+    ) -> list[Forward]:
+        momenta = {*map(momentum_of, running)}
+        if len(momenta) == 1:
+            seen, ys = self._look_forward(xs, affines, running, None)
+            if seen.code >= 0:
+                count, table = statistics[0]
+                launch("normalize", seen.code, seen.calls, table, count, momenta.pop())
+                return [*map(Forward, ys, statistics, running)]
+        return super().forward_of_parts(xs, statistics, affines, running, rule)
+
+    def _look_forward(
+        self,
+        xs: Sequence[Array],
+        affines: Sequence[Affine],
+        running: Sequence[RunningStatistics | None],
+        out: Array | None,
+    ) -> tuple[Seen, list[Array]]:
+        """What `look` found of each part, and its y; the kernel is to run next."""
+        memory = self.memory
+        ys = [memory.target(x, out) for x in xs]
+        buffers = [() if of_part is None else of_part[:3] for of_part in running]
+        parts = zip(xs, ys, affines, buffers, strict=True)
+        seen = self._look(*[(x, None, y, *affine, *written) for x, y, affine, written in parts])
+        if seen.code >= 0:
+            memory.mark_written(*chain.from_iterable(buffers))
+        return seen, ys
 
     def _for_forward(
         self, x: Array, affine: Affine, running: RunningStatistics | None, out: Array | None
     ) -> tuple[Seen, Array, RunningStatistics | None]:
         """The arrays of a forward, y, and the running statistics that its kernel can't update."""
-        memory = self.memory
-        y = memory.target(x, out)
-        buffers = () if running is None else running[:3]
-        seen = self._look(x, None, y, *affine, *buffers)
+        seen, (y,) = self._look_forward([x], [affine], [running], out)
         if seen.code >= 0:
-            memory.mark_written(*buffers)
             return seen, y, None
+        memory = self.memory
         dense = memory.dense(x)
         y = memory.target(dense, out)
-        return self._look(dense, None, y, *map(memory.wide, affine)), y, running
+        return self._look((dense, None, y, *map(memory.wide, affine))), y, running
 
     def forward_eval(
         self,
@@ -233,8 +269,8 @@ class CpuOperations(Operations):
         if 0 in x.shape:
             return super().forward_single(x, affine, rule, running, out)
         seen, y, later = self._for_forward(x, affine, running, out)
-        table = run_forward(seen.code, seen.call, rule, momentum_of(running))
-        statistics = HostStatistics(seen.per_channel, table)
+        table = run_forward(seen.code, seen.calls, rule, momentum_of(running))
+        statistics = HostStatistics(_counts(seen.calls)[0], table)
         if later is not None:
             self.update_running(later, statistics)
         return Forward(self.memory.cast_to_output(y, x, out), statistics, running)
@@ -250,13 +286,33 @@ class CpuOperations(Operations):
             memory.assign(both, [*zeros])
             return Sums(zeros, *both)
         gradients = memory.gradients(like, x.shape[1])
-        seen = self._look(x, dy, None, weight, *gradients)
+        seen = self._look((x, dy, None, weight, *gradients))
         if seen.code >= 0:
-            return Sums(_reduce(seen.code, seen.call, statistics.table), *gradients)
+            return Sums(_reduce(seen.code, seen.calls, statistics.table)[0], *gradients)
         gradients = memory.gradients(None, x.shape[1])
-        seen = self._look(*memory.dense_pair(x, dy), None, memory.wide(weight), *gradients)
-        sums = _reduce(seen.code, seen.call, statistics.table)
+        seen = self._look((*memory.dense_pair(x, dy), None, memory.wide(weight), *gradients))
+        (sums,) = _reduce(seen.code, seen.calls, statistics.table)
         return Sums(sums, *(memory.rounded(wide, like) for wide in gradients))
+
+    def backward_reduce_of_parts(
+        self,
+        xs: Sequence[Array],
+        dys: Sequence[Array],
+        statistics: Sequence[HostStatistics],
+        affines: Sequence[Affine],
+        rule: NormRule,
+    ) -> list[Sums]:
+        weights = [affine.weight for affine in affines]
+        gradients = [
+            self.memory.gradients(x if weight is None else weight, x.shape[1])
+            for x, weight in zip(xs, weights, strict=True)
+        ]
+        parts = zip(xs, dys, weights, gradients, strict=True)
+        seen = self._look(*[(x, dy, None, weight, *both) for x, dy, weight, both in parts])
+        if seen.code < 0:
+            return super().backward_reduce_of_parts(xs, dys, statistics, affines, rule)
+        sums = _reduce(seen.code, seen.calls, statistics[0].table)
+        return [Sums(one, *both) for one, both in zip(sums, gradients, strict=True)]
 
     def backward_input(
         self,
@@ -272,17 +328,32 @@ class CpuOperations(Operations):
         if 0 in x.shape:
             return memory.empty_like(x, out)
         dx = memory.target(x, out, dy)
-        seen = self._look(x, dy, dx, affine.weight)
+        seen = self._look((x, dy, dx, affine.weight))
         if seen.code < 0:
             dense, grad = memory.dense_pair(x, dy)
             dx = memory.target(dense, out, grad)
-            seen = self._look(dense, grad, dx, memory.wide(affine.weight))
+            seen = self._look((dense, grad, dx, memory.wide(affine.weight)))
         if total is None:
             total = np.zeros((2, x.shape[1]))
-        elif not total.flags.carray:  # Numba would compile the kernels again
-            total = total.copy()
-        _input(seen.code, seen.call, rule, statistics.table, total, statistics.count)
+        _input(seen.code, seen.calls, rule, statistics, total)
         return memory.cast_to_output(dx, x, out)
+
+    def backward_input_of_parts(
+        self,
+        xs: Sequence[Array],
+        dys: Sequence[Array],
+        statistics: Sequence[HostStatistics],
+        affines: Sequence[Affine],
+        total: Sequence[Host],
+        rule: NormRule,
+    ) -> list[Array]:
+        dxs = [self.memory.target(x, None, dy) for x, dy in zip(xs, dys, strict=True)]
+        weights = [affine.weight for affine in affines]
+        seen = self._look(*zip(xs, dys, dxs, weights, strict=True))
+        if seen.code < 0:
+            return super().backward_input_of_parts(xs, dys, statistics, affines, total, rule)
+        _input(seen.code, seen.calls, rule, statistics[0], total[0])
+        return dxs
 
     def backward_single(
         self,
@@ -298,14 +369,14 @@ class CpuOperations(Operations):
             return super().backward_single(x, dy, statistics, affine, rule, out)
         like = x if weight is None else weight
         dx, gradients = memory.target(x, out, dy), memory.gradients(like, x.shape[1])
-        seen = self._look(x, dy, dx, weight, *gradients)
+        seen = self._look((x, dy, dx, weight, *gradients))
         if seen.code >= 0:
-            run_backward(seen.code, seen.call, rule, statistics.table)
+            run_backward(seen.code, seen.calls, rule, statistics.table)
             return Gradients(memory.cast_to_output(dx, x, out), *gradients)
         dense, grad = memory.dense_pair(x, dy)
         dx, gradients = memory.target(dense, out, grad), memory.gradients(None, x.shape[1])
-        seen = self._look(dense, grad, dx, memory.wide(weight), *gradients)
-        run_backward(seen.code, seen.call, rule, statistics.table)
+        seen = self._look((dense, grad, dx, memory.wide(weight), *gradients))
+        run_backward(seen.code, seen.calls, rule, statistics.table)
         rounded = (memory.rounded(wide, like) for wide in gradients)
         return Gradients(memory.cast_to_output(dx, x, out), *rounded)
 
@@ -315,11 +386,11 @@ class CpuOperations(Operations):
         total, memory = statistics.moments, self.memory
         mean, var, counter, momentum = running
         require_more_than_one_value(total.count)
-        call = np.empty(CALL, np.int64)
-        call[CHANNELS] = total.mean.shape[0]
-        if memory.look(call, 1, None, None, None, None, None, mean, var, counter) >= 0:
+        calls = np.empty((1, CALL), np.int64)
+        calls[0, CHANNELS] = total.mean.shape[0]
+        if memory.look(calls, 1, (*_NOTHING[3:], mean, var, counter)) >= 0:
             memory.mark_written(mean, var, counter)
-            update_running(call, statistics.table, total.count, momentum_of(running))
+            update_running(calls[0], statistics.table, total.count, momentum_of(running))
             return running
         buffers: list[Array] = []
         values: list[Any] = []
@@ -341,36 +412,54 @@ class CpuOperations(Operations):
 # ------------------------------------------- steps of a call, given what `look` has returned
 
 
-def run_forward(code: int, call: Host, rule: NormRule, momentum: float) -> Host:
+def _moments(seen: Seen) -> list[Moments]:
+    """Those of each part."""
+    tables = np.empty((len(seen.calls), 2, seen.calls[0, CHANNELS]))
+    launch("moments", seen.code, seen.calls, tables)
+    parts = zip(_counts(seen.calls), tables, strict=True)
+    return [Moments(count, mean, m2) for count, (mean, m2) in parts]
+
+
+def run_forward(code: int, calls: Host, rule: NormRule, momentum: float) -> Host:
     """Write y and the running statistics of a batch without other parts; returns the table."""
-    table = np.empty((3, call[CHANNELS]))
+    table = np.empty((3, calls[0, CHANNELS]))
     if code & FUSED:
-        launch("forward", code, call, table, rule.eps, rule.clamps, momentum)
+        launch("forward", code, calls, table, rule.eps, rule.clamps, momentum)
     else:
-        launch("moments", code, call, table)
-        count = int(call[A] * call[INNER])
+        launch("moments", code, calls, table[None])
+        (count,) = _counts(calls)
         fill_invstd(table, count, rule.eps, rule.clamps)
-        launch("normalize", code, call, table, count, momentum)
+        launch("normalize", code, calls, table, count, momentum)
     return table
 
 
-def run_backward(code: int, call: Host, rule: NormRule, table: Host) -> None:
+def run_backward(code: int, calls: Host, rule: NormRule, table: Host) -> None:
     """Write dx and the gradients of a batch without other parts."""
     if code & FUSED:
-        launch("backward", code, call, table, rule.eps, rule.clamps)
+        launch("backward", code, calls, table, rule.eps, rule.clamps)
     else:
-        sums = _reduce(code, call, table)
-        _input(code, call, rule, table, sums, int(call[A] * call[INNER]))
+        (sums,) = _reduce(code, calls, table)
+        _input(code, calls, rule, HostStatistics(_counts(calls)[0], table), sums)
 
 
-def _reduce(code: int, call: Host, table: Host) -> Host:
-    sums = np.empty((2, table.shape[1]))
-    launch("backward_reduce", code, call, table, sums)
+def _reduce(code: int, calls: Host, table: Host) -> Host:
+    """The sums of each part, `(P, 2, C)`."""
+    sums = np.empty((len(calls), 2, table.shape[1]))
+    launch("backward_reduce", code, calls, table, sums)
     return sums
 
 
-def _input(code: int, call: Host, rule: NormRule, table: Host, total: Host, count: int) -> None:
-    launch("backward_input", code, call, table, rule.eps, rule.clamps, total, max(count, 1))
+def _input(code: int, calls: Host, rule: NormRule, statistics: HostStatistics, total: Host) -> None:
+    count, table = statistics
+    if not total.flags.carray:  # Numba would compile the kernels again
+        total = total.copy()
+    launch("backward_input", code, calls, table, rule.eps, rule.clamps, total, max(count, 1))
+
+
+def _counts(calls: Host) -> list[int]:
+    """How many values per channel each part has."""
+    counts: list[int] = (calls[:, A] * calls[:, INNER]).tolist()
+    return counts
 
 
 def momentum_of(running: RunningStatistics | None) -> float:

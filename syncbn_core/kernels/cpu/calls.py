@@ -66,7 +66,8 @@ BORROWED = 32  # room for them
 WORDS = 6  # int64 of a DLTensor
 CALL = BORROWED + 8 * WORDS  # length
 
-# Vectors of a forward, and of a backward. For an `int` Numba compiles a build of its own each.
+# Vectors of a forward, and of a backward. Numba compiles a function once more for each constant
+# `int` that it is passed; NumPy integers avoid that.
 WEIGHT, BIAS, MEAN, VAR = map(np.int64, range(4))
 GRAD_WEIGHT, GRAD_BIAS = BIAS, MEAN
 

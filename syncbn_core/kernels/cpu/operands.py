@@ -43,6 +43,7 @@ __all__ = [
     "ARRAY_STRUCTS",
     "DLTENSORS",
     "FUSED",
+    "KIND",
     "PARALLEL",
     "PARALLEL_SIZE",
     "REFUSED",
@@ -56,6 +57,7 @@ ANYWHERE = np.empty(0, np.int64)  # no address is expected
 
 # What `look` returns: a dtype, and these. A negative number: kernels can't use the arrays.
 ROWS, FUSED, PARALLEL = 4, 8, 16
+KIND = ROWS | 3  # what tells kernels apart: the dtype, and planes or rows
 REFUSED = -1
 
 PARALLEL_SIZE = 32768  # elements; for smaller arrays, threads cost more than they save
@@ -279,25 +281,37 @@ def _fits_cache(call, rows, size, arrays, threads):
 
 
 @holding_lock
-def look(
-    function, nothing, x, dy, out, first, second, third, fourth, counter,
-    threads, half, call, expected,
-):  # fmt: skip
-    """Write to `call` what kernels need of the arrays; returns how to compute, or `REFUSED`.
+def look(function, nothing, objects, threads, half, calls, expected):
+    """Write to `calls` what kernels need of the arrays; returns how to compute, or `REFUSED`.
 
-    The arrays are addresses of objects, `nothing` for an absent one. `function`: the address of the
-    function that gives the DLTensor of an object. Or `ARRAY_STRUCTS`, for objects that are the
-    `__array_struct__` of arrays, or `DLTENSORS`, for addresses of DLTensors. `threads`:
-    how many may be used. `half`: whether kernels take float16. Without x, `call` has to hold the
-    number of channels, and only vectors and counter are looked at. `expected`: the addresses that
-    vectors and counter must have, or an empty array.
+    `calls`: one for each part of the batch, `(P, CALL)`. `objects`: the addresses of objects, eight
+    for each part: x, dy, out, four vectors, the counter; `nothing` for an absent one. `function`:
+    the address of the function that gives the DLTensor of an object. Or `ARRAY_STRUCTS`, for
+    objects that are the `__array_struct__` of arrays, or `DLTENSORS`, for addresses of DLTensors.
+    `threads`: how many may be used. `half`: whether kernels take float16. Without x, a call has to
+    hold the number of channels, and only vectors and counter are looked at. `expected`: the
+    addresses that vectors and counter must have, or an empty array.
+
+    All parts are computed in one way: `REFUSED` if they differ in dtype, or suit different kernels.
     """
+    code = 0
+    for part in range(calls.shape[0]):
+        own, call = objects[8 * part : 8 * part + 8], calls[part]
+        found = _look_at_part(function, nothing, own, threads, half, call, expected)
+        if found < 0 or (part > 0 and (found ^ code) & KIND):
+            return REFUSED
+        code |= found
+    return code
+
+
+@register_jitable
+def _look_at_part(function, nothing, objects, threads, half, call, expected):
+    """`look` at one part."""
     memory = call.ctypes.data
     tensors = call[TENSORS : TENSORS + 8]
-    tensors[0], tensors[1], tensors[2], tensors[3] = x, dy, out, first
-    tensors[4], tensors[5], tensors[6], tensors[7] = second, third, fourth, counter
     for i in range(8):
         place = memory + 8 * (BORROWED + WORDS * i)
+        tensors[i] = objects[i]
         if tensors[i] == nothing:
             tensors[i] = 0
         elif function == ARRAY_STRUCTS:
