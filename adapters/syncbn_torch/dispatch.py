@@ -1,13 +1,12 @@
 """The forward of a layer: choose how to compute it, once per call.
 
     eval with running statistics                     torch's kernel
-    replica                                          `autograd.joint`
-    several processes                                `autograd.processes`: one collective each way
-    several processes, tangents                      `autograd.processes`, differentiable operations
+    replica                                          `autograd.node`, with the other replicas
+    several processes                                `autograd.node`, one collective each way
     several processes, under torch.compile           `autograd.traced`
     alone, under torch.compile or a transform        torch's kernel
     alone, where torch's kernel is as fast (below)   torch's kernel
-    alone, otherwise                                 `autograd.alone`
+    alone, otherwise                                 `autograd.node`; `autograd.on_cpu` is quicker
 
 Where torch's kernel does not compute it, one of these implementations does:
 
@@ -44,18 +43,13 @@ from syncbn_torch._torch_private import (
     operations_are_seen,
     profiler,
     records_a_graph,
-    saving_runs_hooks,
     transforming,
     untraced,
 )
 from syncbn_torch.autograd import traced as traced_node
-from syncbn_torch.autograd.alone import BatchNormFunction, LayerCall, batch_norm_updating_last
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.processes import (
-    SyncBatchNormFunction,
-    batch_norm_of_processes,
-    batch_norm_with_tangents,
-)
+from syncbn_torch.autograd.node import batch_norm
+from syncbn_torch.autograd.steps import Part
 from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import cuda, memory, plain, torch_kernel
 from syncbn_torch.layer_state import LayerState
@@ -124,21 +118,15 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
         check_for_processes(partial(name_of, layer), x, affine)
     if sync is not None:
         return sync.forward(operations, x, affine, rule, processes, running)
-    if operations is plain.DIFFERENTIABLE:
-        if processes is not None:
-            return batch_norm_with_tangents(processes, x, affine, rule, running)
+    if operations is plain.DIFFERENTIABLE and processes is None:
         require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
         single: Tensor = operations.forward_single(x, affine, rule, running).y
         return single
-    call, hooks = LayerCall(operations, rule, running), saving_runs_hooks()
     if operations.with_kernels:
         remember(layer, *affine, running)
-    if processes is not None:
-        node = batch_norm_of_processes if hooks else SyncBatchNormFunction.apply
-        (y,) = node([call], processes, [], x, *affine)
-        return y
-    alone = batch_norm_updating_last if hooks else BatchNormFunction.apply
-    return alone(call, None, x, *affine)
+    graph = torch.is_grad_enabled()
+    _, (y,) = batch_norm([[Part(operations, x, affine, running, rule, processes, graph)]])
+    return y
 
 
 def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
@@ -159,11 +147,9 @@ def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
     operations = operations_for(x)
     if not (operations.with_kernels and is_in_place(checked, x)):
         return None
-    running = RunningStatistics(*checked[2:5], layer.momentum)
-    call = LayerCall(operations, layer._rule, running)
-    if processes is None:
-        return BatchNormFunction.apply(call, None, x, *checked[:2])  # type: ignore[no-any-return]
-    (y,) = SyncBatchNormFunction.apply([call], processes, [], x, *checked[:2])
+    affine, running = Affine(*checked[:2]), RunningStatistics(*checked[2:5], layer.momentum)
+    graph = torch.is_grad_enabled()
+    _, (y,) = batch_norm([[Part(operations, x, affine, running, layer._rule, processes, graph)]])
     return y  # type: ignore[no-any-return]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from syncbn_core.backends.base import Affine
@@ -17,9 +18,9 @@ from syncbn_core.errors import ShapeError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import records_a_graph, transforming
-from syncbn_torch.autograd.alone import LayerCall
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.processes import batch_norm_of_processes
+from syncbn_torch.autograd.node import batch_norm
+from syncbn_torch.autograd.steps import Part
 from syncbn_torch.backends import plain
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.data_parallel import originals
@@ -60,20 +61,18 @@ def forward_together(
     for layer, x in zip(layers, inputs, strict=True):
         name, affine = partial(name_of, layer), Affine(layer.weight, layer.bias)
         check_for_processes(name, x, affine)
-    calls: list[LayerCall] = []
-    operands: list[Tensor | None] = []
+    dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
+    site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, tuple(layers), LAYER_NAMES)
+    processes, graph = Processes(communicator, site), torch.is_grad_enabled()
+    parts = []
     for layer, x in zip(layers, inputs, strict=True):
         operations = operations_for(x)
         affine, running = Affine(layer.weight, layer.bias), checked_running_once(layer)
         rule, by_address = layer._rule, operations is not plain.OPERATIONS
         check_operands(x, layer.num_features, affine, running, rule, by_address)
-        calls.append(LayerCall(operations, rule, running))
-        operands += [x, *affine]
-    dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
-    site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, tuple(layers), LAYER_NAMES)
-    # Update running statistics after all layers: the last one may still fail.
+        parts.append([Part(operations, x, affine, running, rule, processes, graph)])
     with ranges.span("forward", site.name):
-        outputs = batch_norm_of_processes(calls, Processes(communicator, site), [], *operands)
+        _, outputs = batch_norm(parts)
     return list(outputs)
 
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
-from syncbn_core.backends.base import RunningStatistics  # noqa: E402
+from syncbn_core.backends.base import Affine, RunningStatistics  # noqa: E402
 from syncbn_core.backends.cuda import driver  # noqa: E402
 from syncbn_core.backends.cuda.grid import MAX_PARTS, SIZES  # noqa: E402
 from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
@@ -38,7 +38,8 @@ from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.backends.cuda.usable import usable_kernel  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
 from syncbn_torch import dispatch  # noqa: E402
-from syncbn_torch.autograd.alone import BatchNormFunction, LayerCall  # noqa: E402
+from syncbn_torch.autograd.node import batch_norm  # noqa: E402
+from syncbn_torch.autograd.steps import Part  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
 from syncbn_torch.which_kernel import always_ours  # noqa: E402
 
@@ -232,8 +233,9 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     def usual_forward(layer: Any, x: torch.Tensor, checked: Any) -> Any:
         """As for a tensor of a device."""
         running = RunningStatistics(*checked[2:5], layer.momentum)
-        call = LayerCall(operations_for(x), layer._rule, running)
-        return BatchNormFunction.apply(call, None, x, *checked[:2])
+        operations, graph = operations_for(x), torch.is_grad_enabled()
+        part = Part(operations, x, Affine(*checked[:2]), running, layer._rule, None, graph)
+        return batch_norm([[part]])[1][0]
 
     def uncached() -> None:
         cuda._ready.cache_clear()
@@ -561,7 +563,7 @@ def test_memory_kept_for_backward_is_x_and_per_channel_numbers():
         y = layer(x)
     large = {t.data_ptr() for t in kept if t.numel() > 100}
     assert large == {x.data_ptr()}
-    statistics = y.grad_fn.statistics
+    (statistics,) = y.grad_fn.call.layers[0].statistics
     assert statistics.packed.numel() == 3 * 8 + 1
     assert statistics.packed.isfinite().all()
 

@@ -24,7 +24,7 @@ from syncbn_torch._torch_private import (
     increment_versions,
     node_of,
 )
-from syncbn_torch.autograd.alone import gradients_alone
+from syncbn_torch.autograd.node import gradients_alone
 from syncbn_torch.backends.cpu import OPERATIONS, look_at
 from syncbn_torch.backends.memory import empty_like, is_whole
 

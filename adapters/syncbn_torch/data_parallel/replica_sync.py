@@ -17,7 +17,8 @@ from syncbn_core.moments import NormRule
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import profiler, saving_runs_hooks
 from syncbn_torch.autograd.exchange import Processes
-from syncbn_torch.autograd.joint import APART, Deposit, Keep, Recomputed, normalize_all
+from syncbn_torch.autograd.node import Keep, Recomputed, normalize_replicas
+from syncbn_torch.autograd.steps import Part
 from syncbn_torch.autograd.streams import stream_of
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import empty_like
@@ -25,6 +26,10 @@ from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
 from syncbn_torch.module_names import name_of
 
 __all__ = ["ReplicaSync", "Unconnected", "shared_forward"]
+
+# Numbers in a part from which on its replica computes moments and y on a CPU, beside the others.
+# Below, the master is quicker with all parts than the replicas with waking up.
+APART = 1 << 16
 
 _OURS = "master of the layer"  # among the attributes of a context: no name that one could have
 
@@ -74,22 +79,22 @@ class ReplicaSync:
         ctx = kept[0] if x.requires_grad else None
         in_thread = operations.serial
         apart = in_thread is not operations and x.numel() >= APART and not over
-        part = room = None
+        moments = room = None
         if apart or over:
             with torch.no_grad():
-                part = in_thread.moments(x)
+                moments = in_thread.moments(x)
             room = empty_like(x) if apart else None
-        deposit = Deposit(
+        part = Part(
             operations,
             x,
             affine,
             running,
             rule,
             processes,
-            self.shared,
             graph,
+            self.shared,
             ctx,
-            part,
+            moments,
             room,
             stream_of(x),
             now(),
@@ -100,14 +105,14 @@ class ReplicaSync:
                 "can't be synchronized among replicas; leave the checkpoint out, or use one replica"
             )
         if over:
-            known = self._earlier_exchange(part).statistics_for(x)
-            y: Tensor = Recomputed.apply(x, *affine, known, deposit)
+            known = self._earlier_exchange(moments).by_device[x.device]
+            y: Tensor = Recomputed.apply(x, *affine, known, part)
             return y
         with ranges.span("exchange", self._name):
             exchange = self.master.run_master if self.is_master else self.pipe.run_slave
-            y, call, self._index = exchange(deposit)
+            y, call, self._index = exchange(part)
         if apart and call.operations is operations:
-            known = call.statistics_for(x)
+            known = call.by_device[x.device]
             with torch.no_grad():
                 in_thread.forward(x, known, affine, rule, running, out=y)
         self._history.append((call.parts[self._index], call, graph))
@@ -148,7 +153,7 @@ def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Has
     context = messages[0][1].context
     if context.closed:
         raise CommAborted(f"{context.name}: the forward of this replica has ended")
-    return normalize_all(messages)
+    return normalize_replicas(messages)
 
 
 def _same_bits(a: Any, b: Any) -> bool:
