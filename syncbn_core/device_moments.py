@@ -41,7 +41,7 @@ class DeviceMoments(NamedTuple):
         """The moments in other `rows` of the same library."""
         return DeviceMoments(rows, known_count, self.join)
 
-    def wait(self) -> Moments:
+    def merged(self) -> Moments:
         """The moments of all parts together, as arrays on the device.
 
         Waits for the device if `known_count` is None.

@@ -214,7 +214,7 @@ class GroupLabels:
         for layer in own.new:
             self._numbers[self._layers.pop(layer).name] -= 1
 
-    def go_together(self, labels: list[float]) -> bool:
+    def are_alike(self, labels: list[float]) -> bool:
         """Whether the labels of all members are alike, or were found right before."""
         return labels.count(labels[0]) == len(labels) or tuple(labels) in self._accepted
 
@@ -247,7 +247,7 @@ class GroupLabels:
         `ProtocolError` for unlike layers or versions, `DTypeError` for unlike dtypes.
         """
         for index, labels in enumerate(of_parts):
-            if not self.go_together(labels):
+            if not self.are_alike(labels):
                 if len({int(label) >> 2 for label in labels}) > 1:
                     self._compare(communicator, index, own.layers[index], site, call)
                 self._report_members_without_kernels(labels, call)

@@ -308,7 +308,7 @@ def _exchange_on_host(
     own: OwnLabels,
 ) -> list[PartMoments]:
     """The moments of all members together for each part."""
-    on_host = [part.wait() if isinstance(part, DeviceMoments) else part for part in parts]
+    on_host = [part.merged() if isinstance(part, DeviceMoments) else part for part in parts]
     widths = [2 * part.num_features + 2 for part in on_host]
     message = np.empty(sum(widths))
     begin = 0
@@ -350,7 +350,7 @@ def _merged_if_alike(
         return rows, None
     of_parts = _columns_of_parts(rows, widths)
     for columns in of_parts:
-        if not group.go_together(columns.label) or not _are_counts(columns.counts):
+        if not group.are_alike(columns.label) or not _are_counts(columns.counts):
             return rows, None
     return rows, [_merged(columns) for columns in of_parts]
 

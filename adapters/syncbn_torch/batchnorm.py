@@ -125,7 +125,7 @@ class _SynchronizedBatchNorm(LayerState):
             return self._forward_of_no_tensor(input)
         if self._replica_sync is not None:
             self._replica_sync.check()
-        elif originals.watching:
+        elif originals.active:
             return self._beside_replicas(input)  # type: ignore[no-any-return]
         return dispatch.forward(self, input)
 

@@ -45,7 +45,6 @@ from syncbn_torch._torch_private import (
     resolve_group,
 )
 from syncbn_torch.backends import plain
-from syncbn_torch.backends.memory import as_array
 from syncbn_torch.layer_state import layer_of
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for, group_of
@@ -114,7 +113,7 @@ class _Moments(_Exchange):
         part: Any
         done: Any
         if _on_host(values):
-            row = as_array(values)
+            row = values.numpy()
             channels = len(row) // 2 - 1
             part = Moments(int(row[0]), row[1 : 1 + channels].copy(), row[1 + channels : -1].copy())
             done = exchange_moments(communicator, [part], self._site(row[-1]))
@@ -134,7 +133,7 @@ class _Sums(_Exchange):
 
     def _run(self, values: Tensor, communicator: Communicator) -> None:
         if _on_host(values):
-            row = as_array(values)
+            row = values.numpy()
             site, call = self._site(row[-1]), int(row[-2])
             row[:-2] = exchange_sums(communicator, row[:-2].copy(), site, call)
         else:

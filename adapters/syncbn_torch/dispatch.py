@@ -6,7 +6,8 @@
     several processes, under torch.compile           `autograd.traced`
     alone, under torch.compile or a transform        torch's kernel
     alone, where torch's kernel is as fast (below)   torch's kernel
-    alone, otherwise                                 `autograd.node`; `autograd.on_cpu` is quicker
+    alone, where one call of the CPU kernels fits    `autograd.on_cpu`
+    alone, otherwise                                 `autograd.node`
 
 Where torch's kernel does not compute it, one of these implementations does:
 
@@ -32,7 +33,6 @@ from torch import Tensor
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics
 from syncbn_core.errors import StateError
 from syncbn_core.moment_exchange import CallSite
-from syncbn_core.moments import require_more_than_one_value
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
@@ -55,7 +55,7 @@ from syncbn_torch.backends import cuda, memory, plain, torch_kernel
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for, is_communicator
-from syncbn_torch.usual import is_in_place, remember, still_checked, usual_eval, usual_forward
+from syncbn_torch.usual import at_same_addresses, remember, still_checked, usual_eval, usual_forward
 from syncbn_torch.validation import (
     check_floating,
     check_for_processes,
@@ -67,7 +67,7 @@ from syncbn_torch.validation import (
 )
 from syncbn_torch.which_kernel import torch_is_better
 
-__all__ = ["forward", "operations_for", "processes_of"]
+__all__ = ["checked_part", "forward", "operations_for", "processes_of"]
 
 
 def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = False) -> Tensor:
@@ -103,30 +103,30 @@ def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = 
         return y
     if records_a_graph():
         _refuse_to_be_recorded(layer, sync is None and processes is None)
-    operations = operations_for(x)
-    running = checked_running_once(layer)
-    by_address = operations is not plain.OPERATIONS
-    check_operands(x, layer.num_features, affine, running, rule, by_address)
+    part = checked_part(layer, x, affine, processes)
     if (
         transforming()
         and needs_plain_forward(
             partial(name_of, layer), sync is not None, processes is not None, x, *affine
         )
     ) or (sync is None and processes is None and operations_are_seen()):
-        operations = plain.DIFFERENTIABLE
+        part = part._replace(operations=plain.DIFFERENTIABLE)
+    if sync is not None:
+        return sync.forward(part)
+    if part.operations.with_kernels:
+        remember(layer, *affine, part.running)
+    _, (y,) = batch_norm([[part]])
+    return y
+
+
+def checked_part(layer: LayerState, x: Tensor, affine: Affine, processes: Processes | None) -> Part:
+    """The part of a layer in training with input x; raises the errors of a layer's forward."""
+    operations, running = operations_for(x), checked_running_once(layer)
+    rule, by_address = layer._rule, operations is not plain.OPERATIONS
+    check_operands(x, layer.num_features, affine, running, rule, by_address)
     if processes is not None:
         check_for_processes(partial(name_of, layer), x, affine)
-    if sync is not None:
-        return sync.forward(operations, x, affine, rule, processes, running)
-    if operations is plain.DIFFERENTIABLE and processes is None:
-        require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-        single: Tensor = operations.forward_single(x, affine, rule, running).y
-        return single
-    if operations.with_kernels:
-        remember(layer, *affine, running)
-    graph = torch.is_grad_enabled()
-    _, (y,) = batch_norm([[Part(operations, x, affine, running, rule, processes, graph)]])
-    return y
+    return Part(operations, x, affine, running, rule, processes, torch.is_grad_enabled())
 
 
 def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
@@ -145,7 +145,7 @@ def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
         if y is not None or x.is_cpu:
             return y  # type: ignore[no-any-return]
     operations = operations_for(x)
-    if not (operations.with_kernels and is_in_place(checked, x)):
+    if not (operations.with_kernels and at_same_addresses(checked, x)):
         return None
     affine, running = Affine(*checked[:2]), RunningStatistics(*checked[2:5], layer.momentum)
     graph = torch.is_grad_enabled()

@@ -7,9 +7,7 @@ message costs its latency: five layers in one message cost as much as one (docs/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from syncbn_core.backends.base import Affine
@@ -20,18 +18,11 @@ from syncbn_torch import ranges
 from syncbn_torch._torch_private import records_a_graph, transforming
 from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.node import batch_norm
-from syncbn_torch.autograd.steps import Part
-from syncbn_torch.backends import plain
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.dispatch import operations_for, processes_of
+from syncbn_torch.dispatch import checked_part, processes_of
 from syncbn_torch.module_names import LAYER_NAMES, name_of
-from syncbn_torch.validation import (
-    check_for_processes,
-    check_input,
-    check_operands,
-    checked_running_once,
-)
+from syncbn_torch.validation import check_input
 
 __all__ = ["forward_together"]
 
@@ -58,21 +49,15 @@ def forward_together(
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     for layer, x in zip(layers, inputs, strict=True):
         check_input(layer, x, layer.weight)
-    for layer, x in zip(layers, inputs, strict=True):
-        name, affine = partial(name_of, layer), Affine(layer.weight, layer.bias)
-        check_for_processes(name, x, affine)
     dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in inputs)
     site = CallSite(lambda: ", ".join(map(name_of, layers)), dtypes, tuple(layers), LAYER_NAMES)
-    processes, graph = Processes(communicator, site), torch.is_grad_enabled()
-    parts = []
-    for layer, x in zip(layers, inputs, strict=True):
-        operations = operations_for(x)
-        affine, running = Affine(layer.weight, layer.bias), checked_running_once(layer)
-        rule, by_address = layer._rule, operations is not plain.OPERATIONS
-        check_operands(x, layer.num_features, affine, running, rule, by_address)
-        parts.append([Part(operations, x, affine, running, rule, processes, graph)])
+    processes = Processes(communicator, site)
+    parts = [
+        checked_part(layer, x, Affine(layer.weight, layer.bias), processes)
+        for layer, x in zip(layers, inputs, strict=True)
+    ]
     with ranges.span("forward", site.name):
-        _, outputs = batch_norm(parts)
+        _, outputs = batch_norm([[part] for part in parts])
     return list(outputs)
 
 

@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,42 +22,41 @@ __all__ = ["LAYER_NAMES", "name_of"]
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
 
-_known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_short_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[nn.Module, Names] = weakref.WeakKeyDictionary()
 _without_model: deque[weakref.ref[nn.Module]] = deque(maxlen=3)  # the last layers outside of models
 
 Parents = dict[int, list[tuple[Any, str]]]  # see `_parents`
+Route = list[tuple[Any, str]]  # (parent, name of child), from an outermost module down
+
+
+class Names(NamedTuple):
+    """A layer's path in its model, and the same without containers of a single module."""
+
+    path: str
+    short: str
 
 
 def name_of(layer: nn.Module) -> str:
     """`layer1.0.bn1 (SynchronizedBatchNorm2d)`, or only the class for a layer outside of models.
 
     Every process that built the same model gives the same name. The first call for a layer searches
-    all live modules, which takes about 0.1 s, and names all layers of its class in the same model.
+    all live modules, which takes about 0.1 s, and names all batch norms of its model.
     """
-    name = _known.get(layer)
-    if name is None:
-        modules = _live_modules()
-        parents = _parents(modules)
-        name = _known[layer] = _found_name(layer, parents)
-        model = _root(layer, parents)
-        # skip other models: they may still be under construction
-        for other in modules:
-            if type(other) is type(layer) and _root(other, parents) is model:
-                _known.setdefault(other, _found_name(other, parents))
-    return name
+    path, kind = _names_of(layer).path, type(layer).__name__
+    return f"{path} ({kind})" if path else kind
 
 
 def short_name_of(layer: nn.Module) -> str:
-    """`layer1.0.bn1`, without containers of a single module; "" outside of models.
+    """`layer1.0.bn1`, without containers of a single module; "" outside of models."""
+    return _names_of(layer).short
 
-    The first call for a layer searches all live modules and names all batch norms of its model.
-    """
-    name = _short_names.get(layer)
-    if name is None:
-        name = "" if _is_made_for_one_call(layer) else _search_short_name(layer)
-        _short_names[layer] = name
-    return name
+
+def _names_of(layer: nn.Module) -> Names:
+    names = _names.get(layer)
+    if names is None:
+        names = Names("", "") if _is_made_for_one_call(layer) else _search(layer)
+        _names[layer] = names
+    return names
 
 
 def _is_made_for_one_call(layer: nn.Module) -> bool:
@@ -70,22 +69,28 @@ def _is_made_for_one_call(layer: nn.Module) -> bool:
     return not any(isinstance(holder, dict) for holder in gc.get_referrers(layer))
 
 
-def _search_short_name(layer: nn.Module) -> str:
+def _search(layer: nn.Module) -> Names:
+    """The names of `layer`; notes those of all batch norms in its model."""
     modules = _live_modules()
     parents = _parents(modules)
     if id(layer) not in parents:
         _without_model.append(weakref.ref(layer))
-        return ""
+        return Names("", "")
     model = _root(layer, parents)
     # skip other models: they may still be under construction
     for other in modules:
         if isinstance(other, _BatchNorm) and _root(other, parents) is model:
-            _short_names.setdefault(other, _longest_short_name(other, parents))
-    return _longest_short_name(layer, parents)
+            _names.setdefault(other, _found(other, parents))
+    return _found(layer, parents)
 
 
-def _longest_short_name(layer: nn.Module, parents: Parents) -> str:
-    names = [_short(path) for path in _routes(layer, parents)]
+def _found(layer: nn.Module, parents: Parents) -> Names:
+    routes = _routes(layer, parents)
+    paths = [_without_wrappers(".".join(name for _, name in route)) for route in routes]
+    return Names(_longest(paths), _longest([_short(route) for route in routes]))
+
+
+def _longest(names: list[str]) -> str:
     return min(names, key=lambda name: (-len(name), name))
 
 
@@ -108,7 +113,7 @@ def keys_of(layer: nn.Module) -> list[tuple[str, bool]]:
 LAYER_NAMES = LayerNames(short_name_of, keys_of)
 
 
-def _short(route: list[tuple[Any, str]]) -> str:
+def _short(route: Route) -> str:
     """The dotted names of a route, without modules that are the only one in their container."""
     return ".".join(name for holder, name in route if len(_children(holder)) > 1)
 
@@ -118,10 +123,8 @@ def _children(module: Any) -> dict[str, Any]:
     return {name: child for name, child in children.items() if child is not None}
 
 
-def _routes(
-    module: Any, parents: Parents, seen: frozenset[int] = frozenset()
-) -> list[list[tuple[Any, str]]]:
-    """All routes from an outermost module down to `module`: lists of (parent, name of child)."""
+def _routes(module: Any, parents: Parents, seen: frozenset[int] = frozenset()) -> list[Route]:
+    """All routes from an outermost module down to `module`."""
     routes = [
         [*above, (parent, name)]
         for parent, name in parents.get(id(module), [])
@@ -131,9 +134,7 @@ def _routes(
     return routes or [[]]
 
 
-def _routes_to_layers(
-    module: Any, route: tuple[tuple[Any, str], ...] = ()
-) -> Iterator[list[tuple[Any, str]]]:
+def _routes_to_layers(module: Any, route: tuple[tuple[Any, str], ...] = ()) -> Iterator[Route]:
     """The routes from `module` down to all batch norms in it."""
     if isinstance(module, _BatchNorm):
         yield list(route)
@@ -162,23 +163,6 @@ def _root(module: nn.Module, parents: Parents) -> nn.Module:
         seen.add(id(module))
         module = parents[id(module)][0][0]
     return module
-
-
-def _found_name(layer: nn.Module, parents: Parents) -> str:
-    paths = _paths(layer, parents, frozenset())
-    kind = type(layer).__name__
-    path = min((_without_wrappers(path) for path in paths), key=lambda p: (-len(p), p))
-    return f"{path} ({kind})" if path else kind
-
-
-def _paths(module: Any, parents: Parents, seen: frozenset[int]) -> list[str]:
-    """The dotted paths to `module` from every root (a module that no other module contains)."""
-    paths = []
-    for parent, name in parents.get(id(module), []):
-        if id(parent) not in seen:
-            above = _paths(parent, parents, seen | {id(module)})
-            paths += [f"{path}.{name}" if path else name for path in above]
-    return paths or [""]
 
 
 def _without_wrappers(path: str) -> str:

@@ -7,6 +7,7 @@ import time
 import weakref
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
 from syncbn_core.comm.message_arrays import NOT_YET, HostCopy, Verdict, register_arrays
 from syncbn_core.comm.process_group import grace_after, reports_of_others, whereabouts
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
-from syncbn_torch.backends.memory import as_array, as_tensor
+from syncbn_torch.backends.memory import as_tensor
 
 __all__ = [
     "DistributedCommunicator",
@@ -30,6 +31,12 @@ __all__ = [
 ]
 
 Values = Any  # numpy.ndarray or Tensor
+
+if dist.is_available() and not dist.is_initialized():
+    # DistributedDataParallel imports this module too. Its functions have the default group of that
+    # moment as a default argument. If one exists by then, it outlives destroy_process_group(), and
+    # its threads can abort the process as it exits.
+    import_module("torch.distributed.nn")
 
 
 class DistributedCommunicator(ProcessCommunicator):
@@ -269,7 +276,7 @@ class TensorArrays:
 
     @staticmethod
     def to_host(values: Tensor) -> np.ndarray[Any, Any]:
-        return as_array(values.cpu())
+        return values.numpy(force=True)
 
     @staticmethod
     def from_host(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
@@ -306,7 +313,7 @@ class TensorArrays:
     @staticmethod
     def copy_to_host(values: Tensor) -> HostCopy | None:
         if not _on_cuda(values):
-            copy = as_array(values.detach().clone())
+            copy = values.detach().clone().numpy()
             return HostCopy(lambda: copy)
         if _captures(values):
             return None
@@ -314,7 +321,7 @@ class TensorArrays:
 
         def wait() -> np.ndarray[Any, Any]:
             copied.synchronize()
-            return as_array(on_host)
+            return on_host.numpy()
 
         return HostCopy(wait, copied.query, lambda: not _captures(values))
 

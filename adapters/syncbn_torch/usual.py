@@ -27,16 +27,27 @@ from syncbn_torch._torch_private import (
     saving_runs_hooks,
 )
 from syncbn_torch.backends import torch_kernel
-from syncbn_torch.backends.memory import PLAIN, is_whole, kernels_forbidden
+from syncbn_torch.backends.memory import (
+    FLOATS,
+    HALVES,
+    PLAIN,
+    PLAIN_OR_NONE,
+    is_whole,
+    kernels_forbidden,
+)
 from syncbn_torch.layer_state import LayerState
-from syncbn_torch.validation import FLOATS
 from syncbn_torch.which_kernel import ours_is_better
 
-__all__ = ["Checked", "is_in_place", "remember", "still_checked", "usual_eval", "usual_forward"]
+__all__ = [
+    "Checked",
+    "at_same_addresses",
+    "remember",
+    "still_checked",
+    "usual_eval",
+    "usual_forward",
+]
 
 _NAMES = frozenset(("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
-_PLAIN = {*PLAIN, type(None)}
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +164,7 @@ def still_checked(layer: LayerState, x: Tensor) -> Checked | None:
     dtype: Any = x.dtype
     layer_dtype: Any = (mean if weight is None else weight).dtype
     if (
-        (dtype is not layer_dtype and not (layer_dtype is torch.float32 and dtype in _HALVES))
+        (dtype is not layer_dtype and not (layer_dtype is torch.float32 and dtype in HALVES))
         or x.size(1) != layer.num_features
         or mean.requires_grad
         or var.requires_grad
@@ -162,7 +173,7 @@ def still_checked(layer: LayerState, x: Tensor) -> Checked | None:
     return checked
 
 
-def is_in_place(checked: Checked, x: Tensor) -> bool:
+def at_same_addresses(checked: Checked, x: Tensor) -> bool:
     """Whether x and the tensors have memory, the tensors where it was when they were checked."""
     return is_whole(x) and [*map(Tensor.data_ptr, checked.present)] == checked.places
 
@@ -179,7 +190,7 @@ def usual_forward(layer: LayerState, x: Tensor, checked: Checked) -> Tensor | No
         kernels, rule = cpu_kernels(), layer._rule
         y: Tensor | None = kernels.batch_norm(x, checked[:5], checked.addresses, momentum, rule)
         return y
-    if modes_run_other_code() or x.numel() <= x.size(1) or not is_in_place(checked, x):
+    if modes_run_other_code() or x.numel() <= x.size(1) or not at_same_addresses(checked, x):
         return None
     weight, bias, mean, var, counter, _, data, *_ = checked
     running = mean, var, counter, momentum
@@ -195,7 +206,7 @@ def usual_eval(layer: LayerState, x: Tensor) -> Tensor | None:
     dtype: Any = x.dtype if type(x) in PLAIN else None
     if (
         dtype not in FLOATS
-        or not _PLAIN.issuperset(map(type, own))
+        or not PLAIN_OR_NONE.issuperset(map(type, own))
         or x.is_nested
         or mean is None
         or var is None

@@ -13,7 +13,7 @@ from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.layout import shares_memory
 from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import backward_task, is_jit_tracing
-from syncbn_torch.backends.memory import PLAIN, check_storage
+from syncbn_torch.backends.memory import FLOATS, HALVES, PLAIN, check_storage
 from syncbn_torch.layer_state import LayerState
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "not_a_tensor",
 ]
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMES = ("weight", "bias", "running_mean", "running_var")
 
@@ -64,7 +63,7 @@ def check_input(layer: LayerState, x: Tensor, weight: Tensor | None) -> None:
             f"expected input on {tensor.device}, the layer's device, got {x.device}; "
             "move one of them with .to(device)"
         )
-    half = x.dtype in (torch.float16, torch.bfloat16)
+    half = x.dtype in HALVES
     if tensor.dtype != x.dtype and not (half and tensor.dtype == torch.float32):
         check_floating(weight, layer.bias, layer.running_mean, layer.running_var)
         raise DTypeError(

@@ -40,7 +40,6 @@ HUGE_SIZE = 24 << 20
 SHORT = 64
 CUDA_SIZE = 192 << 20
 CUDA_PLANE = 784
-_HALVES = (torch.float16, torch.bfloat16)
 
 _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
 
@@ -78,7 +77,7 @@ def ours_is_better(x: Tensor, like: Tensor | None) -> bool:
 
 def _is_inaccurate(x: Tensor, like: Tensor | None) -> bool:
     """Whether torch's kernel would keep mean and invstd in 16 bits."""
-    return x.dtype in _HALVES and x.is_cpu and (like is None or like.dtype in _HALVES)
+    return x.dtype in memory.HALVES and x.is_cpu and (like is None or like.dtype in memory.HALVES)
 
 
 def _is_large_on_device(x: Tensor) -> bool:

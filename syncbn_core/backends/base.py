@@ -188,8 +188,8 @@ class Operations(ABC):
         variance. An empty batch only increments the counter.
         """
 
-    # The steps for several parts that one process has, one of each argument for each part. The
-    # statistics and `total` are those of the whole batch, on the device of each part.
+    # The steps for several parts that one process has. Each sequence has one entry per part. The
+    # statistics and totals are those of the whole batch, on the device of each part.
 
     def moments_of_parts(self, xs: Sequence[Array]) -> list[PartMoments]:
         return [self.moments(x) for x in xs]

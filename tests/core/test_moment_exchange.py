@@ -341,7 +341,7 @@ def test_a_member_with_rows_on_a_device_goes_with_members_on_the_host(in_group: 
         (total,), _ = exchange_moments(group, parts, site("bn", "float32", layer=layer))
         if rank:
             return total.mean.tobytes(), total.m2.tobytes()
-        merged = total.wait()
+        merged = total.merged()
         return merged.mean.tobytes(), merged.m2.tobytes()
 
     results = in_group(3, member)

@@ -243,8 +243,7 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
 
     mode = torch.get_deterministic_debug_mode()
     with pytest.MonkeyPatch.context() as patch, always_ours():
-        for module in ("dispatch", "forward_together"):
-            patch.setattr(sys.modules[f"syncbn_torch.{module}"], "operations_for", operations_for)
+        patch.setattr(dispatch, "operations_for", operations_for)
         patch.setattr(dispatch, "usual_forward", usual_forward)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written

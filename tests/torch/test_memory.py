@@ -1,4 +1,4 @@
-"""Tensors and arrays share memory both ways."""
+"""The tensors that the CPU kernels take, and their memory."""
 
 import subprocess
 import sys
@@ -8,44 +8,16 @@ import pytest
 import torch
 
 from syncbn_torch.backends.memory import (
-    as_array,
     as_tensor,
     huge_pages_on_request,
     supports,
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("grad", [False, True])
-def test_tensor_and_array_share_memory_both_ways(dtype: torch.dtype, grad: bool) -> None:
-    tensor = torch.randn(2, 3, dtype=dtype, requires_grad=grad)
-    array = as_array(tensor)
-    array[0, 0] = 5
-    assert tensor[0, 0] == 5
-    back = as_tensor(array)
-    back[0, 1] = 6
-    assert tensor[0, 1] == 6
-
-
-def test_bfloat16_crosses_as_bits() -> None:
-    tensor = torch.tensor([1.0, -2.5], dtype=torch.bfloat16, requires_grad=True)
-    bits = as_array(tensor)
-    assert bits.dtype == np.uint16
-    bits[0] = 0x4000
-    assert tensor[0] == 2
-
-
-def test_strides_cross_unchanged() -> None:
-    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)[:, :, ::2]
-    array = as_array(tensor)
-    assert [s // 4 for s in array.strides] == list(tensor.stride())
-    np.testing.assert_array_equal(array, np.array(tensor.tolist(), np.float32))
-
-
-def test_lazily_negated_tensor_has_its_own_sign() -> None:
-    tensor = torch.randn(4, dtype=torch.complex64).conj().imag
-    assert tensor.is_neg()
-    assert torch.equal(as_tensor(as_array(tensor).copy()), tensor.resolve_neg())
+def test_an_array_and_its_tensor_share_memory() -> None:
+    array = np.zeros((2, 3))
+    as_tensor(array)[0, 1] = 6
+    assert array[0, 1] == 6
 
 
 def test_what_takes() -> None:

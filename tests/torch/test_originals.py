@@ -470,12 +470,12 @@ def test_a_graph_of_replicas_may_be_collected_while_a_layer_is_compiled(
 
     model = Detour(lambda model: model.inner)
     kept = [DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3, **DOUBLE))]
-    assert originals.watching
+    assert originals.active
     restart = SpeculationLog.restart
     traced = []
 
     def again(log: SpeculationLog) -> None:
-        traced.append(originals.watching)
+        traced.append(originals.active)
         if len(traced) == 2:  # Dynamo restarts its analysis behind a break of the graph
             kept.clear()
             gc.collect()
@@ -488,7 +488,7 @@ def test_a_graph_of_replicas_may_be_collected_while_a_layer_is_compiled(
     assert len(traced) > 1
     assert traced[0]
     torch.testing.assert_close(y, nn.BatchNorm1d(4, **DOUBLE)(x))
-    assert not originals.watching
+    assert not originals.active
 
 
 @quiet

@@ -307,7 +307,7 @@ def test_a_rank_with_rows_on_a_device_goes_with_ranks_without_kernels(rank: int,
             (total,), _ = exchange_moments(communicator, given, site, with_kernels=rank == 0)
     texts = [str(one.message) for one in caught]
     assert ["rank 1, 2 of 3 compute without syncbn's kernels" in text for text in texts] == [True]
-    merged = total.wait() if rank == 0 else total
+    merged = total.merged() if rank == 0 else total
     same_on_all_ranks(torch.as_tensor(np.asarray(merged.mean)))
     same_on_all_ranks(torch.as_tensor(np.asarray(merged.m2)))
 

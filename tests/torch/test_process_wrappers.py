@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,3 +99,24 @@ def test_a_model_whose_gradients_the_user_adds_up_trains_as_one_device(
         return model
 
     trains_as_one_device(rank, size, wrap, averages=False)
+
+
+ENDS = """
+import sys, weakref
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import syncbn_torch
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+DistributedDataParallel(nn.Linear(2, 2))
+dist.destroy_process_group()
+assert group() is None
+"""
+
+
+def test_no_process_group_outlives_its_end(tmp_path: Path) -> None:
+    """Else its threads may abort the process as it exits. In a new process, which has no torch."""
+    store = (tmp_path / "store").as_uri()
+    subprocess.run([sys.executable, "-c", ENDS, store], check=True, timeout=100)

@@ -305,7 +305,7 @@ def test_current_stream_number_tells_streams_of_others() -> None:
 
 
 def test_is_tracing_is_true_while_torch_compile_works() -> None:
-    """Without it, `originals.watching` may change between two traces of one forward."""
+    """Without it, `originals.active` may change between two traces of one forward."""
     seen: list[bool] = []
 
     def backend(graph: Any, _: Any) -> Any:

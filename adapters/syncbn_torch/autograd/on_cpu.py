@@ -1,7 +1,7 @@
 """The autograd node of a layer alone whose tensors the CPU kernels take as they are.
 
 Each direction is a look at the tensors and one compiled call. Nothing is general here: in a network
-each step of Python counts (`usual`). What is unusual in backward goes to `alone`.
+each step of Python counts (`usual`). What is unusual in backward goes to `gradients_alone`.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class LayerCall:
         return ys
 
     def differentiable(self, call: Call, xs: Sequence[Tensor]) -> LayerCall:
-        """The same by differentiable operations, with statistics that are functions of `xs`."""
+        """This call, computed by differentiable operations; statistics are functions of `xs`."""
         do = plain.DIFFERENTIABLE
         total = part = do.merge([do.moments(x) for x in xs])
         if call.processes is not None:
@@ -268,7 +268,7 @@ class Call:
             return own
         joined = _joined(own)
         if torch.is_grad_enabled():
-            total = sum_over_processes(_as_tensor(joined), self.processes, self.number)
+            total = sum_over_processes(as_tensor(joined), self.processes, self.number)
         else:
             total = self.processes.all_reduce(joined, self.number, statistics)
         if len(own) == 1:
@@ -293,10 +293,6 @@ def _of_some(wanted: Sequence[bool], compute: Callable[..., Any], *columns: Any)
     return [next(results) if one else None for one in wanted]
 
 
-def _as_tensor(values: Any) -> Tensor:
-    return values if isinstance(values, Tensor) else as_tensor(values)
-
-
 def _joined(sums: Sequence[Any]) -> Any:
     """The (2, C) sums of several layers, flattened into one message."""
     if len(sums) == 1:
@@ -311,7 +307,7 @@ def _added(values: Sequence[Any]) -> Any:
     if len(values) == 1:
         return values[0]
     if any(isinstance(value, Tensor) for value in values):
-        tensors = list(map(_as_tensor, values))
+        tensors = list(map(as_tensor, values))
         values = [value.to(tensors[0].device) for value in tensors]
     total = values[0]
     with np.errstate(invalid="ignore", over="ignore"):

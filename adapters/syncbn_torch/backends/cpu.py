@@ -81,8 +81,7 @@ class TensorMemory:
         increment_versions([a for a in arrays if a is not None and not a.is_inference()])
 
     def assign(self, targets: Sequence[Tensor], values: Sequence[Any]) -> None:
-        new = [v if isinstance(v, Tensor) else as_tensor(v) for v in values]
-        deque(map(Tensor.copy_, targets, new), maxlen=0)
+        deque(map(Tensor.copy_, targets, map(as_tensor, values)), maxlen=0)
 
 
 def look_at(

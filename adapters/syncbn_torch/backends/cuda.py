@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
 from syncbn_core.backends.cuda import driver
 from syncbn_core.backends.cuda.grid import SIZES
@@ -26,6 +25,7 @@ from syncbn_core.disk_cache import on_rank
 from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_torch._torch_private import current_raw_stream, current_stream_number
 from syncbn_torch.backends import plain
+from syncbn_torch.backends.memory import PLAIN
 
 __all__ = ["OPERATIONS", "TensorDeviceMemory", "measured", "supports"]
 
@@ -47,7 +47,7 @@ def supports(tensor: Tensor) -> bool:
     """
     return (
         tensor.device.type == "cuda"
-        and type(tensor) in (Tensor, Parameter)  # a subclass may have no data of its own
+        and type(tensor) in PLAIN
         and _NAMES.get(tensor.dtype) in SIZES
         and tensor.layout is torch.strided
         and not tensor.is_neg()
@@ -207,7 +207,7 @@ class TensorDeviceMemory:
             same
             and layout_of_strides(other.shape, other.stride()) == layout
             and not other.is_neg()
-            and type(other) in (Tensor, Parameter)
+            and type(other) in PLAIN
         ):
             return other
         return torch.empty_like(dense).copy_(other)

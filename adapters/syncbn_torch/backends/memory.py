@@ -1,8 +1,4 @@
-"""The memory of CPU tensors: checks of it, and NumPy arrays and DLTensors that share it.
-
-Arrays are made from a tensor's address: `tensor.numpy()` would forbid resizing its storage, which
-FSDP does. NumPy has no bfloat16, so arrays hold its bits as uint16.
-"""
+"""The dtypes and types of tensors that layers take, and the memory of tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -24,9 +20,10 @@ from syncbn_core.errors import StateError
 from syncbn_torch._torch_private import function_transforms_active, is_jit_tracing
 
 __all__ = [
-    "NUMPY_DTYPES",
+    "FLOATS",
+    "HALVES",
     "PLAIN",
-    "as_array",
+    "PLAIN_OR_NONE",
     "as_tensor",
     "check_storage",
     "dltensors",
@@ -39,14 +36,10 @@ __all__ = [
 
 LARGE = 1 << 22  # bytes; NumPy asks for huge pages from the same size on
 _MADV_HUGEPAGE = 14
-NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float64: np.dtype(np.float64),
-    torch.float32: np.dtype(np.float32),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(np.uint16),
-    torch.int64: np.dtype(np.int64),  # num_batches_tracked
-}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # those of layers
+HALVES = (torch.float16, torch.bfloat16)
 PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
+PLAIN_OR_NONE = frozenset((*PLAIN, type(None)))
 # The size of a DLTensor in 8-byte words; DLPack's code of the CPU, and of dtypes (kind, bits).
 WORDS = 6
 _CPU = 1
@@ -61,7 +54,6 @@ _DLPACK_DTYPES = {
     torch.int8: 8 << 8,
     torch.uint8: 1 | 8 << 8,
 }
-_KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def supports(tensor: Tensor) -> bool:
@@ -69,7 +61,7 @@ def supports(tensor: Tensor) -> bool:
     return (
         type(tensor) in PLAIN
         and tensor.is_cpu
-        and tensor.dtype in _KERNEL_DTYPES
+        and tensor.dtype in FLOATS
         and tensor.layout is torch.strided
         and not kernels_forbidden()
         and (tensor.dtype is not torch.float16 or _has_half())
@@ -170,23 +162,6 @@ def _check_extent(tensor: Tensor) -> None:
     )
 
 
-def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """An array that shares memory with a CPU `tensor` (or with its copy by `resolved`)."""
-    tensor = resolved(tensor)
-    if tensor.numel() == 0:
-        return np.empty(tuple(tensor.shape), NUMPY_DTYPES[tensor.dtype])
-    dtype = NUMPY_DTYPES[tensor.dtype]
-    size = dtype.itemsize
-    if tensor.is_contiguous():
-        strides, extent = None, tensor.numel() * size
-    else:
-        strides = tuple([size * stride for stride in tensor.stride()])
-        extent = size + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
-    memory: Any = (ctypes.c_char * extent).from_address(tensor.data_ptr())
-    memory.owner = tensor  # keeps the tensor alive as long as the array
-    return np.ndarray(tensor.shape, dtype, memory, 0, strides)
-
-
 def dltensors(tensors: Sequence[Tensor | None]) -> tuple[list[int], Any]:
     """Addresses of DLTensors for plain CPU tensors (0 for None), and objects that keep them alive.
 
@@ -211,9 +186,9 @@ def dltensors(tensors: Sequence[Tensor | None]) -> tuple[list[int], Any]:
     return addresses, kept
 
 
-def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """A tensor that shares memory with `array`, which must be writable."""
-    return torch.from_numpy(array)
+def as_tensor(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    """`values`, or a tensor that shares memory with a writable array."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -145,4 +145,4 @@ def plain_statistics(statistics: Statistics, device: torch.device) -> Statistics
 
 
 def _on(values: Any, device: torch.device) -> Tensor:
-    return (values if isinstance(values, Tensor) else as_tensor(values)).to(device)
+    return as_tensor(values).to(device)

@@ -27,11 +27,9 @@ from syncbn_torch._torch_private import (
     saving_runs_hooks,
     transforming,
 )
-from syncbn_torch.backends.memory import PLAIN
+from syncbn_torch.backends.memory import PLAIN_OR_NONE
 
 __all__ = ["batch_norm", "batch_norm_in_place"]
-
-_PLAIN = {*PLAIN, type(None)}
 
 
 def batch_norm(
@@ -58,7 +56,7 @@ def batch_norm(
     recomputed = backward_task() != -1
     # transforms, subclasses, modes and hooks run code that may raise after the kernel
     kinds = {type(x), type(weight), type(bias), type(mean), type(var), type(counter)}
-    may_raise = transforming() or not kinds <= _PLAIN or saving_runs_hooks()
+    may_raise = transforming() or not kinds <= PLAIN_OR_NONE or saving_runs_hooks()
     may_raise = may_raise or modes_run_other_code()
     if recomputed or may_raise or mean is None or var is None or counter is None:
         new_mean, new_var = (None if buffer is None else buffer.clone() for buffer in (mean, var))

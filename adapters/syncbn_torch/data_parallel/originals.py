@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 # False while no replica runs and no mark exists; layers then skip this module. A plain global,
 # because every forward reads it and torch.compile can guard on it.
-watching = False
+active = False
 
 _lock = threading.RLock()  # garbage collection may call `_forget` in the thread that holds it
 _running: set[Replica] = set()
@@ -151,12 +151,12 @@ def note_reached(layer: nn.Module, y: Tensor) -> None:
 def _forget(mark: int) -> None:
     with _lock:
         del _marks[mark]
-        # torch.compile may trace a forward twice and needs the same `watching` both times. So a
+        # torch.compile may trace a forward twice and needs the same `active` both times. So a
         # mark that is collected during tracing does not change it; the next forward does.
         if not is_tracing():
             _watch()
 
 
 def _watch() -> None:
-    global watching
-    watching = bool(_running or _marks)
+    global active
+    active = bool(_running or _marks)

@@ -8,15 +8,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from syncbn_core.backends.base import Affine, Operations, RunningStatistics
 from syncbn_core.comm import SyncMaster
 from syncbn_core.comm.waits import now
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
-from syncbn_core.moments import NormRule
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import profiler, saving_runs_hooks
-from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.node import Keep, Recomputed, normalize_replicas
 from syncbn_torch.autograd.steps import Part
 from syncbn_torch.autograd.streams import stream_of
@@ -59,19 +56,12 @@ class ReplicaSync:
                 f"{self.shared.disowned}"
             )
 
-    def forward(
-        self,
-        operations: Operations,
-        x: Tensor,
-        affine: Affine,
-        rule: NormRule,
-        processes: Processes | None,
-        running: RunningStatistics | None,
-    ) -> Tensor:
-        """y by the statistics of all replicas; each updates its own `running`."""
+    def forward(self, part: Part) -> Tensor:
+        """y by the statistics of all replicas; each updates its own running statistics."""
+        operations, x, affine, running, rule, _, graph, *_ = part
         if self.shared.recomputes:
             running = None
-        over, graph = self.shared.is_over(), torch.is_grad_enabled()
+        over = self.shared.is_over()
         by_torch = operations is plain.DIFFERENTIABLE
         kept: list[Any] = [] if graph and saving_runs_hooks() and not by_torch else [None]
         if not kept:
@@ -84,20 +74,15 @@ class ReplicaSync:
             with torch.no_grad():
                 moments = in_thread.moments(x)
             room = empty_like(x) if apart else None
-        part = Part(
-            operations,
-            x,
-            affine,
-            running,
-            rule,
-            processes,
-            graph,
-            self.shared,
-            ctx,
-            moments,
-            room,
-            stream_of(x),
-            now(),
+        part = part._replace(
+            x=x,
+            running=running,
+            context=self.shared,
+            kept=ctx,
+            moments=moments,
+            y=room,
+            stream=stream_of(x),
+            arrived=now(),
         )
         if over and by_torch:
             raise CheckpointError(

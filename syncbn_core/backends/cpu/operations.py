@@ -193,11 +193,11 @@ class CpuOperations(Operations):
             if running is not None:
                 self.update_running(running, statistics)
             return Forward(memory.empty_like(x, out), statistics, running)
-        seen, y, later = self._for_forward(x, affine, running, out)
+        seen, y, remaining = self._for_forward(x, affine, running, out)
         count, table = statistics
         launch("normalize", seen.code, seen.calls, table, count, momentum_of(running))
-        if later is not None:
-            self.update_running(later, statistics)
+        if remaining is not None:
+            self.update_running(remaining, statistics)
         return Forward(memory.cast_to_output(y, x, out), statistics, running)
 
     def forward_of_parts(
@@ -268,11 +268,11 @@ class CpuOperations(Operations):
     ) -> Forward:
         if 0 in x.shape:
             return super().forward_single(x, affine, rule, running, out)
-        seen, y, later = self._for_forward(x, affine, running, out)
+        seen, y, remaining = self._for_forward(x, affine, running, out)
         table = run_forward(seen.code, seen.calls, rule, momentum_of(running))
         statistics = HostStatistics(_counts(seen.calls)[0], table)
-        if later is not None:
-            self.update_running(later, statistics)
+        if remaining is not None:
+            self.update_running(remaining, statistics)
         return Forward(self.memory.cast_to_output(y, x, out), statistics, running)
 
     def backward_reduce(

@@ -147,7 +147,7 @@ class SerialParallelKernel:
         self.parallel = jit(nogil=True, parallel=True)(_renamed(function, "_parallel"))
 
 
-holding_lock = jit()  # for functions that call those of Python
+holding_lock = jit()  # for functions that call Python's C functions, which need its lock
 from_python = jit(nogil=True)
 strict = jit(no_cpython_wrapper=True)
 may_contract = jit(no_cpython_wrapper=True, fastmath=CONTRACT_FLAGS)

@@ -357,7 +357,7 @@ def test_each_step_equals_numpy(layout, rng):
         part = operations.moments(a)
         assert part.known_count == host.size // channels
         both = operations.merge([part, part])
-        total = both.wait() if isinstance(both, DeviceMoments) else both
+        total = both.merged() if isinstance(both, DeviceMoments) else both
         assert total.count == both.known_count == 2 * part.known_count
         known = operations.statistics(part, rule)
         affine = Affine(convert(weight), convert(bias))
