@@ -52,7 +52,7 @@ class NormRule(NamedTuple):
     mode: EpsMode = "plus"
 
     @property
-    def unusual(self) -> str | None:
+    def extra_setting(self) -> str | None:
         """The setting that the batch norm of other libraries does not have, None for none."""
         return 'eps_mode="clamp"' if self.mode == "clamp" else None
 

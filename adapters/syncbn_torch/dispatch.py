@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,13 @@ from syncbn_torch.backends import cuda, memory, plain, torch_kernel
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for, is_communicator
-from syncbn_torch.usual import at_same_addresses, remember, still_checked, usual_eval, usual_forward
+from syncbn_torch.usual import (
+    at_same_addresses,
+    checked_before,
+    remember,
+    usual_eval,
+    usual_forward,
+)
 from syncbn_torch.validation import (
     check_floating,
     check_for_processes,
@@ -70,32 +76,36 @@ from syncbn_torch.which_kernel import torch_is_better
 __all__ = ["checked_part", "forward", "operations_for", "processes_of"]
 
 
-def forward(layer: LayerState, x: Tensor, traced: bool = True, in_range: bool = False) -> Tensor:
-    """Normalize x and update the running statistics; see `LayerState.forward`.
+def forward(layer: LayerState, x: Tensor) -> Tensor:
+    """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`."""
+    return _traced(layer, x) if torch.compiler.is_compiling() else _eager(layer, x)
 
-    `traced`: whether torch.compile may be tracing this call. Where it surely is not,
-    `is_compiling` may still be true, because it is one flag for all threads. `in_range`: whether a
-    profiler already sees this forward.
-    """
-    if not (traced and torch.compiler.is_compiling()):
-        y = _usual(layer, x)
-        if y is not None:
-            return y
+
+def _eager(layer: LayerState, x: Tensor) -> Tensor:
+    """`forward` where torch.compile does not trace: its flag is one for all threads."""
+    y = _usual(layer, x)
+    if y is not None:
+        return y
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
     check_input(layer, x, affine.weight)
-    if not layer.training:
-        mean, var = layer.running_mean, layer.running_var
-        if mean is not None and var is not None:
-            return _eval(layer, x, affine, mean, var)
-    if traced and torch.compiler.is_compiling():
-        if layer._replica_sync is None and not is_communicator(type(layer.process_group)):
-            return _traced(layer, x, affine)
-        return _with_messages_of_python(layer, x, False)  # type: ignore[no-any-return]
-    if profiler._is_profiler_enabled and not in_range:
-        return _forward_in_range(layer, x)
+    if _has_fixed_statistics(layer):
+        return _eval(layer, x, affine)
+    if not profiler._is_profiler_enabled:
+        return _train(layer, x, affine)
+    name = partial(name_of, layer._original)
+    with ranges.span("forward", name):
+        y = _train(layer, x, affine)
+    if layer._replica_sync is None:  # which names its nodes
+        ranges.name_backward(y, name)
+    return y
+
+
+def _train(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
+    """`_eager` by the statistics of the batch, with all checks."""
     sync, processes, rule = layer._replica_sync, processes_of(layer, x), layer._rule
-    like = layer.running_mean if affine.weight is None else affine.weight
-    if sync is None and processes is None and torch_is_better(x, like, rule):
+    first = layer.running_mean if affine.weight is None else affine.weight
+    dtype = None if first is None else first.dtype
+    if sync is None and processes is None and torch_is_better(x, dtype, rule):
         running = checked_running(layer)
         check_for_torch(x, *affine, running)
         y = torch_kernel.batch_norm(x, *affine, running, layer.eps)
@@ -133,7 +143,7 @@ def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
     """`forward` without its checks if all passed before; None if something is unusual."""
     if not layer.training:
         return usual_eval(layer, x)
-    checked = still_checked(layer, x)
+    checked = checked_before(layer, x)
     if checked is None:
         return None
     processes = None
@@ -164,16 +174,6 @@ def _refuse_to_be_recorded(layer: LayerState, alone: bool) -> None:
     )
 
 
-def _forward_in_range(layer: LayerState, x: Tensor) -> Tensor:
-    """`forward` in a profiler range with the name of the layer."""
-    name = partial(name_of, layer._original)
-    with ranges.span("forward", name):
-        y = forward(layer, x, False, True)
-    if layer._replica_sync is None:  # which names its nodes
-        ranges.name_backward(y, name)
-    return y
-
-
 def operations_for(x: Tensor) -> Operations:
     """The implementation of the steps for tensors like x."""
     if memory.supports(x):
@@ -199,15 +199,21 @@ def processes_of(layer: LayerState, x: Tensor) -> Processes | None:
     return Processes(communicator, CallSite(name, (dtype,), (original,), LAYER_NAMES))
 
 
-def _traced(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
+def _traced(layer: LayerState, x: Tensor) -> Tensor:
     """`forward` while torch.compile traces it."""
+    affine = Affine(layer.weight, layer.bias)
+    check_input(layer, x, affine.weight)
+    if _has_fixed_statistics(layer):
+        return _eval(layer, x, affine)
+    if layer._replica_sync is not None or is_communicator(type(layer.process_group)):
+        return _with_messages_of_python(layer, x)  # type: ignore[no-any-return]
     group, rule = "", layer._rule
     processes = layer.training and (layer.process_group is not None or default_group() is not None)
-    if not traced_node.TRACES_LAYERS and (processes or rule.unusual is not None):
-        return _for_newer_torch(layer, x, False)  # type: ignore[no-any-return]
+    if not traced_node.TRACES_LAYERS and (processes or rule.extra_setting is not None):
+        return _for_newer_torch(layer, x)  # type: ignore[no-any-return]
     if processes:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
-    if not group and rule.unusual is None:
+    if not group and rule.extra_setting is None:
         return _by_torch(layer, x, affine)
     running = checked_running(layer)
     check_operands(x, layer.num_features, affine, running, rule, False)
@@ -218,19 +224,19 @@ def _traced(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
             "model.eval(), or export revert_model(copy.deepcopy(model))"
         )
     if not group and x.numel() <= x.shape[1]:
-        return _of_one_value(layer, x, False)  # type: ignore[no-any-return]
+        return _of_one_value(layer, x)  # type: ignore[no-any-return]
     return traced_node.batch_norm(x, affine, running, rule, layer._number, group)
 
 
-# What torch.compile can't trace: `forward`, and why.
+# What torch.compile can't trace: `_eager`, and why.
 _with_messages_of_python = untraced(
     "a layer in replicas, or with a communicator as its process_group, sends messages by Python"
-)(forward)
+)(_eager)
 _for_newer_torch = untraced(
     "a graph with a layer over processes, or in mode 'clamp', needs torch 2.10 or newer"
-)(forward)
+)(_eager)
 _of_one_value = untraced("the layer raises an error: expected more than 1 value per channel")(
-    forward
+    _eager
 )
 
 
@@ -252,9 +258,14 @@ def _has_processes() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _eval(layer: LayerState, x: Tensor, affine: Affine, mean: Tensor, var: Tensor) -> Tensor:
+def _has_fixed_statistics(layer: LayerState) -> bool:
+    return not (layer.training or layer.running_mean is None or layer.running_var is None)
+
+
+def _eval(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
     """y in eval, by torch's kernel; "clamp" passes it the clamped variance and a negligible eps."""
     weight, bias, eps = *affine, layer.eps
+    mean, var = cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
     check_floating(weight, bias, mean, var)
     if layer._rule.clamps:
         var, eps = var.clamp(min=eps), eps * 1e-30

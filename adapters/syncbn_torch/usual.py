@@ -32,7 +32,7 @@ from syncbn_torch.backends.memory import (
     HALVES,
     PLAIN,
     PLAIN_OR_NONE,
-    is_whole,
+    holds_all_values,
     kernels_forbidden,
 )
 from syncbn_torch.layer_state import LayerState
@@ -41,8 +41,8 @@ from syncbn_torch.which_kernel import ours_is_better
 __all__ = [
     "Checked",
     "at_same_addresses",
+    "checked_before",
     "remember",
-    "still_checked",
     "usual_eval",
     "usual_forward",
 ]
@@ -90,7 +90,7 @@ class Checked(NamedTuple):
     device: torch.device | None  # None: the CPU
     data: tuple[Tensor, Tensor]  # of the running mean and variance
     present: list[Tensor]
-    places: list[int]
+    data_ptrs: list[int]
     addresses: np.ndarray[Any, Any]  # the same for `operands.look`, with 0 for absent ones
 
 
@@ -117,15 +117,15 @@ def remember(
             or tensor.is_inference()
         ):
             return
-    places = [*map(Tensor.data_ptr, present)]
+    data_ptrs = [*map(Tensor.data_ptr, present)]
     addresses = np.array([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     where, data = None if mean.is_cpu else device, (mean.data, var.data)
     layer.__dict__["_checked"] = Checked(
-        weight, bias, mean, var, counter, where, data, present, places, addresses
+        weight, bias, mean, var, counter, where, data, present, data_ptrs, addresses
     )
 
 
-def still_checked(layer: LayerState, x: Tensor) -> Checked | None:
+def checked_before(layer: LayerState, x: Tensor) -> Checked | None:
     """The tensors of a layer in training if all checks of this call would pass, as they did before.
 
     None if something is unusual, or was not checked yet.
@@ -175,7 +175,7 @@ def still_checked(layer: LayerState, x: Tensor) -> Checked | None:
 
 def at_same_addresses(checked: Checked, x: Tensor) -> bool:
     """Whether x and the tensors have memory, the tensors where it was when they were checked."""
-    return is_whole(x) and [*map(Tensor.data_ptr, checked.present)] == checked.places
+    return holds_all_values(x) and [*map(Tensor.data_ptr, checked.present)] == checked.data_ptrs
 
 
 def usual_forward(layer: LayerState, x: Tensor, checked: Checked) -> Tensor | None:
@@ -184,7 +184,7 @@ def usual_forward(layer: LayerState, x: Tensor, checked: Checked) -> Tensor | No
     None if others are to be used, or something is unusual.
     """
     momentum = layer.momentum
-    if ours_is_better(x, checked.running_mean) or layer.effective_eps_mode == "clamp":
+    if ours_is_better(x, checked.running_mean.dtype) or layer.effective_eps_mode == "clamp":
         if not x.is_cpu or kernels_forbidden():
             return None
         kernels, rule = cpu_kernels(), layer._rule

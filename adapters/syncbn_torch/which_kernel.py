@@ -54,30 +54,30 @@ def always_ours(on: bool = True) -> Iterator[None]:
         _ours_always.reset(token)
 
 
-def torch_is_better(x: Tensor, like: Tensor | None, rule: NormRule) -> bool:
+def torch_is_better(x: Tensor, layer_dtype: torch.dtype | None, rule: NormRule) -> bool:
     """Whether torch's kernel fits a layer alone, and is better than ours or ours can't run.
 
-    `like`: the weight or running mean of the layer, whose dtype counts; None if it has none.
+    `layer_dtype`: that of its weight or running mean; None if it has none.
     """
-    if rule.unusual is not None:
+    if rule.extra_setting is not None:
         return False
     if transforming() or operations_are_seen():
         return True  # nobody sees into our kernels
-    if _ours_always.get() or _is_inaccurate(x, like):
+    if _ours_always.get() or _is_inaccurate(x, layer_dtype):
         return False
-    return not (ours_is_better(x, like) and (x.is_cuda or memory.supports(x)))
+    return not (ours_is_better(x, layer_dtype) and (x.is_cuda or memory.supports(x)))
 
 
-def ours_is_better(x: Tensor, like: Tensor | None) -> bool:
+def ours_is_better(x: Tensor, layer_dtype: torch.dtype | None) -> bool:
     """Whether our kernels are faster or more accurate for x, if they support it."""
-    if _ours_always.get() or _is_inaccurate(x, like):
+    if _ours_always.get() or _is_inaccurate(x, layer_dtype):
         return True
     return _is_large_on_device(x) and cuda.measured(x) if x.is_cuda else _is_large(x)
 
 
-def _is_inaccurate(x: Tensor, like: Tensor | None) -> bool:
+def _is_inaccurate(x: Tensor, layer_dtype: torch.dtype | None) -> bool:
     """Whether torch's kernel would keep mean and invstd in 16 bits."""
-    return x.dtype in memory.HALVES and x.is_cpu and (like is None or like.dtype in memory.HALVES)
+    return x.dtype in memory.HALVES and x.is_cpu and layer_dtype in (None, *memory.HALVES)
 
 
 def _is_large_on_device(x: Tensor) -> bool:

@@ -188,7 +188,7 @@ def timing_on(device: str) -> str:
             _wait(x)
             seconds[name].append(time.perf_counter() - begin)
     each = ", ".join(f"{name} {1e3 * median(turns):.2f} ms" for name, turns in seconds.items())
-    takes = "torch's" if torch_is_better(x, layer.weight, layer._rule) else "ours"
+    takes = "torch's" if torch_is_better(x, layer.weight.dtype, layer._rule) else "ours"
     return f"{tuple(x.shape)} float32, forward and backward: {each}; a layer alone takes {takes}"
 
 

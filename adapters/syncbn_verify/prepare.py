@@ -180,7 +180,7 @@ def make_alone(model: nn.Module) -> nn.Module:
     for layer in norm_layers(model).values():
         if isinstance(layer, _SynchronizedBatchNorm):
             target = origin_of(type(layer))
-            if target is None or layer._rule.unusual is not None:
+            if target is None or layer._rule.extra_setting is not None:
                 layer.process_group = SingleCommunicator()
             else:
                 layer.__class__ = Undivided if type(layer) is SyncBatchNorm else target  # type: ignore[assignment]

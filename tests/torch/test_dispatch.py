@@ -35,7 +35,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def goes_to_torch(x: Tensor) -> bool:
-    return torch_is_better(x, WEIGHT, NormRule())
+    return torch_is_better(x, WEIGHT.dtype, NormRule())
 
 
 def planes(count: int, inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,7 +72,7 @@ def test_other_layouts_where_results_are_mapped_anew(
 def test_clamp_and_always_ours_never_go_to_torch() -> None:
     x = torch.empty(2, 3, 4)
     assert goes_to_torch(x)
-    assert not torch_is_better(x, WEIGHT, NormRule(1e-5, "clamp"))
+    assert not torch_is_better(x, WEIGHT.dtype, NormRule(1e-5, "clamp"))
     with always_ours():
         assert not goes_to_torch(x)
 

@@ -15,8 +15,9 @@ In forward-mode AD differentiable operations take the place of the node.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import ExitStack
-from itertools import chain
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -29,11 +30,15 @@ from syncbn_core.comm.waits import note_arrivals
 from syncbn_core.errors import CheckpointError, ShapeError, StateError
 from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import saving_runs_hooks
-from syncbn_torch.autograd.steps import Call, Part
+from syncbn_torch.autograd.steps import Call, Columns, Part, columns_of
 from syncbn_torch.autograd.streams import of_node, of_replicas
 from syncbn_torch.backends import plain
 
 __all__ = ["Keep", "Recomputed", "batch_norm", "gradients_alone", "normalize_replicas"]
+
+
+_SETTINGS = 4  # arguments of `BatchNormOfParts` before its operands
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Keep(Function):
@@ -58,22 +63,27 @@ class BatchNormOfParts(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layers: Sequence[Sequence[Part]], last: bool, calls: list[Call], *operands: Any
+        ctx: Any,
+        layers: Sequence[Sequence[Part]],
+        parts: Columns,
+        last: bool,
+        calls: list[Call],
+        *operands: Any,
     ) -> tuple[Tensor, ...]:
-        call, parts = Call(layers), [*chain.from_iterable(layers)]
+        call = Call(layers, parts)
         calls.append(call)
-        count = len(parts)
-        xs, weights, biases = [operands[n * count : (n + 1) * count] for n in range(3)]
-        affines = list(map(Affine, weights, biases))
-        ctx.call, ctx.kept = call, [part.kept for part in parts]
+        ctx.call, ctx.kept = call, parts.kept
         ctx.set_materialize_grads(False)
-        own = [x for x, kept in zip(xs, ctx.kept, strict=True) if kept is None]
-        kept = [a.for_backward(part.rule).weight for a, part in zip(affines, parts, strict=True)]
-        ctx.save_for_backward(*own, *kept)
-        ctx.versions = None if call.context is None else _versions((*own, *kept))
-        ys = call.forward(parts, xs, affines, last)
-        without = [y for y, part in zip(ys, parts, strict=True) if not part.graph]
-        ctx.mark_non_differentiable(*without)
+        xs = operands[: len(parts.x)]
+        own = [x for x, kept in zip(xs, parts.kept, strict=True) if kept is None]
+        weights = [
+            affine.for_backward(rule).weight
+            for affine, rule in zip(parts.affine, parts.rule, strict=True)
+        ]
+        ctx.save_for_backward(*own, *weights)
+        ctx.versions = None if call.context is None else _versions((*own, *weights))
+        ys = call.forward(parts, last)
+        ctx.mark_non_differentiable(*compress(ys, map(not_, parts.graph)))
         return tuple(ys)
 
     @staticmethod
@@ -81,9 +91,9 @@ class BatchNormOfParts(Function):
         call: Call = ctx.call
         call.check_over()
         count = len(dys)
-        needs = [ctx.needs_input_grad[3 + n * count : 3 + (n + 1) * count] for n in range(3)]
+        needs = [ctx.needs_input_grad[_SETTINGS + n * count :][:count] for n in range(3)]
         if call.processes is None and all(dy is None for dy in dys):
-            return (None,) * (3 + 3 * count)
+            return (None,) * (_SETTINGS + 3 * count)
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
         if ctx.versions is not None and _versions(saved) != ctx.versions:
             raise StateError(  # torch does not see it past the hooks `_same`
@@ -92,13 +102,13 @@ class BatchNormOfParts(Function):
             )
         own, weights = iter(saved[:-count]), saved[-count:]
         xs = [next(own) if kept is None else kept.saved_tensors[0] for kept in ctx.kept]
-        with of_node(call.layers[0].streams, xs, dys):
+        with of_node(call.streams, xs, dys):
             dxs, sums = call.backward(xs, dys, list(map(Affine, weights)), needs[0])
         of_weights, of_biases = (
             [one[n] if one and need else None for one, need in zip(sums, needs[n], strict=True)]
             for n in (1, 2)
         )
-        return None, None, None, *dxs, *of_weights, *of_biases
+        return *(None,) * _SETTINGS, *dxs, *of_weights, *of_biases
 
 
 class Recomputed(Function):
@@ -126,26 +136,23 @@ def batch_norm(layers: Sequence[Sequence[Part]]) -> tuple[Call, Sequence[Tensor]
     Updates the running statistics of all, or if a step fails of none. Raises `BatchSizeError` for
     one value per channel in the whole batch, and the errors of the exchange.
     """
-    parts = [*chain.from_iterable(layers)]
-    first, affines = parts[0], [part.affine for part in parts]
-    graph, hooks = True in [part.graph for part in parts], saving_runs_hooks()
-    replicas = first.context is not None
+    parts, first = columns_of([*chain.from_iterable(layers)]), layers[0][0]
+    graph, hooks, replicas = True in parts.graph, saving_runs_hooks(), first.context is not None
     # Saved-tensor hooks run after the node's forward; of several layers the last one may fail.
     last = len(layers) > 1 or (hooks and not replicas)
     calls: list[Call] = []
-    if graph and first.operations is not plain.DIFFERENTIABLE:
-        xs = [part.x if part.graph else part.x.detach() for part in parts]
-        operands = *xs, *[a.weight for a in affines], *[a.bias for a in affines]
-        with ExitStack() as stack:
-            if replicas:
-                stack.enter_context(torch.enable_grad())
-                if hooks:  # those of the master's own thread
-                    stack.enter_context(saved_tensors_hooks(_same, _same))
-            ys = BatchNormOfParts.apply(layers, last, calls, *operands)
-    else:
-        with torch.set_grad_enabled(graph):
-            calls.append(Call(layers))
-            ys = calls[0].forward(parts, [part.x for part in parts], affines, last)
+    by_node = graph and first.operations is not plain.DIFFERENTIABLE
+    grad_mode = torch.set_grad_enabled(graph) if replicas or not by_node else _NOTHING
+    # in place of those of the master's own thread
+    own_hooks = saved_tensors_hooks(_same, _same) if replicas and hooks and by_node else _NOTHING
+    with grad_mode, own_hooks:
+        if by_node:
+            xs = [x if own else x.detach() for x, own in zip(parts.x, parts.graph, strict=True)]
+            operands = chain(xs, *zip(*parts.affine, strict=True))
+            ys = BatchNormOfParts.apply(layers, parts, last, calls, *operands)
+        else:
+            calls.append(Call(layers, parts))
+            ys = calls[0].forward(parts, last)
     if last:
         calls[0].update_running(parts)
     return calls[0], ys
@@ -185,7 +192,8 @@ def gradients_alone(
     by_x: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The gradients of x, if `by_x`, weight and bias, for a layer alone."""
-    call = Call([[Part(operations, x, affine, None, rule, None, True)]])
+    part = Part(operations, x, affine, None, rule, None, True)
+    call = Call([[part]], columns_of([part]))
     call.layers[0].statistics = [statistics]
     (dx,), (sums,) = call.backward([x], [dy], [affine], [by_x])
     assert sums is not None

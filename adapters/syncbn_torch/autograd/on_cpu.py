@@ -26,7 +26,7 @@ from syncbn_torch._torch_private import (
 )
 from syncbn_torch.autograd.node import gradients_alone
 from syncbn_torch.backends.cpu import OPERATIONS, look_at
-from syncbn_torch.backends.memory import empty_like, is_whole
+from syncbn_torch.backends.memory import empty_like, holds_all_values
 
 __all__ = ["batch_norm"]
 
@@ -46,7 +46,7 @@ def batch_norm(
     calls = np.empty((1, CALL), np.int64)
     threads = 1 if x.numel() < PARALLEL_SIZE or torch.get_num_threads() == 1 else most_threads()
     code = look_at(calls, threads, (x, None, None, *tensors), addresses)
-    if code < 0 or x.numel() == x.size(1) or not is_whole(x):
+    if code < 0 or x.numel() == x.size(1) or not holds_all_values(x):
         return None
     weight, bias, *buffers = tensors
     y = empty_like(x)

@@ -30,7 +30,7 @@ from syncbn_torch.autograd.exchange import Processes, check_unchanged, needs_pla
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import as_tensor
 
-__all__ = ["Call", "LayerCall", "Part"]
+__all__ = ["Call", "Columns", "LayerCall", "Part", "columns_of"]
 
 
 class Part(NamedTuple):
@@ -58,64 +58,62 @@ class Part(NamedTuple):
     arrived: float | None = None
 
 
+Columns = Any  # a `Part` whose fields are tuples, each with one entry per part
+
+
+def columns_of(parts: Sequence[Part]) -> Columns:
+    """The fields of all parts."""
+    columns: Columns = zip(*parts, strict=True)
+    return Part(*columns)
+
+
 class LayerCall:
     """One call of one layer.
 
     Attributes:
         operations, rule: those of all parts.
-        streams: those of each part.
         alone: whether the only part is the whole batch.
         statistics: for each part, what backward needs besides x.
         parts, total, by_device: of replicas: the moments of each part and of the whole batch, and
             the statistics on each device.
     """
 
-    __slots__ = (
-        "alone",
-        "by_device",
-        "operations",
-        "parts",
-        "rule",
-        "statistics",
-        "streams",
-        "total",
-    )
+    __slots__ = ("alone", "by_device", "operations", "parts", "rule", "statistics", "total")
 
-    def __init__(self, operations: Operations, rule: NormRule, streams: Sequence[Any]) -> None:
-        self.operations, self.rule, self.streams = operations, rule, streams
+    def __init__(self, operations: Operations, rule: NormRule) -> None:
+        self.operations, self.rule = operations, rule
         self.alone = True
         self.statistics: list[Any] = []
 
-    def merged_moments(self, parts: Sequence[Part]) -> Any:
-        """The moments of all parts together."""
-        missing = [part.moments is None for part in parts]
-        others = _of_some(missing, self.operations.moments_of_parts, [part.x for part in parts])
-        both = zip(parts, others, strict=True)
-        self.parts = [other if part.moments is None else part.moments for part, other in both]
+    def merged_moments(self, xs: Sequence[Tensor], known: Sequence[Any]) -> Any:
+        """The moments of all parts together; `known`: of each part, or None."""
+        missing = [moments is None for moments in known]
+        found = _of_some(missing, self.operations.moments_of_parts, xs)
+        self.parts = [*map(_first, known, found)]
         return self.operations.merge(self.parts)
 
-    def set_total(self, total: Any, parts: Sequence[Part]) -> None:
+    def set_total(self, total: Any, xs: Sequence[Tensor], replicas: bool) -> None:
         """Set the moments of the whole batch; `BatchSizeError` for one value per channel."""
-        require_more_than_one_value(total.known_count, parts[0].x.shape)
+        require_more_than_one_value(total.known_count, xs[0].shape)
         known = self.operations.statistics(total, self.rule)
         # copied to all devices here, where the streams of all replicas are current
-        devices = {part.x.device for part in parts}
-        by_device = {device: _on_device(known, device) for device in devices}
-        self.statistics = [by_device[part.x.device] for part in parts]
+        devices = [x.device for x in xs]
+        by_device = {device: _on_device(known, device) for device in {*devices}}
+        self.statistics = [*map(by_device.__getitem__, devices)]
         self.alone = False
-        if parts[0].context is None:
-            del self.parts  # rows of all ranks can be large
-        else:
+        if replicas:
             self.total, self.by_device = total, by_device
+        else:
+            del self.parts  # rows of all ranks can be large
 
     def forward(
         self,
-        parts: Sequence[Part],
         xs: Sequence[Tensor],
         affines: Sequence[Affine],
         running: Sequence[RunningStatistics | None],
+        room: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """y of each part, after updating its running statistics; or memory for y."""
+        """y of each part, after updating its running statistics; or `room`, memory for y."""
         do, rule = self.operations, self.rule
         if self.alone:
             (x,), (affine,) = xs, affines
@@ -123,10 +121,10 @@ class LayerCall:
             done = do.forward_single(x, affine, rule, running[0])
             self.statistics = [done.statistics]
             return [done.y]
-        of_node = [part.y is None for part in parts]
+        missing = [y is None for y in room]
         compute = partial(do.forward_of_parts, rule=rule)
-        results = _of_some(of_node, compute, xs, self.statistics, affines, running)
-        ys = [part.y for part in parts]
+        results = _of_some(missing, compute, xs, self.statistics, affines, running)
+        ys: list[Any] = [*room]
         for index, result in enumerate(results):
             if result is not None:
                 ys[index], self.statistics[index], _ = result
@@ -140,7 +138,7 @@ class LayerCall:
             known = plain.plain_moments(self.statistics[0].moments, xs[0].device)
             total = total_moments(part, known, call.processes, call.number, True)
         statistics = do.statistics(total, self.rule)
-        other = LayerCall(do, self.rule, self.streams)
+        other = LayerCall(do, self.rule)
         other.statistics = [plain.plain_statistics(statistics, x.device) for x in xs]
         return other
 
@@ -152,25 +150,25 @@ class Call:
         layers: one of any number of parts, or several of one part.
         processes, context: those of all parts.
         number: of the exchange over processes, 0 for none.
+        streams: those of each part.
     """
 
-    __slots__ = ("context", "layers", "number", "processes")
+    __slots__ = ("context", "layers", "number", "processes", "streams")
 
-    def __init__(self, layers: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, layers: Sequence[Sequence[Part]], parts: Columns) -> None:
+        """`parts`: those of all layers."""
         first = layers[0][0]
         self.processes, self.context, self.number = first.processes, first.context, 0
-        self.layers = [
-            LayerCall(parts[0].operations, parts[0].rule, [part.stream for part in parts])
-            for parts in layers
-        ]
+        self.streams = parts.stream
+        self.layers = [LayerCall(of_one[0].operations, of_one[0].rule) for of_one in layers]
         if self.processes is None and self.context is None:
             return
-        each = list(zip(self.layers, layers, strict=True))
-        totals = [layer.merged_moments(parts) for layer, parts in each]
+        columns = self._by_layer(parts.x, parts.moments)
+        totals = [layer.merged_moments(*of_layer) for layer, *of_layer in columns]
         if self.processes is not None:
             totals = self._of_all_processes(totals, first)
-        for (layer, parts), total in zip(each, totals, strict=True):
-            layer.set_total(total, parts)
+        for (layer, xs, _), total in zip(columns, totals, strict=True):
+            layer.set_total(total, xs, self.context is not None)
 
     def _of_all_processes(self, own: list[Any], first: Part) -> list[Any]:
         """`own`, the moments of each layer in this process, merged with those of the others."""
@@ -197,20 +195,18 @@ class Call:
             for n, layer in enumerate(self.layers)
         ]
 
-    def forward(
-        self, parts: Sequence[Part], xs: Sequence[Tensor], affines: Sequence[Affine], last: bool
-    ) -> list[Tensor]:
+    def forward(self, parts: Columns, last: bool) -> list[Tensor]:
         """y of each part. `last`: the running statistics are updated by `update_running` later."""
-        running = [None if last else part.running for part in parts]
-        columns = self._by_layer(parts, xs, affines, running)
+        running = [None] * len(parts.x) if last else parts.running
+        columns = self._by_layer(parts.x, parts.affine, running, parts.y)
         return [y for layer, *of_layer in columns for y in layer.forward(*of_layer)]
 
-    def update_running(self, parts: Sequence[Part]) -> None:
+    def update_running(self, parts: Columns) -> None:
         """Update the running statistics of all parts."""
-        for layer, of_layer in self._by_layer(parts):
-            for part, statistics in zip(of_layer, layer.statistics, strict=True):
-                if part.running is not None:
-                    layer.operations.update_running(part.running, statistics)
+        for layer, of_layer in self._by_layer(parts.running):
+            for running, statistics in zip(of_layer, layer.statistics, strict=True):
+                if running is not None:
+                    layer.operations.update_running(running, statistics)
 
     def check_over(self) -> None:
         """Raise `StateError` before the forward of replicas has ended."""
@@ -229,12 +225,13 @@ class Call:
         by_x: Sequence[bool],
     ) -> tuple[list[Tensor | None], list[Sums | None]]:
         """dx of each part that needs one, and the sums of each part that has a dy."""
-        for x, dy in zip(xs, dys, strict=True):
-            if dy is not None:
-                check_unchanged(x, dy)
-        given = [dy is not None or self.processes is not None for dy in dys]
+        given = [dy is not None for dy in dys]
         # the loss may not use a y while others, or other processes, depend on its x
         filled = [torch.zeros_like(x) if dy is None else dy for x, dy in zip(xs, dys, strict=True)]
+        if self.processes is not None:
+            given = [True] * len(dys)
+        for x, dy in zip(xs, filled, strict=True):
+            check_unchanged(x, dy)
         layers = self.layers
         if needs_plain_backward(self.processes, *dys):
             layers = [one.differentiable(self, of_layer) for one, of_layer in self._by_layer(xs)]
@@ -275,6 +272,10 @@ class Call:
             return [total]
         ends = [0, *accumulate(one.shape[0] * one.shape[1] for one in own)]
         return [total[begin:end].reshape(2, -1) for begin, end in pairwise(ends)]
+
+
+def _first(one: Any, other: Any) -> Any:
+    return other if one is None else one
 
 
 def _value(values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from syncbn_torch.backends.memory import (
     as_tensor,
     dltensors,
     empty_like,
-    is_whole,
+    holds_all_values,
     resolved,
 )
 
@@ -41,7 +41,7 @@ class TensorMemory:
 
     def look(self, calls: Array, threads: int, arrays: Sequence[Tensor | None]) -> int:
         for array in arrays:  # a subclass may have no data of its own
-            if array is not None and not (type(array) in PLAIN and is_whole(array)):
+            if array is not None and not (type(array) in PLAIN and holds_all_values(array)):
                 return REFUSED
         return look_at(calls, threads, arrays)
 
@@ -87,7 +87,7 @@ class TensorMemory:
 def look_at(
     calls: Array, threads: int, arrays: Sequence[Tensor | None], expected: Array = ANYWHERE
 ) -> int:
-    """`operands.look` for plain tensors that pass `is_whole`; negative if kernels can't run."""
+    """`operands.look` for plain tensors with all their values; negative if kernels can't run."""
     function, nothing = _FUNCTION, _NOTHING
     places: Any = map(id, arrays)
     if not function:

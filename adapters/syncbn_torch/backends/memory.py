@@ -28,8 +28,8 @@ __all__ = [
     "check_storage",
     "dltensors",
     "empty_like",
+    "holds_all_values",
     "huge_pages_on_request",
-    "is_whole",
     "resolved",
     "supports",
 ]
@@ -98,7 +98,7 @@ def resolved(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if address % size else tensor
 
 
-def is_whole(tensor: Tensor) -> bool:
+def holds_all_values(tensor: Tensor) -> bool:
     """Whether the memory of a dense tensor holds all its values, as they are.
 
     For a tensor that is not dense, the end of the memory is not checked.

@@ -131,9 +131,9 @@ def _choose_original(module: nn.Module) -> Choice:
     if isinstance(module, _SynchronizedBatchNorm):
         if origin is None:
             return Keep("unknown subclass; see register_conversion")
-        unusual = module._rule.unusual
-        if unusual is not None:
-            return Keep(f"{unusual}, which torch does not have")
+        setting = module._rule.extra_setting
+        if setting is not None:
+            return Keep(f"{setting}, which torch does not have")
     if origin is None or issubclass(kind, nn.DataParallel):
         return None
     conversion = conversion_of(origin)
