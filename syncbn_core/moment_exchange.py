@@ -357,7 +357,7 @@ def _merged_if_alike(
 
 def _are_counts(numbers: list[float]) -> bool:
     """Whether these numbers can be counts: NaN can't."""
-    return all(0 <= number < math.inf for number in numbers)
+    return math.isfinite(sum(numbers)) and min(numbers) >= 0
 
 
 def _merged(columns: MomentsRow) -> Moments:

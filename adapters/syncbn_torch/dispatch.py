@@ -26,7 +26,6 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from syncbn_core.moment_exchange import CallSite
 from syncbn_torch import ranges
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
+    backward_task,
     constant_while_tracing,
     default_group,
     exporting,
@@ -69,7 +69,6 @@ from syncbn_torch.validation import (
     check_input,
     check_operands,
     checked_running,
-    checked_running_once,
 )
 from syncbn_torch.which_kernel import torch_is_better
 
@@ -131,7 +130,9 @@ def _train(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
 
 def checked_part(layer: LayerState, x: Tensor, affine: Affine, processes: Processes | None) -> Part:
     """The part of a layer in training with input x; raises the errors of a layer's forward."""
-    operations, running = operations_for(x), checked_running_once(layer)
+    operations = operations_for(x)
+    # a checkpoint repeats a forward within backward; that updates nothing
+    running = checked_running(layer) if backward_task() == -1 else None
     rule, by_address = layer._rule, operations is not plain.OPERATIONS
     check_operands(x, layer.num_features, affine, running, rule, by_address)
     if processes is not None:
@@ -147,7 +148,7 @@ def _usual(layer: LayerState, x: Tensor) -> Tensor | None:
     if checked is None:
         return None
     processes = None
-    if layer.process_group is not None or _has_processes():
+    if layer.process_group is not None or default_group() is not None:
         processes = processes_of(layer, x)
     y: Any = None
     if processes is None:
@@ -252,10 +253,6 @@ def _group_for(process_group: Any, dtype: torch.dtype, guarded: int) -> str:
     # imported on first use: there are builds of torch without process groups
     name: str = import_module("syncbn_torch.compiled_exchange").group_for(process_group, dtype)
     return name
-
-
-def _has_processes() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _has_fixed_statistics(layer: LayerState) -> bool:

@@ -19,6 +19,7 @@ from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
 from syncbn_core.comm.message_arrays import NOT_YET, HostCopy, Verdict, register_arrays
 from syncbn_core.comm.process_group import grace_after, reports_of_others, whereabouts
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
+from syncbn_torch._torch_private import default_group
 from syncbn_torch.backends.memory import as_tensor
 
 __all__ = [
@@ -133,9 +134,9 @@ def _reduce(total: Tensor, group: Any) -> None:
 
 def _tensor_of(values: Values) -> Tensor:
     """`values` as a tensor, which shares memory with a C-contiguous, writable array."""
-    if isinstance(values, Tensor):
-        return values
-    return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+    if not isinstance(values, Tensor) and not values.flags.carray:
+        values = np.array(values, order="C")
+    return as_tensor(values)
 
 
 def _like(result: Tensor, values: Values) -> Values:
@@ -218,23 +219,23 @@ def communicator_for(process_group: Any) -> Communicator | None:
     All layers share one communicator per group, which numbers their calls.
     """
     if process_group is None:
-        if not (dist.is_available() and dist.is_initialized()):
+        group = default_group()
+        if group is None:
             return None
     else:
         kind: type = type(process_group)
         if _is_communicator(kind):
             return process_group  # type: ignore[no-any-return]
-    group = group_of(process_group)
-    communicator = _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
-    if communicator is None:
+        group = group_of(process_group)
+    if isinstance(group, int):  # this process is not a member
+        return DistributedCommunicator(group)  # raises
+    found = _communicators.get(group)
+    if found is None:
         with _making:  # replica threads may get here at the same time
-            communicator = (
-                _communicators.get(group) if isinstance(group, dist.ProcessGroup) else None
-            )
-            if communicator is None:
-                communicator = DistributedCommunicator(group)
-                _communicators[group] = communicator
-    return communicator if communicator.size > 1 else None
+            found = _communicators.get(group)
+            if found is None:
+                found = _communicators[group] = DistributedCommunicator(group)
+    return found if found.size > 1 else None
 
 
 def is_communicator(kind: type) -> bool:

@@ -12,7 +12,7 @@ from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.layout import shares_memory
 from syncbn_core.moments import NormRule
-from syncbn_torch._torch_private import backward_task, is_jit_tracing
+from syncbn_torch._torch_private import is_jit_tracing
 from syncbn_torch.backends.memory import FLOATS, HALVES, PLAIN, check_storage
 from syncbn_torch.layer_state import LayerState
 
@@ -22,9 +22,7 @@ __all__ = [
     "check_for_torch",
     "check_input",
     "check_operands",
-    "check_savable",
     "checked_running",
-    "checked_running_once",
     "not_a_tensor",
 ]
 
@@ -153,11 +151,6 @@ def check_operands(
                 f"{type(tensor).__name__}; convert one of them"
             )
     check_savable(x, affine, affine.for_backward(rule))
-
-
-def checked_running_once(layer: LayerState) -> RunningStatistics | None:
-    """`checked_running`, but None for a forward that checkpointing repeats in backward."""
-    return checked_running(layer) if backward_task() == -1 else None
 
 
 def checked_running(layer: LayerState) -> RunningStatistics | None:

@@ -28,7 +28,6 @@ __all__ = [
     "Processes",
     "check_unchanged",
     "needs_plain_backward",
-    "wanted_gradients",
 ]
 
 
@@ -69,11 +68,3 @@ def check_unchanged(x: Tensor, dy: Tensor) -> None:
             f"{tuple(dy.shape)} and {dy.dtype}, got one of shape {tuple(x.shape)} and {x.dtype}: "
             "it was replaced in between, for example by input.data = ...; do that after backward"
         )
-
-
-def wanted_gradients(
-    ctx: Any, first: int, grad_weight: Tensor, grad_bias: Tensor
-) -> list[Tensor | None]:
-    """The gradients that autograd needs of weight and bias, inputs `first` and `first + 1`."""
-    by_weight, by_bias = ctx.needs_input_grad[first : first + 2]
-    return [grad_weight if by_weight else None, grad_bias if by_bias else None]

@@ -15,7 +15,6 @@ from torch.autograd import Function
 from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.moments import EpsMode, Moments, NormRule
 from syncbn_torch._torch_private import constant_while_tracing
-from syncbn_torch.autograd.exchange import wanted_gradients
 from syncbn_torch.backends import plain
 
 __all__ = ["TRACES_LAYERS", "batch_norm"]
@@ -65,8 +64,9 @@ class TracedBatchNorm(Function):
             message = torch.cat([of_all.reshape(-1), total[-1:], number])
             of_all = _exchange(message, "sums", group)[:-2].reshape(2, -1)
         dx = operations.backward_input(x, dy, statistics, affine, rule, of_all)
-        gradients = wanted_gradients(ctx, 1, sums.grad_weight, sums.grad_bias)
-        return dx, *gradients, None, None, None, None
+        _, by_weight, by_bias, *_ = ctx.needs_input_grad
+        grad_weight = sums.grad_weight if by_weight else None
+        return dx, grad_weight, sums.grad_bias if by_bias else None, None, None, None, None
 
 
 def batch_norm(
