@@ -8,7 +8,6 @@ of them.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from world import enter_world, log_of, needs_gloo, start_world
+from world import enter_world, log_of, needs_gloo, set_timeout, start_world
 
 from syncbn_torch import SynchronizedBatchNorm2d, convert_model
 
@@ -80,7 +79,7 @@ def steps_with_a_fault(
     x = torch.randn(2, 3, 4, 4)
     model(x).square().mean().backward()  # loads the kernels
     dist.barrier()  # all have: from here on the deadline is short
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
+    set_timeout(seconds)
     calls = 0
 
     def counted(layer: nn.Module, given: Any) -> None:

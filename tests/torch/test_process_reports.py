@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from world import on_ranks, raises
+from world import on_ranks, raises, set_timeout
 
 from syncbn_core.errors import CommError
 from syncbn_torch import convert_model
@@ -19,7 +18,7 @@ def called_once(model: nn.ModuleDict, group: Any) -> Any:
     model = convert_model(model, process_group=group)
     sum(layer(torch.randn(2, 3)).sum() for layer in model.values()).backward()
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=4), group)
+    set_timeout(4, group)
     return model
 
 

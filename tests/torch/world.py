@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -67,6 +68,7 @@ def _call(path: str, name: str, rank: int, size: int, folder: Path, *arguments: 
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", r"`torch\.jit\.", FutureWarning)  # also by torch itself
     logging.getLogger("syncbn").setLevel(logging.ERROR)  # not that it compiles kernels
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["SYNCBN_CHECK_ORDER"] = "0"  # unless a test sets it before its first call
@@ -87,6 +89,13 @@ def enter_world(rank: int, size: int, store: str) -> None:
     """Join the process group of all ranks, which find each other by `store`."""
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=limit)
+
+
+def set_timeout(seconds: float, group: Any = None) -> None:
+    """Let calls of `group` wait for so long from now on."""
+    # `set_timeout` is new in torch 2.14
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(datetime.timedelta(seconds=seconds), group)
 
 
 def on_ranks(*sizes: int) -> Callable[[Callable[[int, int], None]], Callable[..., None]]:
