@@ -10,6 +10,7 @@ rounding, or if a process needed more than one graph.
 
 import argparse
 import copy
+import os
 import sys
 import time
 from itertools import chain
@@ -96,4 +97,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # not sys.exit: the graph keeps the group, whose threads may abort Python as it ends
+    os._exit(status)
