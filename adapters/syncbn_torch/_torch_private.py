@@ -242,7 +242,7 @@ def constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def default_group() -> Any:
     """The default process group, or None. torch.compile guards it, unlike `is_initialized()`."""
-    return _c10d._world._default_pg  # torch's tests of threads replace `_world`
+    return _c10d._world._default_pg  # `_world` changes where threads are ranks
 
 
 def has_group(name: str) -> bool:

@@ -81,7 +81,7 @@ def forward(layer: LayerState, x: Tensor) -> Tensor:
 
 
 def _eager(layer: LayerState, x: Tensor) -> Tensor:
-    """`forward` where torch.compile does not trace: its flag is one for all threads."""
+    """`forward` where nobody traces. It does not ask `is_compiling`, one flag for all threads."""
     y = _usual(layer, x)
     if y is not None:
         return y
@@ -100,7 +100,7 @@ def _eager(layer: LayerState, x: Tensor) -> Tensor:
 
 
 def _train(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
-    """`_eager` by the statistics of the batch, with all checks."""
+    """Normalize x by the statistics of the batch, after all checks."""
     sync, processes, rule = layer._replica_sync, processes_of(layer, x), layer._rule
     first = layer.running_mean if affine.weight is None else affine.weight
     dtype = None if first is None else first.dtype

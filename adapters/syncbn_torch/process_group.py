@@ -35,8 +35,8 @@ Values = Any  # numpy.ndarray or Tensor
 
 if dist.is_available() and not dist.is_initialized():
     # DistributedDataParallel imports this module too. Its functions have the default group of that
-    # moment as a default argument. If one exists by then, it outlives destroy_process_group(), and
-    # its threads can abort the process as it exits.
+    # moment as a default argument. If a group exists by then, it outlives destroy_process_group(),
+    # and its threads can abort the process as it exits.
     import_module("torch.distributed.nn")
 
 

@@ -113,7 +113,10 @@ class LayerCall:
         running: Sequence[RunningStatistics | None],
         room: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """y of each part, after updating its running statistics; or `room`, memory for y."""
+        """y of each part, after updating its running statistics.
+
+        Where `room` has memory for a y, its replica computes it: that memory is returned as it is.
+        """
         do, rule = self.operations, self.rule
         if self.alone:
             (x,), (affine,) = xs, affines
@@ -275,6 +278,7 @@ class Call:
 
 
 def _first(one: Any, other: Any) -> Any:
+    """The first that is not None."""
     return other if one is None else one
 
 

@@ -36,7 +36,7 @@ __all__ = [
 
 LARGE = 1 << 22  # bytes; NumPy asks for huge pages from the same size on
 _MADV_HUGEPAGE = 14
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # those of layers
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # that layers take
 HALVES = (torch.float16, torch.bfloat16)
 PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
 PLAIN_OR_NONE = frozenset((*PLAIN, type(None)))
