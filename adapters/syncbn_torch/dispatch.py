@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics
 from syncbn_core.errors import StateError
@@ -105,13 +106,16 @@ def _train(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
     first = layer.running_mean if affine.weight is None else affine.weight
     dtype = None if first is None else first.dtype
     if sync is None and processes is None and torch_is_better(x, dtype, rule):
-        running = checked_running(layer)
+        running, updates = _running(layer)
         check_for_torch(x, *affine, running)
-        y = torch_kernel.batch_norm(x, *affine, running, layer.eps)
+        y = torch_kernel.batch_norm(x, *affine, running, layer.eps, updates)
         remember(layer, *affine, running)
         return y
     if records_a_graph():
         _refuse_to_be_recorded(layer, sync is None and processes is None)
+    if _is_named_subclass(x):
+        # its class is restored after the node, so that y is no view made inside of one
+        return handle_torch_function(_train_as_tensor, (x,), x, layer)
     part = checked_part(layer, x, affine, processes)
     if (
         transforming()
@@ -128,16 +132,44 @@ def _train(layer: LayerState, x: Tensor, affine: Affine) -> Tensor:
     return y
 
 
+def _is_named_subclass(x: Tensor) -> bool:
+    """Whether x is a tensor of a subclass with `__torch_function__` and data of its own."""
+    return (
+        type(x) not in memory.PLAIN
+        and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and has_torch_function_unary(x)
+    )
+
+
+def _train_as_tensor(input: Tensor, layer: LayerState) -> Tensor:
+    """What the `__torch_function__` of a subclass gets: y as a plain tensor."""
+    x = input.as_subclass(Tensor)
+    return _train(layer, x, Affine(layer.weight, layer.bias))
+
+
 def checked_part(layer: LayerState, x: Tensor, affine: Affine, processes: Processes | None) -> Part:
     """The part of a layer in training with input x; raises the errors of a layer's forward."""
     operations = operations_for(x)
-    # a checkpoint repeats a forward within backward; that updates nothing
-    running = checked_running(layer) if backward_task() == -1 else None
+    running, updates = _running(layer)
+    running = running if updates else None
     rule, by_address = layer._rule, operations is not plain.OPERATIONS
     check_operands(x, layer.num_features, affine, running, rule, by_address)
     if processes is not None:
         check_for_processes(partial(name_of, layer), x, affine)
     return Part(operations, x, affine, running, rule, processes, torch.is_grad_enabled())
+
+
+def _running(layer: LayerState) -> tuple[RunningStatistics | None, bool]:
+    """The running statistics, if the layer tracks them, and whether this forward updates them.
+
+    A forward within a backward pass repeats one for a checkpoint. It updates nothing, unless that
+    one did not track: some programs track only in the recomputation.
+    """
+    running, sync, original = checked_running(layer), layer._replica_sync, layer._original
+    if backward_task() != -1 or (sync is not None and sync.recomputes()):
+        return running, not cast(LayerState, original)._tracked
+    original.__dict__["_tracked"] = running is not None
+    return running, True
 
 
 def _usual(layer: LayerState, x: Tensor) -> Tensor | None:

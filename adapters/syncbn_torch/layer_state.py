@@ -63,6 +63,7 @@ class LayerState(_BatchNorm):
         "_copied_from",
         "_checked",
         "_number",
+        "_tracked",
     )
     # Class-level defaults: converted layers and old pickles never ran __init__.
     process_group: Any = None
@@ -70,6 +71,7 @@ class LayerState(_BatchNorm):
     _replica_sync: ReplicaSync | Unconnected | None = None
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
     _checked: Any = None  # the tensors that passed the checks, see `usual`
+    _tracked: bool = True  # whether the last forward in training outside of backward updated them
     _number: Tensor = _NO_NUMBER  # (1,) on the CPU, see `give_number`
 
     @property

@@ -158,6 +158,7 @@ def checked_before(layer: LayerState, x: Tensor) -> Checked | None:
         or own[3] is not var
         or own[4] is not counter
         or not layer.track_running_stats
+        or not layer._tracked
     ):
         return None
     layer._check_input_dim(x)

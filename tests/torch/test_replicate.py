@@ -659,6 +659,35 @@ def test_a_subclass_of_data_parallel_keeps_its_methods() -> None:
     torch.testing.assert_close(copy.deepcopy(own)(x), nn.BatchNorm1d(3)(x) + 1)
 
 
+def test_a_patched_wrapper_splits_and_joins_by_its_own_methods() -> None:
+    class Scattered(nn.DataParallel):
+        """Takes a list with the batch of each replica."""
+
+        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+            return [(batch,) for batch in inputs[0]], [{} for _ in inputs[0]]
+
+        def gather(self, outputs: Any, output_device: Any) -> Any:
+            return list(outputs)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(3)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.bn(batch["x"])
+
+    wrapper: Any = Scattered(Net())
+    cpu = torch.device("cpu")
+    wrapper.device_ids, wrapper.output_device, wrapper.src_device_obj = [cpu] * 2, cpu, cpu
+    wrapper.dim = 0
+    patch_replication_callback(wrapper)
+    xs = [torch.randn(2, 3), torch.randn(5, 3)]
+    ys = wrapper([{"x": x} for x in xs])
+    assert [len(y) for y in ys] == [2, 5]
+    torch.testing.assert_close(torch.cat(ys), nn.BatchNorm1d(3)(torch.cat(xs)))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_output_device_and_script_modules() -> None:
     scripted = torch.jit.script(nn.Linear(3, 3))

@@ -118,6 +118,60 @@ def test_a_checkpointed_forward_counts_once(
         assert torch.equal(a, b)
 
 
+@ROUTES
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_tracks_only_in_the_recomputation_is_updated_there(
+    route: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fairscale's wrapper of checkpoints has it."""
+    if route == "torch's kernel" and not reentrant:
+        pytest.skip("it saves its buffers, so torch finds another number of saved tensors")
+    if route == "replicas" and not reentrant:
+        pytest.skip("the recomputation ends at the first saved tensor, before the layer")
+    layer, twin = SynchronizedBatchNorm2d(3), nn.BatchNorm2d(3)
+    calls = 0
+
+    def forward(called: nn.Module, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        layer.track_running_stats = calls % 2 == 0  # the recomputation
+        y: Tensor = called(x)
+        return y
+
+    with on(route, layer, monkeypatch) as called:
+        for _ in range(3):
+            x = torch.randn(SMALL, requires_grad=True)
+            checkpoint(forward, called, x, use_reentrant=reentrant).square().sum().backward()
+            twin(x)
+        assert layer.num_batches_tracked == 3
+        torch.testing.assert_close(layer.state_dict(), twin.state_dict())
+        called(x)  # tracks again, so that a recomputation updates nothing
+        checkpoint(called, x, use_reentrant=reentrant).sum().backward()
+    assert layer.num_batches_tracked == 5
+
+
+def test_a_replica_that_tracks_only_in_the_recomputation_is_updated_there() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm2d(3)
+
+        def part(self, x: Tensor, calls: list[int]) -> Tensor:
+            self.bn.track_running_stats = bool(calls)
+            calls.append(1)
+            return self.bn(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.part, x, [], use_reentrant=False)  # type: ignore[no-any-return]
+
+    model, twin = Late(), nn.BatchNorm2d(3)
+    for _ in range(3):
+        x = torch.randn(SMALL, requires_grad=True)
+        DataParallelWithCallback(model, replicas=3)(x).square().sum().backward()
+        twin(x)
+    torch.testing.assert_close(model.bn.state_dict(), twin.state_dict())
+
+
 def test_checkpointing_the_replicated_model_counts_once() -> None:
     for reentrant in (False, True):
         model = Model(None)

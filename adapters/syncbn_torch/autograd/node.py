@@ -15,7 +15,6 @@ In forward-mode AD differentiable operations take the place of the node.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress
 from operator import not_
 from typing import Any
@@ -29,7 +28,7 @@ from syncbn_core.backends.base import Affine, Operations
 from syncbn_core.comm.waits import note_arrivals
 from syncbn_core.errors import CheckpointError, ShapeError, StateError
 from syncbn_core.moments import NormRule
-from syncbn_torch._torch_private import saving_runs_hooks
+from syncbn_torch._torch_private import backward_task, saving_runs_hooks
 from syncbn_torch.autograd.steps import Call, Columns, Part, columns_of
 from syncbn_torch.autograd.streams import of_node, of_replicas
 from syncbn_torch.backends import plain
@@ -38,7 +37,6 @@ __all__ = ["Keep", "Recomputed", "batch_norm", "gradients_alone", "normalize_rep
 
 
 _SETTINGS = 4  # arguments of `BatchNormOfParts` before its operands
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Keep(Function):
@@ -136,26 +134,42 @@ def batch_norm(layers: Sequence[Sequence[Part]]) -> tuple[Call, Sequence[Tensor]
     Updates the running statistics of all, or if a step fails of none. Raises `BatchSizeError` for
     one value per channel in the whole batch, and the errors of the exchange.
     """
+    if layers[0][0].context is None:
+        return _batch_norm(layers)
+    # the modes of no replica; `_same` in place of the hooks of the master's own thread
+    parts = layers[0]
+    inference, graph = all(part.inference for part in parts), any(part.graph for part in parts)
+    with torch.inference_mode(inference), torch.set_grad_enabled(graph):
+        if not saving_runs_hooks() or parts[0].operations is plain.DIFFERENTIABLE:
+            return _batch_norm(layers)
+        with saved_tensors_hooks(_same, _same):
+            return _batch_norm(layers)
+
+
+def _batch_norm(layers: Sequence[Sequence[Part]]) -> tuple[Call, Sequence[Tensor]]:
     parts, first = columns_of([*chain.from_iterable(layers)]), layers[0][0]
-    graph, hooks, replicas = True in parts.graph, saving_runs_hooks(), first.context is not None
-    # Saved-tensor hooks run after the node's forward; of several layers the last one may fail.
-    last = len(layers) > 1 or (hooks and not replicas)
+    # Saved-tensor hooks run after the node's forward; of several layers the last one may fail. In a
+    # recomputation they end the forward as soon as all is saved.
+    hooks = first.context is None and saving_runs_hooks() and backward_task() == -1
+    last = len(layers) > 1 or hooks
     calls: list[Call] = []
-    by_node = graph and first.operations is not plain.DIFFERENTIABLE
-    grad_mode = torch.set_grad_enabled(graph) if replicas or not by_node else _NOTHING
-    # in place of those of the master's own thread
-    own_hooks = saved_tensors_hooks(_same, _same) if replicas and hooks and by_node else _NOTHING
-    with grad_mode, own_hooks:
-        if by_node:
-            xs = [x if own else x.detach() for x, own in zip(parts.x, parts.graph, strict=True)]
-            operands = chain(xs, *zip(*parts.affine, strict=True))
-            ys = BatchNormOfParts.apply(layers, parts, last, calls, *operands)
-        else:
-            calls.append(Call(layers, parts))
-            ys = calls[0].forward(parts, last)
+    if True in parts.graph and first.operations is not plain.DIFFERENTIABLE:
+        xs = [*map(_of_graph, parts.x, parts.graph)]
+        operands = chain(xs, *zip(*parts.affine, strict=True))
+        ys: Sequence[Tensor] = BatchNormOfParts.apply(layers, parts, last, calls, *operands)
+    else:
+        calls.append(Call(layers, parts))
+        ys = calls[0].forward(parts, last)
     if last:
         calls[0].update_running(parts)
     return calls[0], ys
+
+
+def _of_graph(x: Tensor, graph: bool) -> Tensor:
+    """x of a part as the node saves it; `graph`: whether its y is part of the graph."""
+    if graph:
+        return x
+    return x.clone() if x.is_inference() else x.detach()
 
 
 def normalize_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:

@@ -37,6 +37,7 @@ class Part(NamedTuple):
     """One part of the batch of a layer, and the settings of the layer.
 
     `graph`: whether gradients are enabled in the thread it comes from. The rest is for replicas.
+    `inference`: whether it comes from `torch.inference_mode()`.
     `context`: the forward that they share. `kept`: the ctx of its `Keep`, if it has one.
     `moments`, `y`: the moments of x, and memory for y, if the replica computes both itself.
     `stream`: that of its GPU on which it computes x, and goes on with y; None on a host. `arrived`
@@ -50,6 +51,7 @@ class Part(NamedTuple):
     rule: NormRule
     processes: Processes | None
     graph: bool
+    inference: bool = False
     context: Any = None
     kept: Any = None
     moments: Any = None

@@ -19,7 +19,6 @@ from torch import Tensor
 from syncbn_core.backends.base import RunningStatistics
 from syncbn_core.moments import averaging_factor, require_more_than_one_value
 from syncbn_torch._torch_private import (
-    backward_task,
     cudnn_enabled,
     increment_versions,
     is_jit_tracing,
@@ -38,11 +37,12 @@ def batch_norm(
     bias: Tensor | None,
     running: RunningStatistics | None,
     eps: float,
+    updates: bool = True,
 ) -> Tensor:
     """Compute y for a layer alone, x (N, C, *spatial); update `running` if it is not None.
 
-    A forward that checkpointing repeats in backward updates nothing. Raises `BatchSizeError` or
-    torch's ValueError for one value per channel.
+    `updates`: False for a forward that a checkpoint repeats; it saves the same tensors as the first
+    one. Raises `BatchSizeError` or torch's ValueError for one value per channel.
     """
     if running is None:
         return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
@@ -53,15 +53,14 @@ def batch_norm(
         if counter is not None:
             counter.add_(1)
         return y
-    recomputed = backward_task() != -1
     # transforms, subclasses, modes and hooks run code that may raise after the kernel
     kinds = {type(x), type(weight), type(bias), type(mean), type(var), type(counter)}
     may_raise = transforming() or not kinds <= PLAIN_OR_NONE or saving_runs_hooks()
     may_raise = may_raise or modes_run_other_code()
-    if recomputed or may_raise or mean is None or var is None or counter is None:
+    if not updates or may_raise or mean is None or var is None or counter is None:
         new_mean, new_var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
         y = F.batch_norm(x, new_mean, new_var, weight, bias, True, factor, eps)
-        if not recomputed:
+        if updates:
             _write(running, new_mean, new_var)
         return y
     if x.numel() <= x.shape[1]:

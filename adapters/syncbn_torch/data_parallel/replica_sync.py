@@ -56,27 +56,44 @@ class ReplicaSync:
                 f"{self.shared.disowned}"
             )
 
+    def recomputes(self) -> bool:
+        """Whether a forward now repeats one for a checkpoint, around the replicas or inside."""
+        return self.shared.recomputes or self.shared.is_over()
+
     def forward(self, part: Part) -> Tensor:
         """y by the statistics of all replicas; each updates its own running statistics."""
         operations, x, affine, running, rule, _, graph, *_ = part
-        if self.shared.recomputes:
-            running = None
         over = self.shared.is_over()
-        by_torch = operations is plain.DIFFERENTIABLE
+        in_thread, by_torch = operations.serial, operations is plain.DIFFERENTIABLE
+        if over:
+            if by_torch:
+                raise CheckpointError(
+                    f"{self.shared.name} was recomputed by a checkpoint in forward-mode AD, which "
+                    "can't be synchronized among replicas; leave the checkpoint out, or use one "
+                    "replica"
+                )
+            with torch.no_grad():
+                moments = in_thread.moments(x)
+            known = self._earlier_exchange(moments).by_device[x.device]
+            if running is not None:  # before x is saved, where a checkpoint may end
+                in_thread.update_running(running, known)
         kept: list[Any] = [] if graph and saving_runs_hooks() and not by_torch else [None]
         if not kept:
             x = Keep.apply(x, kept)
         ctx = kept[0] if x.requires_grad else None
-        in_thread = operations.serial
-        apart = in_thread is not operations and x.numel() >= APART and not over
+        if over:
+            part = part._replace(context=self.shared)
+            recomputed: Tensor = Recomputed.apply(x, *affine, known, part)
+            return recomputed
+        apart = in_thread is not operations and x.numel() >= APART
         moments = room = None
-        if apart or over:
+        if apart:
             with torch.no_grad():
                 moments = in_thread.moments(x)
-            room = empty_like(x) if apart else None
+            room = empty_like(x)
         part = part._replace(
             x=x,
-            running=running,
+            inference=torch.is_inference_mode_enabled(),
             context=self.shared,
             kept=ctx,
             moments=moments,
@@ -84,18 +101,10 @@ class ReplicaSync:
             stream=stream_of(x),
             arrived=now(),
         )
-        if over and by_torch:
-            raise CheckpointError(
-                f"{self.shared.name} was recomputed by a checkpoint in forward-mode AD, which "
-                "can't be synchronized among replicas; leave the checkpoint out, or use one replica"
-            )
-        if over:
-            known = self._earlier_exchange(moments).by_device[x.device]
-            y: Tensor = Recomputed.apply(x, *affine, known, part)
-            return y
         with ranges.span("exchange", self._name):
             exchange = self.master.run_master if self.is_master else self.pipe.run_slave
-            y, call, self._index = exchange(part)
+            result: tuple[Tensor, Any, int] = exchange(part)
+        y, call, self._index = result
         if apart and call.operations is operations:
             known = call.by_device[x.device]
             with torch.no_grad():
@@ -121,6 +130,8 @@ class ReplicaSync:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         exchange: Any = found[0][0]
+        if part.known_count == 0:  # for an empty part any statistics are right
+            return exchange
         if not all(_same_bits(exchange.total, other.total) for other, _ in found):
             raise CheckpointError(
                 f"{self.shared.name} was recomputed with an input that this replica had in "
@@ -170,6 +181,10 @@ class Unconnected:
 
     def check(self) -> None:
         """Pass: eval works without the other replicas."""
+
+    def recomputes(self) -> bool:
+        """False, as the link is new; `forward` raises."""
+        return False
 
     def forward(self, *_: Any) -> NoReturn:
         """Raise `StateError`."""

@@ -443,8 +443,8 @@ def _one_device(device_ids: Sequence[Any]) -> bool:
 def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> None:
     """Turn an existing `nn.DataParallel` into a `DataParallelWithCallback`, in place.
 
-    An object of a subclass keeps its own methods, but can't be pickled any more. Raises
-    `TypeError` for anything but an `nn.DataParallel`.
+    An object of a subclass keeps its own methods, such as `scatter` and `gather`, but can't be
+    pickled any more. Raises `TypeError` for anything but an `nn.DataParallel`.
     """
     kind = type(data_parallel)
     if issubclass(kind, DataParallelWithCallback):
@@ -454,7 +454,7 @@ def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> Non
     if kind is nn.DataParallel:
         data_parallel.__class__ = DataParallelWithCallback
     else:
-        data_parallel.__class__ = type(kind.__name__, (DataParallelWithCallback, kind), {})
+        data_parallel.__class__ = type(kind.__name__, (kind, DataParallelWithCallback), {})
 
 
 Modes = list[Callable[[], AbstractContextManager[Any]]]

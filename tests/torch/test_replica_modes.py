@@ -1,0 +1,107 @@
+"""Replicas in unlike modes of autograd, with checkpoints and empty parts."""
+
+import random
+from contextlib import AbstractContextManager
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm1d
+
+CHANNELS = 3
+MODES = ("grad", "no_grad", "inference")
+
+
+def mode_of(name: str) -> AbstractContextManager[Any]:
+    return torch.inference_mode() if name == "inference" else torch.set_grad_enabled(name == "grad")
+
+
+class Model(nn.Module):
+    """A layer, called in the mode of its replica with the first rows of its part."""
+
+    def __init__(self, modes: tuple[str, ...], rows: list[int], checkpoints: bool) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(CHANNELS)
+        self.modes, self.rows, self.checkpoints = modes, rows, checkpoints
+
+    def part(self, x: Tensor, replica: int) -> Tensor:
+        with mode_of(self.modes[replica]):
+            return self.bn(x * 2)
+
+    def forward(self, x: Tensor, replica: Tensor) -> Tensor:
+        index = int(replica[0])
+        part = x[: self.rows[index]]
+        if self.checkpoints:
+            y: Tensor = checkpoint(self.part, part, index, use_reentrant=False)
+        else:
+            y = self.part(part, index)
+        return y.clone().relu_().square()  # a clone, as inference tensors can't be saved
+
+
+@pytest.mark.parametrize("length", [5, 30_000])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_each_replica_keeps_its_mode_and_the_others_their_gradients(
+    checkpoints: bool, length: int
+) -> None:
+    """As the undivided batch, of which the parts in other modes are constants."""
+    chosen = random.Random(0)
+    combinations = [modes for size in (1, 2, 3) for modes in product(MODES, repeat=size)]
+    for modes in combinations if length == 5 else chosen.sample(combinations, 6):
+        size = len(modes)
+        rows = [chosen.choice([0, 1, 2, 3]) for _ in modes]
+        rows[chosen.randrange(size)] = 3
+        model = Model(modes, rows, checkpoints).double()
+        nn.init.uniform_(model.bn.weight, 0.5, 1.5)
+        x = torch.randn(3 * size, CHANNELS, length, dtype=torch.float64, requires_grad=True)
+        replicas = torch.arange(size).repeat_interleave(3)
+        wrapper = DataParallelWithCallback(model, replicas=size)
+        y = wrapper(x, replicas)
+
+        twin = nn.BatchNorm1d(CHANNELS).double()
+        twin.weight.data.copy_(model.bn.weight.data)
+        z = x.detach().clone().requires_grad_()
+        parts = [part[:n] * 2 for part, n in zip(z.split(3), rows, strict=True)]
+        seen = [p if m == "grad" else p.detach() for p, m in zip(parts, modes, strict=True)]
+        whole = twin(torch.cat(seen)).split(rows)
+        kept = [p if m == "grad" else p.detach() for p, m in zip(whole, modes, strict=True)]
+        expected = torch.cat(kept).relu().square()
+
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(dict(model.bn.named_buffers()), dict(twin.named_buffers()))
+        if not expected.requires_grad:
+            assert not y.requires_grad
+            continue
+        cotangent = torch.randn_like(expected)
+        y.backward(cotangent)
+        expected.backward(cotangent)
+        torch.testing.assert_close(x.grad, z.grad)
+        for one, other in zip(model.bn.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_an_empty_part_goes_through_a_layer_twice_inside_a_checkpoint() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm1d(CHANNELS, dtype=torch.float64)
+
+        def part(self, x: Tensor) -> Tensor:
+            return self.bn(self.bn(x).tanh())
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return x.index_put((keep,), checkpoint(self.part, x[keep], use_reentrant=False))
+
+    model = Twice()
+    x = torch.randn(4, CHANNELS, dtype=torch.float64, requires_grad=True)
+    keep = torch.tensor([True, True, False, False])
+    DataParallelWithCallback(model, replicas=2)(x, keep).pow(3).sum().backward()
+    z = x.detach().clone().requires_grad_()
+    once = F.batch_norm(z[:2], None, None, training=True).tanh()
+    twice = F.batch_norm(once, None, None, training=True)
+    torch.cat([twice, z[2:]]).pow(3).sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
