@@ -53,6 +53,7 @@ __all__ = [
     "saving_runs_hooks",
     "transforming",
     "untraced",
+    "watch_saving",
 ]
 
 # A module's dictionaries of hooks that run when it is called. For each, torch.nn.modules.module
@@ -127,6 +128,24 @@ def saving_runs_hooks() -> bool:
     Before torch 2.8, which can't tell, True whenever gradients are enabled.
     """
     return torch.is_grad_enabled() and (_top_hooks is None or _top_hooks(True) is not None)
+
+
+def watch_saving(check: Callable[[], None]) -> None:
+    """Call `check()` before each call of the innermost hook for saved tensors, until it is left.
+
+    Does nothing before torch 2.8, and if a check is there already.
+    """
+    hooks = None if _top_hooks is None else _top_hooks(True)
+    if hooks is None or hasattr(hooks[0], "checks"):
+        return
+
+    def pack(tensor: Tensor) -> Any:
+        check()
+        return hooks[0](tensor)
+
+    pack.checks = True  # type: ignore[attr-defined]
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, hooks[1])
 
 
 def modes_run_other_code() -> bool:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.checks import check_eps_mode
-from syncbn_core.errors import ShapeError
+from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected
+from syncbn_torch.module_names import name_of
 
 __all__ = ["LayerState", "give_number", "layer_of", "set_sbn_eps_mode"]
 
@@ -49,6 +50,23 @@ def give_number(layer: LayerState) -> None:
 def layer_of(number: int) -> LayerState | None:
     """The layer with this number, if it still exists."""
     return _layers.get(number)
+
+
+_GROUPS: Any = getattr(torch.distributed, "ProcessGroup", ())  # builds of torch may have none
+
+
+class _UnpicklableGroup:
+    """A process group in the state of a layer: `copy.copy` takes it along, pickle refuses it."""
+
+    def __init__(self, group: Any, layer: nn.Module) -> None:
+        self.group, self.layer = group, layer
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            f"expected no process group in {name_of(self.layer)}, which is to be pickled, got a "
+            "ProcessGroup, which belongs to this process; save model.state_dict(), or set the "
+            "layer's process_group to None before"
+        )
 
 
 class LayerState(_BatchNorm):
@@ -88,10 +106,14 @@ class LayerState(_BatchNorm):
         # a copy or pickle of a replica is an ordinary layer
         state = {**self.__dict__, "_replica_sync": None, "_copied_from": None, "_checked": None}
         state.pop("_number", None)
+        if isinstance(self.process_group, _GROUPS):
+            state["process_group"] = _UnpicklableGroup(self.process_group, self._original)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if isinstance(self.process_group, _UnpicklableGroup):
+            self.process_group = self.process_group.group
         give_number(self)
 
     @property
@@ -107,6 +129,7 @@ class LayerState(_BatchNorm):
         memo[id(self)] = copied
         # not `self.__getstate__()`, which raises in a parametrized layer
         state = LayerState.__getstate__(self)
+        state["process_group"] = group
         copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 

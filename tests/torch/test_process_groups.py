@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import os
 import pickle
 from functools import partial
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from world import close, enter_world, equals_undivided, on_ranks, raises, rows_of, whole_batch
 
+from syncbn_core.errors import StateError
 from syncbn_torch import (
     DistributedCommunicator,
     SynchronizedBatchNorm2d,
@@ -99,6 +101,12 @@ def test_copies_of_a_layer_share_its_communicator_which_pickle_refuses(
     layer = SynchronizedBatchNorm2d(3, process_group=DistributedCommunicator())
     assert copy.deepcopy(layer).process_group is layer.process_group
     raises(RuntimeError, "state_dict()", call=lambda: pickle.dumps(layer))
+    model = nn.Sequential(nn.Identity(), SynchronizedBatchNorm2d(3, process_group=dist.group.WORLD))
+    assert copy.copy(model[1]).process_group is model[1].process_group
+    assert copy.deepcopy(model)[1].process_group is model[1].process_group
+    raises(StateError, "in 1 (Synch", "state_dict()", call=lambda: torch.save(model, io.BytesIO()))
+    model[1].process_group = None
+    torch.save(model, io.BytesIO())
 
 
 @on_ranks(2)

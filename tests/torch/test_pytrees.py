@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import warnings
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -541,3 +542,32 @@ def test_a_counter_keeps_its_numbers() -> None:
     """Its `update` adds, unlike that of other mappings."""
     model = Calls(lambda x, counts: counts)
     assert DataParallelWithCallback(model, replicas=2)(x, Counter(a=2)) == Counter(a=2)
+
+
+class Echo(nn.Module):
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 2, 1], (5, 3, 2, 1), ["a", "b", "c", None]])
+def test_a_list_with_an_entry_per_sample_beside_a_tensor_is_named_once(lengths: Any) -> None:
+    model = DataParallelWithCallback(Echo(), replicas=2)
+    text = r'^args\[1\]\["n"\] has as many entries as .* set batch_sizes="even"'
+    with pytest.warns(UserWarning, match=text) as caught:
+        model(torch.ones(4, 2), {"n": lengths})
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(4, 2), {"n": lengths})
+
+
+@pytest.mark.parametrize(
+    "value", [[1, 2, 3], (), Shared([1, 2, 3, 4]), "abcd", {1: 2, 3: 4, 5: 6, 7: 8}, {1, 2, 3, 4}]
+)
+def test_other_lists_go_to_every_replica_without_a_warning(value: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataParallelWithCallback(Echo(), replicas=2)(torch.ones(4, 2), value, key=value)
+        DataParallelWithCallback(Echo(), replicas=2)(torch.ones(1, 2), [1])  # a single part
+        sized = DataParallelWithCallback(Echo(), replicas=2, batch_sizes="even")
+        sized(torch.ones(4, 2), [1, 2, 3, 4], (1, 2, 3, 4))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from syncbn_core.errors import CheckpointError
 from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm1d
 
 CHANNELS = 3
@@ -104,4 +105,46 @@ def test_an_empty_part_goes_through_a_layer_twice_inside_a_checkpoint() -> None:
     once = F.batch_norm(z[:2], None, None, training=True).tanh()
     twice = F.batch_norm(once, None, None, training=True)
     torch.cat([twice, z[2:]]).pow(3).sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
+
+
+class Random(nn.Module):
+    """A layer and a random one in a checkpoint, and dropout after it."""
+
+    def __init__(self, random_layer: nn.Module | None) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(CHANNELS, dtype=torch.float64)
+        self.random, self.head = random_layer, nn.Dropout()
+
+    def part(self, x: Tensor) -> Tensor:
+        y: Tensor = self.bn(x)
+        return (y if self.random is None else self.random(y)).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.part, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+class StochasticDepth(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(len(x), 1) > 0.5)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(), nn.RReLU(), StochasticDepth()])
+def test_random_layers_in_a_checkpoint_in_replicas_are_refused(layer: nn.Module) -> None:
+    model = Random(layer)
+    x = torch.randn(16, CHANNELS, dtype=torch.float64, requires_grad=True)
+    y = DataParallelWithCallback(model, replicas=2)(x)
+    with pytest.raises(CheckpointError, match=r"^expected no random operations .* beside bn"):
+        y.sum().backward()
+    DataParallelWithCallback(model, replicas=1)(x).sum().backward()
+
+
+def test_random_layers_outside_of_the_checkpoint_are_right() -> None:
+    model = Random(None)
+    x = torch.randn(16, CHANNELS, dtype=torch.float64, requires_grad=True)
+    y = DataParallelWithCallback(model, replicas=2)(x)
+    y.square().sum().backward()
+    z = x.detach().clone().requires_grad_()
+    kept = 2 * (y.detach() != 0)
+    (F.batch_norm(z, None, None, training=True).sin() * kept).square().sum().backward()
     torch.testing.assert_close(x.grad, z.grad)

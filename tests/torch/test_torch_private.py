@@ -232,6 +232,24 @@ def test_restored_forward_ad_gives_a_thread_the_mode_of_its_caller(enabled: bool
         assert in_thread(enabled_there) == enabled
 
 
+def test_watch_saving_checks_before_the_hook_and_ends_with_it() -> None:
+    calls: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Tensor:
+        calls.append("pack")
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        for name in ("first", "second"):  # the second is not needed
+            private.watch_saving(lambda name=name: calls.append(name))
+        x.exp()
+    x.exp()
+    private.watch_saving(lambda: calls.append("without hooks"))
+    x.exp()
+    assert calls == ["first", "pack"]
+
+
 def test_InheritedModes_has_the_modes_and_hooks_of_the_thread_that_made_it() -> None:  # noqa: N802
     """Without it, replica 0 ignores the default device, modes and hooks of its caller."""
     seen: list[str] = []

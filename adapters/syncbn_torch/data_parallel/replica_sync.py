@@ -13,7 +13,7 @@ from syncbn_core.comm.waits import now
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_torch import ranges
-from syncbn_torch._torch_private import profiler, saving_runs_hooks
+from syncbn_torch._torch_private import profiler, saving_runs_hooks, watch_saving
 from syncbn_torch.autograd.node import Keep, Recomputed, normalize_replicas
 from syncbn_torch.autograd.steps import Part
 from syncbn_torch.autograd.streams import stream_of
@@ -84,6 +84,8 @@ class ReplicaSync:
         if over:
             part = part._replace(context=self.shared)
             recomputed: Tensor = Recomputed.apply(x, *affine, known, part)
+            states = _random_states(x.device)
+            watch_saving(lambda: self._check_random_states(states, x.device))
             return recomputed
         apart = in_thread is not operations and x.numel() >= APART
         moments = room = None
@@ -113,6 +115,19 @@ class ReplicaSync:
         if profiler._is_profiler_enabled and self.is_master:  # one node for all replicas
             ranges.name_backward(y, self._name)
         return y
+
+    def _check_random_states(self, states: list[Tensor], device: torch.device) -> None:
+        """Raise `CheckpointError` if random numbers were drawn since `states`.
+
+        The generator is that of all replicas, so the forward has drawn others.
+        """
+        if not all(map(torch.equal, states, _random_states(device))):
+            raise CheckpointError(
+                f"expected no random operations (dropout) beside {self.shared.name} in what a "
+                "checkpoint repeats within replicas: the replicas of a device share one random "
+                "number generator, so the recomputation draws other numbers than the forward; "
+                "move them out of the checkpoint, or use one replica per process"
+            )
 
     def _earlier_exchange(self, part: Any) -> Any:
         found = [(one, graph) for seen, one, graph in self._history if _same_bits(seen, part)]
@@ -150,6 +165,12 @@ def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Has
     if context.closed:
         raise CommAborted(f"{context.name}: the forward of this replica has ended")
     return normalize_replicas(messages)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """The states of the random number generators of a device and of the CPU."""
+    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *of_device]
 
 
 def _same_bits(a: Any, b: Any) -> bool:

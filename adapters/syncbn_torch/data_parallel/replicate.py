@@ -238,8 +238,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             arguments and results a list of samples. None: as `torch.chunk`. You may set this
             attribute between forwards.
 
-    Warns (`UserWarning`) if `device_ids` names several GPUs and torch finds none, and once at the
-    first forward in training if layers of torch would take statistics of one replica each.
+    Warns (`UserWarning`) if `device_ids` names several GPUs and torch finds none, once at the
+    first forward in training if layers of torch would take statistics of one replica each, and
+    once if every replica gets the whole of a list that has an entry for each sample.
 
     Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica, for bad
     `batch_sizes` and for CPU mixed with GPUs.
@@ -261,6 +262,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     batch_sizes: BatchSizes = None  # also of wrappers that `__init__` did not make
     _checked_layers = False  # set at the first forward in training with several replicas
     _warned_of_graphs = False
+    _warned_of_lists = False
 
     def __init__(
         self,
@@ -363,7 +365,17 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         if self._within_replica():
             device_ids = device_ids[:1]
         devices = [_device(d) for d in device_ids]
-        return split(inputs, kwargs or {}, self.dim, devices, self.batch_sizes)
+        parts, keywords = split(inputs, kwargs or {}, self.dim, devices, self.batch_sizes)
+        if parts.whole and not self._warned_of_lists:
+            self._warned_of_lists = True
+            warnings.warn(
+                f"{parts.whole} has as many entries as the batch has samples, but every replica "
+                'gets all of it; if it holds an entry per sample, set batch_sizes="even", or pass '
+                "a tensor; if not, wrap it in syncbn_torch.Shared(...)",
+                UserWarning,
+                stacklevel=6,  # the caller of the wrapper
+            )
+        return parts, keywords
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any

@@ -91,11 +91,16 @@ class Shared:
 
 
 class Parts(list[Any]):
-    """Something for each replica, with the numbers of samples if the caller asked for some."""
+    """Something for each replica, with the numbers of samples if the caller asked for some.
 
-    def __init__(self, parts: Sequence[Any], sizes: list[int] | None = None) -> None:
+    `whole`: the path of a list that each replica got whole, though it has an entry for each sample.
+    """
+
+    def __init__(
+        self, parts: Sequence[Any], sizes: list[int] | None = None, whole: str = ""
+    ) -> None:
         super().__init__(parts)
-        self.sizes = sizes
+        self.sizes, self.whole = sizes, whole
 
 
 def split(
@@ -130,8 +135,10 @@ def split(
         refuse_in_replicas("DataParallelWithCallback")
     for cut in plan.cuts:
         cut.pieces = _pieces(cut, count, sizes, dim, devices)
+    samples = {cut.size(dim) for cut in plan.cuts} if count > 1 and sizes is None else set()
+    whole = next((path for path, length in plan.plain_lists if length in samples), "")
     parts = range(count)
-    return Parts([part_of_args(i) for i in parts], sizes), [part_of_kwargs(i) for i in parts]
+    return Parts([part_of_args(i) for i in parts], sizes, whole), [part_of_kwargs(i) for i in parts]
 
 
 @dataclass
@@ -160,6 +167,7 @@ class _Plan:
         self.devices = devices
         self.samples = samples  # whether lists hold samples
         self.cuts: list[_Cut] = []
+        self.plain_lists: list[tuple[str, int]] = []  # those that every part gets: path and length
 
     def of(self, tree: Any, path: str) -> Callable[[int], Any]:
         """A function from the number of a part to this part of `tree`."""
@@ -174,6 +182,8 @@ class _Plan:
         container = node(tree)
         _check_divisible(tree, container, path)
         if container is None or PLAIN.issuperset(map(type, container.values)):
+            if isinstance(tree, (list, tuple)):
+                self.plain_lists.append((path, len(tree)))
             return lambda i: tree
         inside = [
             self.of(value, path + key)
