@@ -46,7 +46,6 @@ from gpu_contenders import (
 from gpu_timers import Cpu, Cuda, Sample, describe
 from torch import Tensor
 
-from syncbn_torch import which_kernel
 from syncbn_torch.batchnorm import always_ours
 
 RESULTS = ("y", "dx", "dweight", "dbias")
@@ -213,8 +212,6 @@ def measure_all(results: dict[str, Any], timer: Cuda, seconds: float, selection:
         row = measure_speed(waiting[0], timer, bandwidth, large, names)
         results["cases"].append(row)
         if selection.eager:
-            form = waiting[0].tensor(torch.device("meta"))
-            row["ours by the rule"] = which_kernel._is_large_on_device(form)
             results["host"].append(measure_host(waiting[0], timer, names))
         print(waiting.pop(0), gpu_report.line(row), flush=True)
         timer.release()

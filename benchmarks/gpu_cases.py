@@ -2,8 +2,8 @@
 
 all         ResNet-50's layers for batches of 256, 32 and 2, and a few more; every contender
 left-out    what "all" seldom has the time for: (N, C), and (N, C, L) in 16 bits
-lone        around the size from which a layer alone takes our kernels (`dispatch.py`), beside
-            what torch would take: device time, and wall time of eager steps
+lone        around the size from which our kernels are faster for a layer alone than what torch
+            takes: device time, and wall time of eager steps
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ TESTS = Path(__file__).parent / "torch"
 ADAPTER = Path(__file__).parents[1] / "adapters"
 PUBLIC = {"syncbn_torch", "syncbn_torch.lightning", "syncbn_torch.forward_together"}
 # Our kernels also for small tensors on a CPU, where torch's are as quick.
-PUBLIC.add("syncbn_torch.which_kernel")
+PUBLIC.add("syncbn_torch.forward")
 WHY = {
     "test_autograd.py": "a device without kernels: no other way leads to plain operations here",
     "test_compiled.py": "a part of torch that is missing in older versions is switched off",
     "test_conversion_report.py": "what a test has registered is taken back",
     "test_convert.py": "what the plugin of Lightning calls, which is not installed here",
     "test_cpu.py": "the arrays of torch's CPU tensors, by the contract of backends",
-    "test_dispatch.py": "which kernel runs, without the device that it would run on",
+    "test_cuda_tensors.py": "tensors of a device that is not there, by the contract of backends",
     "test_memory.py": "one address and one shape per call: the contract of backends",
     "test_module_names.py": "names in errors, by a function of many small cases",
     "test_originals.py": "whether anything still watches, after a model is gone",
@@ -29,7 +29,6 @@ WHY = {
     "test_running_statistics.py": "a device without kernels, as in test_autograd.py",
     "test_streams.py": "streams of a device, by stand-ins",
     "test_torch_private.py": "each private name of torch that the adapter uses",
-    "test_usual.py": "the quick route is switched off, to compare with it",
 }
 
 

@@ -320,7 +320,7 @@ def threads_cases() -> Iterator[Case]:
 
 def always_ours(on: bool = True) -> AbstractContextManager[None]:
     """Inputs of any size take our kernels, also those for which torch's is faster."""
-    for name in ("batchnorm", "dispatch") if on else ():
+    for name in ("batchnorm",) if on else ():
         with suppress(ImportError, AttributeError):
             found: Any = importlib.import_module(f"syncbn_torch.{name}").always_ours
             block: AbstractContextManager[None] = found()

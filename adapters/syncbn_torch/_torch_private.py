@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, overrides
 from torch._guards import CompileContext
-from torch.autograd import Function, forward_ad, profiler
+from torch.autograd import forward_ad, profiler
 from torch.utils import _python_dispatch, _pytree
-from torch.utils._device import DeviceContext
 
 __all__ = [
     "COMPARES_GROUPS_BY_TYPE",
@@ -27,7 +26,6 @@ __all__ = [
     "InheritedModes",
     "backward_task",
     "constant_while_tracing",
-    "cudnn_enabled",
     "current_raw_stream",
     "current_stream_number",
     "default_group",
@@ -42,8 +40,6 @@ __all__ = [
     "is_tracing",
     "is_wrapped",
     "modes_run_other_code",
-    "node_of",
-    "operations_are_seen",
     "profiler",
     "records_a_graph",
     "register_group",
@@ -83,8 +79,6 @@ backward_task: Callable[[], int] = torch._C._current_graph_task_id
 function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Whether torch.jit.trace records the operations of this thread; torch.compile can trace it:
 is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-# The value of torch.backends.cudnn.enabled:
-cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 # The handle of the current stream of a CUDA device, given its index; None in builds without CUDA:
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -98,13 +92,6 @@ _is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functor
 _increment_version: Any = torch._C._increment_version
 _takes_several = "Iterable" in str(signature(torch.autograd.graph.increment_version))
 _is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-
-
-def node_of(function: type[Function]) -> Callable[..., Any]:
-    """`function.apply` without its Python wrapper, which only function transforms need."""
-    base: Any = super(Function, function)
-    apply: Callable[..., Any] = base.apply
-    return apply
 
 
 def increment_versions(tensors: Iterable[Tensor]) -> None:
@@ -151,16 +138,6 @@ def watch_saving(check: Callable[[], None]) -> None:
 def modes_run_other_code() -> bool:
     """Whether a torch dispatch or function mode sees each operation."""
     return bool(torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack())
-
-
-def operations_are_seen() -> bool:
-    """Whether torch.jit.trace or a mode sees each operation, to record, count or replace it."""
-    if is_jit_tracing() or torch._C._len_torch_dispatch_stack():
-        return True
-    if not torch._C._len_torch_function_stack():
-        return False
-    modes = overrides._get_current_function_mode_stack()
-    return any(type(mode) is not DeviceContext for mode in modes)  # of `set_default_device`
 
 
 def records_a_graph() -> bool:

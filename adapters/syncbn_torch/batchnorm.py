@@ -13,13 +13,13 @@ import warnings
 import weakref
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
 
 from syncbn_core.checks import check_eps, check_eps_mode, check_momentum
-from syncbn_core.errors import StateError
+from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import EpsMode
-from syncbn_torch import dispatch
 from syncbn_torch._torch_private import HOOKS, untraced
 from syncbn_torch.conversion.replacement import ModuleT, modules_of
 from syncbn_torch.conversion.report import ConversionReport
@@ -27,10 +27,9 @@ from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.contexts import CallbackContext
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, shared_forward
+from syncbn_torch.forward import always_ours, batch_norm, traced_batch_norm
 from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
 from syncbn_torch.process_group import checked_process_group, communicator_for
-from syncbn_torch.validation import not_a_tensor
-from syncbn_torch.which_kernel import always_ours
 
 __all__ = [
     "LazySynchronizedBatchNorm1d",
@@ -89,7 +88,7 @@ class _SynchronizedBatchNorm(LayerState):
         """Set what `replica`, a copy of this layer, has of its own."""
         original = self._original
         replica.__dict__.update(  # `nn.Module.__setattr__` is slow
-            _copied_from=weakref.ref(original), _checked=None, _replica_sync=Unconnected(original)
+            _copied_from=weakref.ref(original), _replica_sync=Unconnected(original)
         )
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -114,38 +113,38 @@ class _SynchronizedBatchNorm(LayerState):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input` (N, C, *spatial); the result has its shape, dtype and memory layout.
 
-        `input` has the device and dtype of the layer, or float16 or bfloat16 for a float32 layer;
-        else `ShapeError`, `DTypeError` or `DeviceError`. In training: `BatchSizeError` for one
-        value per channel in the whole batch, `StateError` for running statistics that can't be
-        written, errors of `syncbn_core.comm` for missing members; after any of these errors the
-        running statistics are unchanged. In a replica: `CommAborted` if its forward was given up,
-        `StateError` if the layer is not part of the replicated model.
+        Alone this is torch's layer, with its errors. With other members, `input` has the device and
+        dtype of the layer, or float16 or bfloat16 for a float32 layer; else `ShapeError`,
+        `DTypeError` or `DeviceError`. In training: `BatchSizeError` for one value per channel in
+        the whole batch, `StateError` for running statistics that can't be written, errors of
+        `syncbn_core.comm` for missing members; after any of these errors the running statistics
+        are unchanged. In a replica: `CommAborted` if its forward was given up, `StateError` if the
+        layer is not part of the replicated model.
         """
-        if not isinstance(input, Tensor):
-            return self._forward_of_no_tensor(input)
+        if isinstance(input, fx.Proxy):
+            return self._recorded_by_fx(input)
         if self._replica_sync is not None:
             self._replica_sync.check()
         elif originals.active:
             return self._beside_replicas(input)  # type: ignore[no-any-return]
-        return dispatch.forward(self, input)
+        if torch.compiler.is_compiling():
+            return traced_batch_norm(self, input)
+        return batch_norm(self, input)
 
-    def _forward_of_no_tensor(self, input: Any, forward: Any = None) -> Any:
-        """While torch.fx traces, add one graph node for this layer, as for torch's layers.
+    def _recorded_by_fx(self, input: fx.Proxy, forward: Any = None) -> Any:
+        """Add one graph node for this layer, as torch.fx does for torch's layers.
 
-        `forward`: that of the calling subclass, if it overrides ours. Raises `DTypeError` for
-        other inputs.
+        `forward`: that of the calling subclass, if it overrides ours.
         """
-        path_of_module = getattr(getattr(input, "tracer", None), "path_of_module", None)
-        if path_of_module is None or not isinstance(input, fx.Proxy):
-            raise not_a_tensor(input)
-        path = path_of_module(self)
+        tracer: Any = input.tracer
+        path = tracer.path_of_module(self)
         if self._runs_other_code(forward):
             raise StateError(
                 f"expected a layer without hooks and without a forward of its own, got {path} "
                 f"({type(self).__name__}): torch.fx would trace that code, and run it again in "
                 "the layer; trace with a Tracer whose is_leaf_module is true for this layer"
             )
-        return input.tracer.create_proxy("call_module", path, (input,), {})
+        return tracer.create_proxy("call_module", path, (input,), {})
 
     def _runs_other_code(self, forward: Any = None) -> bool:
         """Whether calling the layer runs hooks or a forward that is neither ours nor `forward`."""
@@ -167,7 +166,7 @@ class _SynchronizedBatchNorm(LayerState):
             return y
         if self.training or self.running_mean is None or self.running_var is None:
             originals.check_alone(self)
-        return dispatch.forward(self, input)
+        return batch_norm(self, input)
 
 
 _ARGUMENTS = """
@@ -197,21 +196,15 @@ def _documented(kind: LayerT) -> LayerT:
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
     """`nn.BatchNorm1d` over the whole batch: input (N, C) or (N, C, L)."""
 
-    _ranks = ((2, 3), "2D or 3D input (N, C) or (N, C, L)")
-
 
 @_documented
 class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
     """`nn.BatchNorm2d` over the whole batch: input (N, C, H, W)."""
 
-    _ranks = ((4,), "4D input (N, C, H, W)")
-
 
 @_documented
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
     """`nn.BatchNorm3d` over the whole batch: input (N, C, D, H, W)."""
-
-    _ranks = ((5,), "5D input (N, C, D, H, W)")
 
 
 @_documented
@@ -249,6 +242,12 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
             process_group=process_group,
             eps_mode=eps_mode,
         )
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ShapeError(
+                f"expected at least 2D input (N, C, *spatial), got shape {tuple(input.shape)}"
+            )
 
     @classmethod
     def convert_sync_batchnorm(cls, module: ModuleT, process_group: Any = None) -> ModuleT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
-from torch import Tensor
+from torch import Tensor, fx
 
 from syncbn_core.checks import check_eps_mode
 from syncbn_core.moments import EpsMode
@@ -39,8 +39,8 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
-        if not isinstance(input, Tensor):  # torch.fx records the whole layer as one node
-            node: Tensor = layer._forward_of_no_tensor(input, SynchronizedBatchNormAct2d.forward)
+        if isinstance(input, fx.Proxy):  # torch.fx records the whole layer as one node
+            node: Tensor = layer._recorded_by_fx(input, SynchronizedBatchNormAct2d.forward)
             return node
         y: Tensor = layer.act(layer.drop(super().forward(input)))
         return y

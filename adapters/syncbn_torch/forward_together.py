@@ -20,7 +20,7 @@ from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.node import batch_norm
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.dispatch import checked_part, processes_of
+from syncbn_torch.forward import checked_part, processes_of
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.validation import check_input
 

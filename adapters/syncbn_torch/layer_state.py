@@ -1,4 +1,4 @@
-"""The state and the settings of a layer; `dispatch` chooses how to compute."""
+"""The state and the settings of a layer; `forward` chooses how to compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.checks import check_eps_mode
-from syncbn_core.errors import ShapeError, StateError
+from syncbn_core.errors import StateError
 from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected
 from syncbn_torch.module_names import name_of
@@ -72,14 +72,11 @@ class _UnpicklableGroup:
 class LayerState(_BatchNorm):
     """The state of a layer; its subclasses in `batchnorm` define forward."""
 
-    # The allowed numbers of input axes, and their description for errors; None allows 2 or more.
-    _ranks: ClassVar[tuple[tuple[int, ...], str] | None] = None
     # Attributes of an instance that torch's layers do not have.
     _own_attributes: ClassVar[tuple[str, ...]] = (
         "eps_mode",
         "_replica_sync",
         "_copied_from",
-        "_checked",
         "_number",
         "_tracked",
     )
@@ -88,7 +85,6 @@ class LayerState(_BatchNorm):
     eps_mode: EpsMode | None = None
     _replica_sync: ReplicaSync | Unconnected | None = None
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
-    _checked: Any = None  # the tensors that passed the checks, see `usual`
     _tracked: bool = True  # whether the last forward in training outside of backward updated them
     _number: Tensor = _NO_NUMBER  # (1,) on the CPU, see `give_number`
 
@@ -104,7 +100,7 @@ class LayerState(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy or pickle of a replica is an ordinary layer
-        state = {**self.__dict__, "_replica_sync": None, "_copied_from": None, "_checked": None}
+        state = {**self.__dict__, "_replica_sync": None, "_copied_from": None}
         state.pop("_number", None)
         if isinstance(self.process_group, _GROUPS):
             state["process_group"] = _UnpicklableGroup(self.process_group, self._original)
@@ -136,14 +132,3 @@ class LayerState(_BatchNorm):
     def extra_repr(self) -> str:
         mode = "" if self.eps_mode is None else f", eps_mode={self.eps_mode!r}"
         return f"{super().extra_repr()}{mode}"
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if self._ranks is None:
-            if input.dim() < 2:
-                raise ShapeError(
-                    f"expected at least 2D input (N, C, *spatial), got shape {tuple(input.shape)}"
-                )
-        elif input.dim() not in self._ranks[0]:
-            raise ShapeError(
-                f"expected {self._ranks[1]}, got {input.dim()}D input of shape {tuple(input.shape)}"
-            )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
@@ -19,11 +18,9 @@ from syncbn_torch.layer_state import LayerState
 __all__ = [
     "check_floating",
     "check_for_processes",
-    "check_for_torch",
     "check_input",
     "check_operands",
     "checked_running",
-    "not_a_tensor",
 ]
 
 _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -40,7 +37,10 @@ def check_input(layer: LayerState, x: Tensor, weight: Tensor | None) -> None:
             "expected a dense tensor, got a nested one; for parts of shape (length, C) normalize "
             "all their rows at once, layer(torch.cat(input.unbind()))"
         )
-    layer._check_input_dim(x)
+    try:
+        layer._check_input_dim(x)
+    except ValueError as error:
+        raise ShapeError(f"{error}; the shape is {tuple(x.shape)}") from None
     if not is_jit_tracing() and x.shape[1] != layer.num_features:  # sizes would be recorded
         raise ShapeError(
             f"expected {layer.num_features} channels on axis 1 (num_features="
@@ -72,26 +72,6 @@ def check_input(layer: LayerState, x: Tensor, weight: Tensor | None) -> None:
         )
 
 
-def not_a_tensor(x: object) -> DTypeError:
-    """The error for an input that is no tensor."""
-    if isinstance(x, PackedSequence):
-        remedy = (
-            "normalize its values, which have no padding, and keep the rest: "
-            "input._replace(data=layer(input.data))"
-        )
-    elif hasattr(type(x), "__dlpack__"):
-        remedy = "pass torch.from_dlpack(input), or use syncbn_core.BatchNorm for arrays"
-    elif isinstance(x, (list, tuple, dict)):
-        remedy = (
-            "pass its tensors, as one batch (torch.cat, torch.stack) if they shall have common "
-            "statistics"
-        )
-    else:
-        remedy = "check what computes the input"
-    kind = "None" if x is None else f"{type(x).__module__}.{type(x).__name__}"
-    return DTypeError(f"expected a torch.Tensor, got {kind.removeprefix('builtins.')}; {remedy}")
-
-
 def check_for_processes(name: Callable[[], str], x: Tensor, affine: Affine) -> None:
     """Raise, before ranks exchange anything, the errors that would occur after the exchange.
 
@@ -105,16 +85,6 @@ def check_for_processes(name: Callable[[], str], x: Tensor, affine: Affine) -> N
             f"processes, got {type(x).__name__}; pass {plain}"
         )
     check_storage(*affine)
-
-
-def check_for_torch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None
-) -> None:
-    """Raise `DTypeError` or `StateError` for tensors that torch's kernel does not check."""
-    mean, var = (None, None) if running is None else running[:2]
-    check_floating(weight, bias, mean, var)
-    check_storage(x, weight, bias)
-    check_savable(x, Affine(weight, bias), Affine(weight))
 
 
 def check_operands(

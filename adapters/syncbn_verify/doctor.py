@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from syncbn_core import doctor
 from syncbn_core.doctor import PARTS, Case, Check, Difference, Facts, Missing, Skipped, refuse
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm, convert_model
-from syncbn_torch.which_kernel import always_ours, torch_is_better
+from syncbn_torch.forward import always_ours, goes_to_kernels
 
 __all__ = ["checks", "facts", "in_ranks", "timing"]
 
@@ -188,7 +188,7 @@ def timing_on(device: str) -> str:
             _wait(x)
             seconds[name].append(time.perf_counter() - begin)
     each = ", ".join(f"{name} {1e3 * median(turns):.2f} ms" for name, turns in seconds.items())
-    takes = "torch's" if torch_is_better(x, layer.weight.dtype, layer._rule) else "ours"
+    takes = "ours" if goes_to_kernels(layer, x) else "torch's"
     return f"{tuple(x.shape)} float32, forward and backward: {each}; a layer alone takes {takes}"
 
 

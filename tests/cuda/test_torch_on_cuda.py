@@ -41,7 +41,7 @@ from syncbn_torch import dispatch  # noqa: E402
 from syncbn_torch.autograd.node import batch_norm  # noqa: E402
 from syncbn_torch.autograd.steps import Part  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
-from syncbn_torch.which_kernel import always_ours  # noqa: E402
+from syncbn_torch.forward import always_ours  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 

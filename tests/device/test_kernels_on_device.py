@@ -11,7 +11,7 @@ from syncbn_core.backends.cuda.driver import KernelFailure  # noqa: E402
 from syncbn_core.kernels.cuda.constants import SIZES, lanes_of  # noqa: E402
 from syncbn_torch import SyncBatchNorm, dispatch  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
-from syncbn_torch.which_kernel import always_ours  # noqa: E402
+from syncbn_torch.forward import always_ours  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 STEPS = ("moments", "normalize", "backward_reduce", "backward_input")

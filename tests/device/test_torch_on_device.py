@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
 from syncbn_torch.backends import cuda  # noqa: E402
-from syncbn_torch.which_kernel import always_ours  # noqa: E402
+from syncbn_torch.forward import always_ours  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 SHAPES = [

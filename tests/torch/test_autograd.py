@@ -16,10 +16,9 @@ from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
-    dispatch,
 )
 from syncbn_torch.backends import plain
-from syncbn_torch.which_kernel import always_ours
+from syncbn_torch.forward import always_ours
 
 DOUBLE: Any = {"dtype": torch.float64}
 
@@ -481,7 +480,7 @@ def test_plain_operations_stand_in_where_there_are_no_kernels(
     sizes: tuple[int, ...], mode: str, run_parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a device that the core has no backend for."""
-    monkeypatch.setattr(dispatch, "operations_for", lambda x: plain.OPERATIONS)
+    monkeypatch.setattr("syncbn_torch.forward.operations_for", lambda x: plain.OPERATIONS)
     layer = make_layer(eps=0.5, eps_mode=mode)
     parts = leaves(sizes)
     if len(sizes) == 1:

@@ -14,7 +14,7 @@ from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.moments import NormRule
 from syncbn_torch import SyncBatchNorm
 from syncbn_torch.backends import cpu
-from syncbn_torch.which_kernel import always_ours
+from syncbn_torch.forward import always_ours
 
 OURS, RULE = cpu.OPERATIONS, NormRule()
 
@@ -137,18 +137,17 @@ def state_of(layer: SyncBatchNorm) -> dict[str, list[float]]:
     return {name: buffer.tolist() for name, buffer in layer.named_buffers()}
 
 
-@pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("which", ["running_mean", "running_var", "num_batches_tracked"])
 def test_buffers_made_in_inference_mode_are_updated_there_and_nowhere_else(
-    which: str, grad: bool, ours: bool
+    which: str, grad: bool
 ) -> None:
     layer = SyncBatchNorm(3)
     with torch.inference_mode():
         setattr(layer, which, getattr(layer, which).clone())
     x = torch.randn(8, 3, 5)
     before = state_of(layer)
-    with always_ours(ours), torch.set_grad_enabled(grad):
+    with always_ours(), torch.set_grad_enabled(grad):
         with pytest.raises(StateError, match="inference_mode"):
             layer(x)
         assert state_of(layer) == before
@@ -262,12 +261,11 @@ OVERLAPPING = {
 }
 
 
-@pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("kind", OVERLAPPING)
-def test_running_statistics_that_overlap_are_refused(kind: str, ours: bool) -> None:
+def test_running_statistics_that_overlap_are_refused(kind: str) -> None:
     layer = SyncBatchNorm(3)
     layer.running_mean, layer.running_var = OVERLAPPING[kind](torch.ones(9))
-    with always_ours(ours), pytest.raises(StateError, match=r"memory of their own.*clone\(\)"):
+    with always_ours(), pytest.raises(StateError, match=r"memory of their own.*clone\(\)"):
         layer(torch.randn(8, 3, 5))
     assert layer.num_batches_tracked == 0
     assert (layer.running_mean == 1).all()
@@ -286,21 +284,19 @@ def test_running_statistics_may_be_views_of_one_tensor(ours: bool) -> None:
             torch.testing.assert_close(layer.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
 def test_parameters_of_no_supported_dtype_are_refused_by_name(
-    name: str, dtype: torch.dtype, training: bool, ours: bool
+    name: str, dtype: torch.dtype
 ) -> None:
-    layer = SyncBatchNorm(3).train(training)
+    layer = SyncBatchNorm(3)
     setattr(layer, name, None)
     if name in ("weight", "bias"):
         setattr(layer, name, torch.nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False))
     else:
         setattr(layer, name, torch.ones(3, dtype=dtype))
     words = f"expected {name} of float16, bfloat16, float32 or float64, got {dtype}; "
-    with always_ours(ours), pytest.raises(DTypeError, match=words):
+    with always_ours(), pytest.raises(DTypeError, match=words):
         layer(torch.randn(8, 3, 5))
     assert layer.num_batches_tracked == 0
 
@@ -309,7 +305,7 @@ def test_parameters_of_no_supported_dtype_are_refused_by_name(
 def test_input_of_no_supported_dtype_is_refused(dtype: torch.dtype) -> None:
     words = f"expected an input of float16, bfloat16, float32 or float64, got {dtype}; "
     for layer in (SyncBatchNorm(3), SyncBatchNorm(3, affine=False)):
-        with pytest.raises(DTypeError, match=words):
+        with always_ours(), pytest.raises(DTypeError, match=words):
             layer(torch.ones(8, 3, 5).to(dtype))
 
 

@@ -282,7 +282,7 @@ FORBIDDEN = """
 import warnings
 import torch
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.which_kernel import always_ours
+from syncbn_torch.forward import always_ours
 
 torch.manual_seed(0)
 x = torch.rand(8, 3, 5, 5, dtype=torch.float64)

@@ -22,7 +22,7 @@ from syncbn_torch import (
     ranges,
 )
 from syncbn_torch._torch_private import profiler
-from syncbn_torch.which_kernel import always_ours
+from syncbn_torch.forward import always_ours
 
 
 class Net(nn.Module):
@@ -53,10 +53,9 @@ BACKWARD = ["syncbn.backward block.1", "syncbn.backward last"]
 EXCHANGE = ["syncbn.exchange block.1", "syncbn.exchange last"]
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["torch's kernel", "our kernel"])
-def test_each_layer_has_a_range_forward_and_backward(ours: bool) -> None:
+def test_each_layer_has_a_range_forward_and_backward() -> None:
     model, x = net(), torch.randn(4, 3, 5, 5)
-    with always_ours() if ours else nullcontext():
+    with always_ours():
         found = shown(lambda: model(x).sum().backward())
     assert found == Counter(FORWARD + BACKWARD)
 
@@ -75,7 +74,8 @@ def test_replicas_show_the_exchange_of_each_layer() -> None:
 def test_backward_that_runs_after_the_profiler_is_quiet_and_again_within_it_is_shown() -> None:
     model, x = net(), torch.randn(4, 3, 5, 5)
     outputs: list[Tensor] = []
-    assert shown(lambda: outputs.append(model(x).sum())) == Counter(FORWARD)
+    with always_ours():
+        assert shown(lambda: outputs.append(model(x).sum())) == Counter(FORWARD)
     outputs[0].backward(retain_graph=True)
     assert shown(lambda: outputs[0].backward(retain_graph=True)) == Counter(BACKWARD)
     assert shown(lambda: outputs[0].backward()) == Counter(BACKWARD)
@@ -113,20 +113,6 @@ def test_error_in_backward_leaves_no_range_behind() -> None:
     assert not shown(lambda: None)
 
 
-def test_function_transforms_work_while_a_profiler_runs() -> None:
-    layer = SynchronizedBatchNorm2d(3, affine=False, track_running_stats=False)
-    x = torch.randn(4, 3, 5, 5)
-    expected = torch.func.grad(lambda x: layer(x).square().sum())(x)
-    found: list[Tensor] = []
-
-    def step() -> None:
-        found.append(torch.func.grad(lambda x: layer(x).square().sum())(x))
-        torch.func.vmap(layer)(torch.stack([x, x]))
-
-    assert shown(step)["syncbn.forward SynchronizedBatchNorm2d"] == 2
-    torch.testing.assert_close(found[0], expected)
-
-
 def test_compiled_layer_is_not_compiled_again_for_a_profiler() -> None:
     graphs: list[Any] = []
 
@@ -155,7 +141,8 @@ def test_one_search_names_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = net(), torch.randn(4, 3, 5, 5)
     model(x)
     assert not searches, "no name is looked for while no profiler runs"
-    assert shown(lambda: model(x)) == Counter(FORWARD)
+    with always_ours():
+        assert shown(lambda: model(x)) == Counter(FORWARD)
     assert len(searches) == 1
 
 
@@ -168,7 +155,7 @@ def test_no_range_is_made_while_no_profiler_runs(monkeypatch: pytest.MonkeyPatch
     x = torch.randn(4, 3, 5, 5)
     for model in (net(), DataParallelWithCallback(net(), replicas=2)):
         model(x).sum().backward()
-    with pytest.raises(AssertionError, match="made a range"):
+    with always_ours(), pytest.raises(AssertionError, match="made a range"):
         shown(lambda: net()(x))
 
 

@@ -57,24 +57,6 @@ def test_every_private_name_has_a_test() -> None:
         assert any(test.startswith(f"test_{name}_") for test in tests), name
 
 
-def test_node_of_gives_what_apply_gives() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-            return 2 * dy
-
-    x = torch.ones(3, requires_grad=True)
-    y = private.node_of(Double)(x)
-    assert type(y.grad_fn).__name__ == "DoubleBackward"
-    y.sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [2.0] * 3
-
-
 def test_increment_versions_is_noticed_and_takes_inference_tensors() -> None:
     with torch.inference_mode():
         without = torch.ones(1)
@@ -132,18 +114,6 @@ def test_modes_run_other_code_sees_dispatch_and_function_modes(mode: Any) -> Non
     assert not private.modes_run_other_code()
 
 
-@pytest.mark.parametrize("mode", [TorchDispatchMode, TorchFunctionMode])
-def test_operations_are_seen_by_modes_but_not_by_a_default_device(mode: Any) -> None:
-    """Without it, somebody who counts or replaces operations misses those of our layers."""
-    assert not private.operations_are_seen()
-    with mode():
-        assert private.operations_are_seen()
-    with torch.device("cpu"):
-        assert not private.operations_are_seen()
-        with mode():
-            assert private.operations_are_seen()
-
-
 def recorded(record: Any, look: Callable[[], bool]) -> list[bool]:
     seen: list[bool] = []
 
@@ -163,7 +133,6 @@ def by_jit(function: Any) -> Any:
 def test_is_jit_tracing_is_true_in_torch_jit_trace_alone() -> None:
     """Without it, a traced layer keeps what it computed while it was traced."""
     assert recorded(by_jit, private.is_jit_tracing) == [True]
-    assert recorded(by_jit, private.operations_are_seen) == [True]
     assert recorded(make_fx, private.is_jit_tracing) == [False]
     assert not private.is_jit_tracing()
 
@@ -290,13 +259,6 @@ def test_InheritedModes_has_the_modes_and_hooks_of_the_thread_that_made_it() -> 
     assert device == "meta"
     assert inside > 0
     assert {"function", "dispatch", "hook"} <= set(seen)
-
-
-def test_cudnn_enabled_follows_the_public_flag() -> None:
-    """Without it, a layer alone on a GPU ignores `torch.backends.cudnn.enabled`."""
-    for enabled in (True, False):
-        with torch.backends.cudnn.flags(enabled=enabled):
-            assert private.cudnn_enabled() == enabled
 
 
 def test_current_raw_stream_gives_the_stream_of_kernels() -> None:

@@ -14,7 +14,7 @@ from syncbn_core.backends.cpu.warmup import DTYPES, warm_up
 from syncbn_core.comm import run_in_threads, thread_group
 from syncbn_core.kernels.cpu.entries import Builds
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.which_kernel import always_ours
+from syncbn_torch.forward import always_ours
 
 Launch = tuple[str, tuple[Any, ...]]
 THREADS = 2

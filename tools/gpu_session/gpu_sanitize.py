@@ -28,7 +28,7 @@ from syncbn_core.backends.base import Affine
 from syncbn_core.moments import NormRule
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.batchnorm import always_ours
-from syncbn_torch.dispatch import operations_for
+from syncbn_torch.forward import operations_for
 
 # Largest error of a result of that dtype, relative to the largest value or 1.
 TOLERANCE = {

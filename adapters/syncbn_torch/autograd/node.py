@@ -24,16 +24,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from syncbn_core.backends.base import Affine, Operations
+from syncbn_core.backends.base import Affine
 from syncbn_core.comm.waits import note_arrivals
 from syncbn_core.errors import CheckpointError, ShapeError, StateError
-from syncbn_core.moments import NormRule
 from syncbn_torch._torch_private import backward_task, saving_runs_hooks
 from syncbn_torch.autograd.steps import Call, Columns, Part, columns_of
 from syncbn_torch.autograd.streams import of_node, of_replicas
 from syncbn_torch.backends import plain
 
-__all__ = ["Keep", "Recomputed", "batch_norm", "gradients_alone", "normalize_replicas"]
+__all__ = ["Keep", "Recomputed", "batch_norm", "normalize_replicas"]
 
 
 _SETTINGS = 4  # arguments of `BatchNormOfParts` before its operands
@@ -194,24 +193,6 @@ def normalize_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[H
         record(ys)
     indexed = enumerate(zip(messages, ys, strict=True))
     return [(identifier, (y, call.layers[0], n)) for n, ((identifier, _), y) in indexed]
-
-
-def gradients_alone(
-    operations: Operations,
-    rule: NormRule,
-    statistics: Any,
-    x: Tensor,
-    dy: Tensor,
-    affine: Affine,
-    by_x: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The gradients of x, if `by_x`, weight and bias, for a layer alone."""
-    part = Part(operations, x, affine, None, rule, None, True)
-    call = Call([[part]], columns_of([part]))
-    call.layers[0].statistics = [statistics]
-    (dx,), (sums,) = call.backward([x], [dy], [affine], [by_x])
-    assert sums is not None
-    return dx, sums.grad_weight, sums.grad_bias
 
 
 def _same(saved: Any) -> Any:

@@ -55,7 +55,9 @@ class TensorMemory:
             dy = resolved(dy)
             if dy.dtype == x.dtype and dy.stride() == x.stride():
                 return x, dy
-        return x, torch.empty_like(x).copy_(dy)
+        copied = torch.empty_like(x)
+        copied.copy_(dy)  # which returns an object of the class of dy
+        return x, copied
 
     def target(self, dense: Tensor, out: Tensor | None, *operands: Tensor) -> Tensor:
         return empty_like(dense) if out is None else out

@@ -27,11 +27,10 @@ from syncbn_torch._torch_private import current_raw_stream, current_stream_numbe
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import PLAIN
 
-__all__ = ["OPERATIONS", "TensorDeviceMemory", "measured", "supports"]
+__all__ = ["OPERATIONS", "TensorDeviceMemory", "supports"]
 
 _NAMES = {getattr(torch, name): name for name in (*SIZES, "int32", "int64")}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-MEASURED = (9, 0)  # compute capability
 _NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 
 
@@ -53,24 +52,6 @@ def supports(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and _ready(tensor.device.index, tensor.dtype)
     )
-
-
-def measured(tensor: Tensor) -> bool:
-    """Whether the kernels support this tensor and were timed on this type of GPU (an H100).
-
-    False while a CUDA graph is captured, because a kernel can't be checked then. Does not warn,
-    because torch's kernel does the work instead.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return False
-    return _is_measured(tensor.device.index) and supports(tensor)
-
-
-@cache
-def _is_measured(device: int) -> bool:
-    if setting() == "off" or driver.compute_capability(device) != MEASURED:
-        return False  # before the search for a compiler
-    return not driver.missing() and driver.compile_failure(MEASURED) is None
 
 
 @cache
