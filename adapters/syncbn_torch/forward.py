@@ -99,12 +99,13 @@ def batch_norm(layer: LayerState, x: Tensor) -> Tensor:
     if layer.training and (layer.process_group is not None or _has_world()):
         processes = processes_of(layer, x)
     if layer._replica_sync is not None or processes is not None:
-        return _synchronized(layer, x, processes)
+        return _profiled(layer, x, processes)
     clamps = layer.effective_eps_mode == "clamp"
     if clamps or ((x.numel() >= LARGE or _ours_always.get()) and goes_to_kernels(layer, x)):
-        return _synchronized(layer, x, None)
-    tracks = layer.training and layer.track_running_stats
-    if (backward_task() != -1 or layer._tracked is not tracks) and not _updates(layer, tracks):
+        return _profiled(layer, x, None)
+    tracks = layer.track_running_stats
+    unusual = layer.training and (backward_task() != -1 or layer._tracked is not tracks)
+    if unusual and not _updates(layer, tracks):
         return _recomputed(layer, x)
     return _torch_forward(layer, x)
 
@@ -126,6 +127,8 @@ def goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
     tensors = x, layer.weight, layer.bias, layer.running_mean, layer.running_var
     return _ours_always.get() or (
         x.dtype in (torch.float32, torch.float64)
+        and x.dim() > 2
+        and not x.is_nested
         and x.numel() >= max(LARGE, PLANE * x.size(0) * x.size(1))
         and all(t is None or (memory.supports(t) and t.dtype is x.dtype) for t in tensors)
         and x.is_contiguous()
@@ -137,7 +140,7 @@ def _is_watched() -> bool:
     return transforming() or modes_run_other_code() or is_jit_tracing()
 
 
-def _synchronized(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
+def _profiled(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
     """`_by_node`, in a range for profilers."""
     if not profiler._is_profiler_enabled:
         return _by_node(layer, x, processes)
@@ -216,7 +219,7 @@ def _updates(layer: LayerState, tracks: bool) -> bool:
     sync, original = layer._replica_sync, cast(LayerState, layer._original)
     if backward_task() != -1 or (sync is not None and sync.recomputes()):
         return not (tracks and original._tracked)
-    if original._tracked is not tracks:
+    if layer.training and original._tracked is not tracks:
         original.__dict__["_tracked"] = tracks
     return True
 

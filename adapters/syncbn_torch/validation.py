@@ -48,9 +48,7 @@ def check_input(layer: LayerState, x: Tensor, weight: Tensor | None) -> None:
         )
     if x.dtype not in FLOATS:
         remedy = "convert it first with input.float()"
-        if x.is_quantized:
-            remedy = "give torch.ao.quantization.convert the result of revert_model(model)"
-        elif x.is_complex():  # float() would drop the imaginary part
+        if x.is_complex():  # float() would drop the imaginary part
             remedy = "normalize input.real and input.imag, with a layer each"
         raise DTypeError(
             f"expected an input of float16, bfloat16, float32 or float64, got {x.dtype}; {remedy}"

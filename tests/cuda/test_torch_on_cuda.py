@@ -30,16 +30,12 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
-from syncbn_core.backends.base import Affine, RunningStatistics  # noqa: E402
 from syncbn_core.backends.cuda import driver  # noqa: E402
 from syncbn_core.backends.cuda.grid import MAX_PARTS, SIZES  # noqa: E402
 from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.backends.cuda.usable import usable_kernel  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
-from syncbn_torch import dispatch  # noqa: E402
-from syncbn_torch.autograd.node import batch_norm  # noqa: E402
-from syncbn_torch.autograd.steps import Part  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
 from syncbn_torch.forward import always_ours  # noqa: E402
 
@@ -230,21 +226,13 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     def operations_for(tensor: torch.Tensor) -> Any:
         return gpu.operations if gpu.takes(tensor) else plain.OPERATIONS
 
-    def usual_forward(layer: Any, x: torch.Tensor, checked: Any) -> Any:
-        """As for a tensor of a device."""
-        running = RunningStatistics(*checked[2:5], layer.momentum)
-        operations, graph = operations_for(x), torch.is_grad_enabled()
-        part = Part(operations, x, Affine(*checked[:2]), running, layer._rule, None, graph)
-        return batch_norm([[part]])[1][0]
-
     def uncached() -> None:
         cuda._ready.cache_clear()
         cuda._missing.cache_clear()
 
     mode = torch.get_deterministic_debug_mode()
     with pytest.MonkeyPatch.context() as patch, always_ours():
-        patch.setattr(dispatch, "operations_for", operations_for)
-        patch.setattr(dispatch, "usual_forward", usual_forward)
+        patch.setattr("syncbn_torch.forward.operations_for", operations_for)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
         try:

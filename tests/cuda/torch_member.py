@@ -25,7 +25,7 @@ from syncbn_core.comm.message_arrays import NOT_YET
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.layer_labels import CALLS_LATER
-from syncbn_torch import SynchronizedBatchNorm2d, dispatch, forward_together, process_group
+from syncbn_torch import SynchronizedBatchNorm2d, forward_together, process_group
 from syncbn_torch.autograd import exchange
 from syncbn_torch.backends import plain
 
@@ -79,7 +79,7 @@ with (
     pytest.MonkeyPatch.context() as patch,
 ):
     if without and rank == 1:
-        patch.setattr(dispatch, "operations_for", lambda x: plain.OPERATIONS)
+        patch.setattr("syncbn_torch.forward.operations_for", lambda x: plain.OPERATIONS)
     for joint in (False, True):
         layers = [SynchronizedBatchNorm2d(c).double() for c in (1, 3)]
         twins = [nn.BatchNorm2d(c).double() for c in (1, 3)]

@@ -548,3 +548,24 @@ def test_an_input_replaced_before_backward_is_named() -> None:
         x.data = new
         with pytest.raises(StateError, match="replaced in between"):
             y.sum().backward()
+
+
+ODD: list[Callable[[], Any]] = [
+    lambda: torch.randn(60_000),
+    lambda: torch.randn(200, 300),
+    lambda: torch.nested.nested_tensor([torch.randn(4, 90, 100), torch.randn(4, 80, 100)]),
+    lambda: torch.randn(4, CHANNELS, 100, 100).to_sparse(),
+    lambda: torch.ones(4, CHANNELS, 100, 100, dtype=torch.int64),
+]
+
+
+@pytest.mark.parametrize("make", ODD)
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_a_large_input_that_the_layer_does_not_take_gets_torchs_error(make: Any) -> None:
+    x = make()
+    errors = []
+    for kind in (nn.BatchNorm2d, SynchronizedBatchNorm2d):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            kind(CHANNELS)(x)
+        errors.append((type(caught.value), str(caught.value)))
+    assert errors[0] == errors[1]

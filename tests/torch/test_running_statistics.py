@@ -146,6 +146,11 @@ def test_a_layer_that_tracks_only_in_the_recomputation_is_updated_there(
         assert layer.num_batches_tracked == 3
         torch.testing.assert_close(layer.state_dict(), twin.state_dict())
         called(x)  # tracks again, so that a recomputation updates nothing
+        kept, layer.running_mean, layer.running_var = buffers(layer), None, None
+        layer.eval()
+        called(x)  # by statistics of the batch; it counts for nothing
+        layer.running_mean, layer.running_var, _ = kept
+        layer.train()
         checkpoint(called, x, use_reentrant=reentrant).sum().backward()
     assert layer.num_batches_tracked == 5
 
