@@ -19,7 +19,7 @@ All members make the same calls in the same order, so it tells which call of whi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -32,7 +32,6 @@ from syncbn_core.comm import (
     CommunicatorBase,
     SingleCommunicator,
     ThreadCommunicator,
-    waits,
 )
 from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of
 from syncbn_core.comm.process_group import ProcessCommunicator
@@ -207,8 +206,8 @@ def exchange_sums(
     )
     if has_label:
         group_of_processes = cast(ProcessCommunicator, communicator)
-        return _run(communicator, group_of_processes.all_reduce_labelled, sums, call, site)
-    return _run(communicator, communicator.all_reduce, sums, call, site)
+        return group_of_processes.all_reduce_labelled(sums, call)
+    return communicator.all_reduce(sums, call)
 
 
 def exchange_sums_of_graph(communicator: Communicator, sums: Array, site: CallSite) -> Array:
@@ -224,28 +223,12 @@ def exchange_sums_of_graph(communicator: Communicator, sums: Array, site: CallSi
     call = CollectiveCall(
         lambda: f"backward of {site.name()}", "", _details(len(sums), site.dtypes), 0, _SAME_LOSS
     )
-    return _run(communicator, partial(group.all_reduce_labelled, own=own), sums, call, site)
+    return group.all_reduce_labelled(sums, call, own=own)
 
 
 def _key(call: int, purpose: int) -> int:
     """The key of a sum; 0, which compares nothing, if calls are not counted."""
     return len(SUMS) * call + purpose if call else 0
-
-
-def _run(
-    communicator: Communicator,
-    collective: Callable[[Array, CollectiveCall], Array],
-    values: Array,
-    call: CollectiveCall,
-    site: CallSite,
-) -> Array:
-    """`collective(values, call)`; timed between processes while an `exchange_report` runs."""
-    report = waits.watching
-    if report is None or isinstance(communicator, ThreadCommunicator):  # which reports by itself
-        return collective(values, call)
-    operation = getattr(collective, "func", collective).__name__  # a partial has no name
-    key = operation, id(site.layers[0]) if site.layers else call.name()
-    return report.timed(communicator, collective, values, call, key)
 
 
 def _exchange_on_device(
@@ -274,7 +257,7 @@ def _exchange_on_device(
             if all(count is not None for count, _ in notes):
                 counts[index] = sum(count for count, _ in notes)
     else:
-        rows = _run(communicator, communicator.all_gather, message, call, site)
+        rows = communicator.all_gather(message, call)
         copies = _labels_on_device(rows, ends)
         if copies and len(rows) > 1:
             group.judge_later(communicator, copies, own, site, call)
@@ -321,7 +304,7 @@ def _exchange_on_host(
         (rows, shared), _ = communicator.all_gather_with(message, call, combine=combine)
         totals = shared and [Moments(n, mean.copy(), m2.copy()) for n, mean, m2 in shared]
     else:
-        rows, totals = combine(_run(communicator, communicator.all_gather, message, call, site))
+        rows, totals = combine(communicator.all_gather(message, call))
     if len(rows) == 1:
         return list(parts)
     of_parts = None if totals else _columns_of_parts(rows, widths)

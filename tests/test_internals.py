@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent / "torch"
 ADAPTER = Path(__file__).parents[1] / "adapters"
-PUBLIC = {"syncbn_torch", "syncbn_torch.lightning", "syncbn_torch.forward_together"}
+PUBLIC = {"syncbn_torch", "syncbn_torch.lightning"}
 # Our kernels also for small tensors on a CPU, where torch's are as quick.
 PUBLIC.add("syncbn_torch.forward")
 WHY = {
@@ -23,8 +23,6 @@ WHY = {
     "test_originals.py": "whether anything still watches, after a model is gone",
     "test_plain.py": "plain operations, by the contract of backends",
     "test_process_identity.py": "a member without kernels, and rows that are made by hand",
-    "test_process_together.py": "how many messages a group has sent",
-    "test_profiler_ranges.py": "a profiler of torch is replaced by a stub",
     "test_pytrees.py": "how many values a search looks at",
     "test_running_statistics.py": "a device without kernels, as in test_autograd.py",
     "test_streams.py": "streams of a device, by stand-ins",

@@ -581,7 +581,6 @@ def gloo_cases() -> Iterator[Case]:
         yield case(name, rank_step, "float32", "members", (0, 3, 8), MODES[mode])
     yield case("gloo-float32-members-replicas", rank_step, "float32", "members", (0, 3, 8), {}, 2)
     yield case("gloo-float32-members-parameters_only", rank_parameters)
-    yield case("gloo-float32-members-together", together)
     yield case("gloo-float32-members-model", rank_trained)
 
 
@@ -611,20 +610,6 @@ def rank_parameters(numbers: Numbers) -> Results:
     y = layer(x)
     y.backward(dy)
     return {"y": y, **state_of(layer)}
-
-
-def together(numbers: Numbers) -> Results:
-    """Two layers that share a message."""
-    from syncbn_torch import forward_together
-
-    mine = part_of_rank((0, 3, 8))
-    shapes = ((8, 6, 5, 9), (8, 4, 3))
-    xs = [numbers.tensor(shape)[mine].requires_grad_() for shape in shapes]
-    layers = nn.ModuleList(layer_for(numbers, x) for x in xs)
-    ys = forward_together(list(layers), xs)
-    torch.autograd.backward(ys, [numbers.tensor(shape)[mine] for shape in shapes])
-    outputs = {f"{index}.y": y for index, y in enumerate(ys)}
-    return {**outputs, **{f"{i}.dx": x.grad for i, x in enumerate(xs)}, **state_of(layers)}
 
 
 def rank_trained(numbers: Numbers) -> Results:

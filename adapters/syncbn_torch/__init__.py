@@ -15,7 +15,6 @@ except ModuleNotFoundError as error:
     ) from None
 
 from syncbn_core import __version__
-from syncbn_core.comm import exchange_report
 from syncbn_torch.batchnorm import (
     SyncBatchNorm,
     SynchronizedBatchNorm1d,
@@ -33,7 +32,6 @@ from syncbn_torch.data_parallel.replicate import (
     patch_replication_callback,
 )
 from syncbn_torch.data_parallel.scatter import Shared
-from syncbn_torch.forward_together import forward_together
 from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.reference import BatchNorm2dReimpl
 
@@ -55,9 +53,7 @@ __all__ = [
     "__version__",
     "convert_model",
     "create_syncbn_process_group",
-    "exchange_report",
     "execute_replication_callbacks",
-    "forward_together",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "register_conversion",

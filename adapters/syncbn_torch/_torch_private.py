@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, overrides
 from torch._guards import CompileContext
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch, _pytree
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "is_tracing",
     "is_wrapped",
     "modes_run_other_code",
-    "profiler",
     "records_a_graph",
     "register_group",
     "registered_node",
@@ -81,9 +80,6 @@ function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transfo
 is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 # The handle of the current stream of a CUDA device, given its index; None in builds without CUDA:
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-# `profiler._is_profiler_enabled`, whether a profiler of torch runs in any thread, is read from the
-# module `profiler`: a variable of this module would not change with it.
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 

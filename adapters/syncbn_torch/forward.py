@@ -33,7 +33,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics
 from syncbn_core.errors import StateError
 from syncbn_core.moment_exchange import CallSite
-from syncbn_torch import ranges
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
     backward_task,
@@ -42,7 +41,6 @@ from syncbn_torch._torch_private import (
     exporting,
     is_jit_tracing,
     modes_run_other_code,
-    profiler,
     records_a_graph,
     transforming,
     untraced,
@@ -66,10 +64,8 @@ from syncbn_torch.validation import (
 __all__ = [
     "always_ours",
     "batch_norm",
-    "checked_part",
     "goes_to_kernels",
     "operations_for",
-    "processes_of",
     "traced_batch_norm",
 ]
 
@@ -99,10 +95,10 @@ def batch_norm(layer: LayerState, x: Tensor) -> Tensor:
     if layer.training and (layer.process_group is not None or _has_world()):
         processes = processes_of(layer, x)
     if layer._replica_sync is not None or processes is not None:
-        return _profiled(layer, x, processes)
+        return _by_node(layer, x, processes)
     clamps = layer.effective_eps_mode == "clamp"
     if clamps or ((x.numel() >= LARGE or _ours_always.get()) and goes_to_kernels(layer, x)):
-        return _profiled(layer, x, None)
+        return _by_node(layer, x, None)
     tracks = layer.track_running_stats
     unusual = layer.training and (backward_task() != -1 or layer._tracked is not tracks)
     if unusual and not _updates(layer, tracks):
@@ -140,18 +136,6 @@ def _is_watched() -> bool:
     return transforming() or modes_run_other_code() or is_jit_tracing()
 
 
-def _profiled(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
-    """`_by_node`, in a range for profilers."""
-    if not profiler._is_profiler_enabled:
-        return _by_node(layer, x, processes)
-    name = partial(name_of, layer._original)
-    with ranges.span("forward", name):
-        y = _by_node(layer, x, processes)
-    if layer._replica_sync is None:  # which names its nodes
-        ranges.name_backward(y, name)
-    return y
-
-
 def _by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
     """Normalize x by the statistics of the whole batch, after all checks."""
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
@@ -179,7 +163,7 @@ def _by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tenso
         part = part._replace(operations=plain.DIFFERENTIABLE)
     if sync is not None:
         return sync.forward(part)
-    _, (y,) = node.batch_norm([[part]])
+    _, (y,) = node.batch_norm([part])
     return y
 
 

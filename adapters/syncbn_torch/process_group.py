@@ -326,11 +326,6 @@ class TensorArrays:
 
         return HostCopy(wait, copied.query, lambda: not _captures(values))
 
-    @staticmethod
-    def finish(values: Tensor) -> None:
-        if _on_cuda(values) and not _captures(values):
-            torch.cuda.current_stream(values.device).synchronize()
-
 
 register_arrays(Tensor, TensorArrays())
 

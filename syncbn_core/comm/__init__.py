@@ -19,7 +19,6 @@ from syncbn_core.comm.rounds import Siblings
 from syncbn_core.comm.thread_group import ThreadCommunicator, thread_group
 from syncbn_core.comm.threads import run_in_threads
 from syncbn_core.comm.timeouts import get_default_timeout, set_default_timeout
-from syncbn_core.comm.waits import ExchangeReport, Waits, exchange_report
 
 if TYPE_CHECKING:
     from syncbn_core.comm.mpi import MPICommunicator
@@ -29,7 +28,6 @@ __all__ = [
     "CollectiveCall",
     "Communicator",
     "CommunicatorBase",
-    "ExchangeReport",
     "FutureResult",
     "MPICommunicator",
     "NCCLCommunicator",
@@ -40,8 +38,6 @@ __all__ = [
     "SyncMaster",
     "ThreadCommunicator",
     "Transport",
-    "Waits",
-    "exchange_report",
     "get_default_timeout",
     "run_in_threads",
     "set_default_timeout",

@@ -78,9 +78,6 @@ class MessageArrays(Protocol):
     def copy_to_host(self, values: Array) -> HostCopy | None:
         """Start to copy `values`; None while a CUDA graph is captured: nothing runs then."""
 
-    def finish(self, values: Array) -> None:
-        """Wait until the device has computed `values`; not while a CUDA graph is captured."""
-
 
 class NumpyArrays:
     """`MessageArrays` of NumPy."""
@@ -116,10 +113,6 @@ class NumpyArrays:
     def copy_to_host(values: Array) -> HostCopy:
         copy = np.array(values)
         return HostCopy(lambda: copy)
-
-    @staticmethod
-    def finish(values: Array) -> None:
-        """Nothing to wait for."""
 
 
 class CupyArrays:
@@ -190,15 +183,6 @@ class CupyArrays:
             return not is_captured(cupy.cuda.get_current_stream())
 
         return HostCopy(wait, lambda: copied.done, may_wait)
-
-    @staticmethod
-    def finish(values: Array) -> None:
-        import cupy
-
-        with values.device:
-            stream = cupy.cuda.get_current_stream()
-            if not is_captured(stream):
-                stream.synchronize()
 
 
 def _sent_to_host(values: Array) -> tuple[np.ndarray[Any, Any], Any]:

@@ -16,7 +16,6 @@ from syncbn_core.comm.device_message import (
 )
 from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
 from syncbn_core.comm.protocol import SAME_CALLS, CollectiveCall, CommunicatorBase
-from syncbn_core.comm.waits import note_arrivals, now
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError, ProtocolError, ShapeError
 
 __all__ = ["ThreadCommunicator", "thread_group"]
@@ -32,7 +31,6 @@ class _Message(NamedTuple):
     call: CollectiveCall | None
     note: Any
     combine: Callable[[Array], Any] | None
-    arrived: float | None  # for `waits`
 
     @property
     def kind(self) -> tuple[str, int | None]:
@@ -125,7 +123,7 @@ class ThreadCommunicator(CommunicatorBase):
                 f"expected NumPy or CuPy arrays in a group of threads, got {kind}; convert them "
                 "first, for example with numpy.asarray"
             )
-        message = _Message(operation, value, call, note, combine, now())
+        message = _Message(operation, value, call, note, combine)
         self.calls += 1
         pipe = self._pipe
         reply = self._master.run_master(message) if pipe is None else pipe.run_slave(message)
@@ -172,10 +170,6 @@ def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, An
         # Returned, not raised here: so every member raises it, and none a CommAborted.
         return [(rank, error) for rank, _ in ranked]
     _require_alike(messages)
-    if messages[0].arrived is not None:
-        call = messages[0].call
-        name = messages[0].operation if call is None else call.name()
-        note_arrivals("thread", name, [message.arrived for message in messages])
     gathers = messages[0].operation == "all_gather"
     values = [message.value for message in messages]
     notes = [message.note for message in messages]

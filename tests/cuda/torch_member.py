@@ -25,7 +25,7 @@ from syncbn_core.comm.message_arrays import NOT_YET
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.layer_labels import CALLS_LATER
-from syncbn_torch import SynchronizedBatchNorm2d, forward_together, process_group
+from syncbn_torch import SynchronizedBatchNorm2d, process_group
 from syncbn_torch.autograd import exchange
 from syncbn_torch.backends import plain
 
@@ -80,15 +80,12 @@ with (
 ):
     if without and rank == 1:
         patch.setattr("syncbn_torch.forward.operations_for", lambda x: plain.OPERATIONS)
-    for joint in (False, True):
+    for _ in range(2):
         layers = [SynchronizedBatchNorm2d(c).double() for c in (1, 3)]
         twins = [nn.BatchNorm2d(c).double() for c in (1, 3)]
         leaf, whole = x[mine].clone().requires_grad_(), x.clone().requires_grad_()
         inputs = leaf.split([1, 3], 1)
-        if joint:
-            ys = forward_together(layers, inputs)
-        else:
-            ys = [layer(part) for layer, part in zip(layers, inputs, strict=True)]
+        ys = [layer(part) for layer, part in zip(layers, inputs, strict=True)]
         torch.cat(list(ys), 1).backward(dy[mine])
         expected = [twin(part) for twin, part in zip(twins, whole.split([1, 3], 1), strict=True)]
         torch.cat(expected, 1).backward(dy)

@@ -5,8 +5,6 @@ The collectives are real, and so are streams and capture; several ranks are test
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 
@@ -35,7 +33,7 @@ def test_a_layer_over_torch_distributed(dtype, device, communicator):
     import torch
     from torch import nn
 
-    from syncbn_torch import SynchronizedBatchNorm2d, forward_together
+    from syncbn_torch import SynchronizedBatchNorm2d
 
     torch.manual_seed(0)
     layers = [SynchronizedBatchNorm2d(c, process_group=communicator).to(device) for c in (3, 8)]
@@ -47,21 +45,15 @@ def test_a_layer_over_torch_distributed(dtype, device, communicator):
     expected = torch.cat([twin(part) for twin, part in zip(twins, parts, strict=True)], 1)
     expected.backward(dy.double())
     tolerance = 3e-2 if dtype == "bfloat16" else 1e-4
-    for joint in (False, True):
-        own = copy.deepcopy(layers)
-        leaf = x.to(device, copy=True).requires_grad_()
-        inputs = leaf.split([3, 8], 1)
-        if joint:
-            ys = forward_together(own, inputs)
-        else:
-            ys = [layer(part) for layer, part in zip(own, inputs, strict=True)]
-        y = torch.cat(list(ys), 1)
-        y.backward(dy.to(device))
-        for actual, wanted in ((y, expected), (leaf.grad, wide.grad)):
-            error = (actual.detach().cpu().double() - wanted.detach()).abs().max().item()
-            assert error < tolerance * (1 + wanted.abs().max().item())
-        for layer, twin in zip(own, twins, strict=True):
-            assert torch.allclose(layer.running_var.cpu().double(), twin.running_var, atol=1e-4)
+    leaf = x.to(device, copy=True).requires_grad_()
+    ys = [layer(part) for layer, part in zip(layers, leaf.split([3, 8], 1), strict=True)]
+    y = torch.cat(ys, 1)
+    y.backward(dy.to(device))
+    for actual, wanted in ((y, expected), (leaf.grad, wide.grad)):
+        error = (actual.detach().cpu().double() - wanted.detach()).abs().max().item()
+        assert error < tolerance * (1 + wanted.abs().max().item())
+    for layer, twin in zip(layers, twins, strict=True):
+        assert torch.allclose(layer.running_var.cpu().double(), twin.running_var, atol=1e-4)
 
 
 def test_check_order_on_a_device(device, communicator):

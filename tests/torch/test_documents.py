@@ -18,7 +18,6 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 # Pages whose blocks do not run here, and why.
 NOT_RUN = {
-    "docs/diagnostics.md": "pieces of programs",
     "docs/verify.md": "test_verify_command.py runs its program",
     "docs/frameworks.md": "test_recipes.py and tests/works_with run its blocks",
     "docs/gpu.md": "needs CuPy",

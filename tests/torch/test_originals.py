@@ -19,7 +19,6 @@ from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     convert_model,
-    forward_together,
     patch_replication_callback,
     revert_model,
 )
@@ -277,23 +276,6 @@ def test_a_wrapper_that_is_no_part_of_the_replicated_model_is_refused() -> None:
     other = DataParallelWithCallback(nn.Sequential(SynchronizedBatchNorm1d(3)), replicas=2)
     with pytest.raises(StateError, match=r"0 \(SynchronizedBatchNorm1d\).*not a submodule"):
         DataParallelWithCallback(Calls(other), replicas=2)(torch.randn(8, 3))
-
-
-def test_layers_together_reached_around_their_replicas_synchronize() -> None:
-    layers = nn.ModuleList([SynchronizedBatchNorm1d(3), SynchronizedBatchNorm1d(3)])
-
-    class Together(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat(forward_together(list(layers), [x, 2 * x]), 1)
-
-    x = torch.randn(6, 3)
-    y = DataParallelWithCallback(Together(), replicas=2)(x)
-    torch.testing.assert_close(y[:, :3], nn.BatchNorm1d(3)(x))
-    torch.testing.assert_close(y[:, 3:], nn.BatchNorm1d(3)(2 * x))
 
 
 def in_a_thread(call: Callable[[], Any]) -> Any:

@@ -299,12 +299,9 @@ for got, due in zip(grads[:2], grads[2:]):
     torch.testing.assert_close(got, due)
 torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
-for x in (torch.randn(16, 8, 40, 40), torch.randn(2, 130).bfloat16()):  # large; in 16 bits
-    layer = SyncBatchNorm(x.shape[1]).to(x.dtype)
-    for _ in range(2):  # the second call takes the usual way
-        y = layer(x)
-        due = torch.nn.functional.batch_norm(x.double(), None, None, training=True)
-        torch.testing.assert_close(y.double(), due, rtol=2**-8, atol=1e-5)
+x = torch.randn(16, 8, 40, 40)  # so large that kernels would compute it
+due = torch.nn.functional.batch_norm(x, None, None, training=True)
+torch.testing.assert_close(SyncBatchNorm(8)(x), due)
 print(*(warning.message for warning in caught), sep="\\n")
 """
 

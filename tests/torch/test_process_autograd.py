@@ -20,7 +20,6 @@ from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
-    forward_together,
 )
 
 BOUNDS = (0, 1, 3, 6)
@@ -134,15 +133,11 @@ def test_function_transforms_are_refused_and_the_next_forward_succeeds(
     rank: int, size: int
 ) -> None:
     x, tangent = (values[rows_of(rank, (0, 3, 8))] for values in whole_batch((8, 3, 4, 4)))
-    layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
-    layer = layers[0]
+    layer = SynchronizedBatchNorm2d(3).double()
     refused = (StateError, "SynchronizedBatchNorm2d", "over processes")
     raises(*refused, call=lambda: torch.func.jvp(layer, (x,), (tangent,)))
-    together = partial(forward_together, layers)
-    raises(*refused, call=lambda: torch.func.jvp(lambda x: together([x, x]), (x,), (tangent,)))
     traced = (StateError, "torch.jit.trace", "SynchronizedBatchNorm2d", "model.eval()")
     raises(*traced, call=lambda: torch.jit.trace(layer, x))
-    raises(*traced, call=lambda: torch.jit.trace(lambda x: together([x, x])[0], x))
     parallel = DataParallelWithCallback(layer, replicas=2)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, tangent)
@@ -214,22 +209,13 @@ def test_ranks_with_and_without_a_tangent_go_together_within_forward_mode(
     mine = rows_of(rank, (0, 2, 6))
     direction[2:] = 0
     layer, twin = layer_and_twin("plus")
-    twin_layer = SynchronizedBatchNorm2d(3).double()
     with forward_ad.dual_level():
         of_all = forward_ad.unpack_dual(twin(forward_ad.make_dual(x, direction)))
         own = forward_ad.make_dual(x[mine], direction[mine]) if rank == 0 else x[mine]
         y = forward_ad.unpack_dual(layer(own))
         close(y.tangent, of_all.tangent[mine])
         close(y.primal, of_all.primal[mine])
-        a, _ = forward_together([layer, twin_layer], [own, own])
-        close(forward_ad.unpack_dual(a).tangent, of_all.tangent[mine])
         assert forward_ad.unpack_dual(layer.running_mean).tangent is None
-    twin_layer(x[mine])
-    twin_layer(x[mine])
-    layer_of_torch = nn.BatchNorm2d(3).double()
-    for _ in range(3):
-        layer_of_torch(x)
-    close(twin_layer.running_var, layer_of_torch.running_var)
 
 
 @on_ranks(2)
@@ -250,17 +236,14 @@ def test_batched_gradients_are_refused_and_plain_ones_of_the_same_graph_succeed(
     rank: int, size: int
 ) -> None:
     x, dy = (values[rows_of(rank, (0, 3, 8))] for values in whole_batch((8, 3, 4, 4)))
-    layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
+    layer = SynchronizedBatchNorm2d(3).double()
     leaf = x.clone().requires_grad_()
     dys = torch.stack([dy, dy])
-    for y in (layers[0](leaf), DataParallelWithCallback(layers[0], replicas=2)(leaf)):
+    for y in (layer(leaf), DataParallelWithCallback(layer, replicas=2)(leaf)):
         grad = partial(torch.autograd.grad, y, leaf, retain_graph=True)
         batched = partial(grad, dys, is_grads_batched=True)
         raises(StateError, "over processes", call=batched)
         grad(dy)
-    ys = forward_together(layers, [leaf, leaf])
-    batched = partial(torch.autograd.grad, ys, leaf, [dys, dys], is_grads_batched=True)
-    raises(StateError, "over processes", call=batched)
 
 
 def penalized(y: Tensor, x: Tensor, order: int) -> Tensor:
@@ -324,22 +307,6 @@ def test_derivatives_of_any_order_through_replicas_that_differ_in_number(
         layer, twin = layer_and_twin("plus")
         parallel = DataParallelWithCallback(layer, replicas=1 + rank)
         derivatives_equal_the_undivided_batch(rank, (0, 2, 6), order, parallel, twin)
-
-
-@on_ranks(2)
-def test_second_derivatives_through_several_layers_in_one_message(rank: int, size: int) -> None:
-    class Together(nn.ModuleList):
-        def forward(self, x: Tensor) -> Tensor:
-            a, b = forward_together(list(self), [x, x.exp()])
-            return a * b
-
-    class Apart(nn.ModuleList):
-        def forward(self, x: Tensor) -> Any:
-            return self[0](x) * self[1](x.exp())
-
-    pairs = [layer_and_twin("plus") for _ in range(2)]
-    layers, twins = Together([a for a, _ in pairs]), Apart([b for _, b in pairs])
-    derivatives_equal_the_undivided_batch(rank, (0, 2, 6), 2, layers, twins)
 
 
 @on_ranks(2)

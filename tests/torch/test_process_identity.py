@@ -25,7 +25,6 @@ from syncbn_torch import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     convert_model,
-    forward_together,
 )
 from syncbn_torch.backends import memory
 
@@ -106,14 +105,6 @@ def test_a_layer_is_not_taken_for_the_layer_of_its_name_one_container_below(
     layers["a"].update({"bn": SynchronizedBatchNorm1d(3), "other": nn.ReLU()})
     first = layers["bn"] if rank == 0 else layers["a"]["bn"]
     raises(ProtocolError, "a.bn (", call=lambda: first(torch.randn(3, 3)))
-
-
-@on_ranks(2)
-def test_other_layers_in_one_message_are_told(rank: int, size: int) -> None:
-    model = nn.ModuleDict({name: SynchronizedBatchNorm1d(3) for name in "abc"})
-    x = torch.randn(4, 3)
-    pair = [model["a"], model["b" if rank else "c"]]
-    raises(ProtocolError, "a (", "b (", "c (", call=lambda: forward_together(pair, [x, x]))
 
 
 @on_ranks(3)

@@ -20,7 +20,7 @@ from world import (
     whole_batch,
 )
 
-from syncbn_core.errors import DTypeError
+from syncbn_core.errors import DTypeError, StateError
 from syncbn_torch import (
     DataParallelWithCallback,
     SyncBatchNorm,
@@ -211,6 +211,9 @@ def test_tensors_without_values_of_their_own_are_refused_before_anything_is_exch
     raises(DTypeError, "values of its own", "a plain tensor", call=lambda: layer(Wrapper(x)))
     part = distribute_tensor(x, dist.init_device_mesh("cpu", (size,)), [Shard(0)])
     raises(DTypeError, "values of its own", "x.to_local()", call=lambda: layer(part))
+    freed = SyncBatchNorm(3).double()
+    freed.weight.untyped_storage().resize_(0)
+    raises(StateError, "storage was freed", call=lambda: freed(x))
     assert int(layer.num_batches_tracked) == 0
     close(layer(x[2 * rank : 2 * rank + 2]), nn.BatchNorm2d(3).double()(x)[2 * rank : 2 * rank + 2])
 

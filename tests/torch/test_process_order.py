@@ -18,7 +18,6 @@ from syncbn_torch import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     convert_model,
-    forward_together,
 )
 
 # -------------------------------------------------------------------------- with check_order
@@ -149,7 +148,6 @@ def losses_of_different_branches(rank: int, size: int, check: bool) -> None:
         "model": model,
         "bare": lambda x: (bare[0](x), bare[1](x.exp())),
         "threads": DataParallelWithCallback(Branches(group).double(), replicas=2),
-        "together": lambda x: [forward_together(bare, two)[0] for two in ([x, x.exp()], [x, x])],
     }
     # how often the two bare layers, number 1 and 2, are named: once for each rank
     of_all, of_rank = [1, size - 1], [int(rank == 0), int(rank != 0)]

@@ -6,11 +6,11 @@ Backward of a node uses plain differentiable operations if its result must be di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import StateError
@@ -21,7 +21,6 @@ from syncbn_core.moment_exchange import (
     exchange_moments,
     exchange_sums,
 )
-from syncbn_torch import ranges
 from syncbn_torch.autograd.transforms import has_tangent_or_wrapper, refuse_over_processes
 
 __all__ = [
@@ -37,18 +36,17 @@ class Processes(NamedTuple):
     communicator: Communicator
     site: CallSite
 
-    def exchange_moments(
-        self, parts: Sequence[PartMoments], with_kernels: bool
-    ) -> tuple[list[PartMoments], int]:
-        """The moments of the whole batch for each of `parts`, and the number of the exchange."""
-        with ranges.span("exchange", self.site.name):
-            return exchange_moments(self.communicator, parts, self.site, with_kernels)
+    def exchange_moments(self, part: PartMoments, with_kernels: bool) -> tuple[PartMoments, int]:
+        """The moments of the whole batch, given those of a part, and the number of the exchange."""
+        with record_function("syncbn.exchange"):
+            (total,), number = exchange_moments(self.communicator, [part], self.site, with_kernels)
+        return total, number
 
     def all_reduce(
         self, sums: Any, call: int, statistics: Any = None, purpose: int = BACKWARD
     ) -> Any:
         """Add up `sums` over all processes; arguments as of `exchange_sums`."""
-        with ranges.span("exchange", self.site.name):
+        with record_function("syncbn.exchange"):
             return exchange_sums(self.communicator, sums, self.site, call, statistics, purpose)
 
 

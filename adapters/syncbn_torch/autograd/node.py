@@ -1,9 +1,8 @@
-"""The autograd node of batch normalization: all parts of one or more layers in, all results out.
+"""The autograd node of batch normalization: all parts of a layer in, all results out.
 
     x_1 ... x_N, weight_1 ... weight_N, bias_1 ... bias_N  ->  y_1 ... y_N
 
-One node serves a layer alone (one part), replicas (a part each), a rank of a process group, and
-several layers that share a message.
+One node serves a layer alone (one part), replicas (a part each), and a rank of a process group.
 
 Each replica leaves its part with the master, which applies the node, and gets its y. Backward gets
 all dy at once, so that no replica waits there. A loss may use any of the outputs. Hooks on saved
@@ -25,7 +24,6 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from syncbn_core.backends.base import Affine
-from syncbn_core.comm.waits import note_arrivals
 from syncbn_core.errors import CheckpointError, ShapeError, StateError
 from syncbn_torch._torch_private import backward_task, saving_runs_hooks
 from syncbn_torch.autograd.steps import Call, Columns, Part, columns_of
@@ -35,7 +33,7 @@ from syncbn_torch.backends import plain
 __all__ = ["Keep", "Recomputed", "batch_norm", "normalize_replicas"]
 
 
-_SETTINGS = 4  # arguments of `BatchNormOfParts` before its operands
+_SETTINGS = 3  # arguments of `BatchNormOfParts` before its operands
 
 
 class Keep(Function):
@@ -60,14 +58,9 @@ class BatchNormOfParts(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        layers: Sequence[Sequence[Part]],
-        parts: Columns,
-        last: bool,
-        calls: list[Call],
-        *operands: Any,
+        ctx: Any, parts: Columns, last: bool, calls: list[Call], *operands: Any
     ) -> tuple[Tensor, ...]:
-        call = Call(layers, parts)
+        call = Call(parts)
         calls.append(call)
         ctx.call, ctx.kept = call, parts.kept
         ctx.set_materialize_grads(False)
@@ -127,40 +120,38 @@ class Recomputed(Function):
         )
 
 
-def batch_norm(layers: Sequence[Sequence[Part]]) -> tuple[Call, Sequence[Tensor]]:
-    """`(call, y of each part)`, for one layer of any number of parts, or several of one part.
+def batch_norm(parts: Sequence[Part]) -> tuple[Call, Sequence[Tensor]]:
+    """`(call, y of each part)`, for the parts of one layer.
 
     Updates the running statistics of all, or if a step fails of none. Raises `BatchSizeError` for
     one value per channel in the whole batch, and the errors of the exchange.
     """
-    if layers[0][0].context is None:
-        return _batch_norm(layers)
+    if parts[0].context is None:
+        return _batch_norm(parts)
     # the modes of no replica; `_same` in place of the hooks of the master's own thread
-    parts = layers[0]
     inference, graph = all(part.inference for part in parts), any(part.graph for part in parts)
     with torch.inference_mode(inference), torch.set_grad_enabled(graph):
         if not saving_runs_hooks() or parts[0].operations is plain.DIFFERENTIABLE:
-            return _batch_norm(layers)
+            return _batch_norm(parts)
         with saved_tensors_hooks(_same, _same):
-            return _batch_norm(layers)
+            return _batch_norm(parts)
 
 
-def _batch_norm(layers: Sequence[Sequence[Part]]) -> tuple[Call, Sequence[Tensor]]:
-    parts, first = columns_of([*chain.from_iterable(layers)]), layers[0][0]
-    # Saved-tensor hooks run after the node's forward; of several layers the last one may fail. In a
-    # recomputation they end the forward as soon as all is saved.
-    hooks = first.context is None and saving_runs_hooks() and backward_task() == -1
-    last = len(layers) > 1 or hooks
+def _batch_norm(parts: Sequence[Part]) -> tuple[Call, Sequence[Tensor]]:
+    columns = columns_of(parts)
+    # Saved-tensor hooks run after the node's forward. In a recomputation they end the forward as
+    # soon as all is saved.
+    last = parts[0].context is None and saving_runs_hooks() and backward_task() == -1
     calls: list[Call] = []
-    if True in parts.graph and first.operations is not plain.DIFFERENTIABLE:
-        xs = [*map(_of_graph, parts.x, parts.graph)]
-        operands = chain(xs, *zip(*parts.affine, strict=True))
-        ys: Sequence[Tensor] = BatchNormOfParts.apply(layers, parts, last, calls, *operands)
+    if True in columns.graph and parts[0].operations is not plain.DIFFERENTIABLE:
+        xs = [*map(_of_graph, columns.x, columns.graph)]
+        operands = chain(xs, *zip(*columns.affine, strict=True))
+        ys: Sequence[Tensor] = BatchNormOfParts.apply(columns, last, calls, *operands)
     else:
-        calls.append(Call(layers, parts))
-        ys = calls[0].forward(parts, last)
+        calls.append(Call(columns))
+        ys = calls[0].forward(columns, last)
     if last:
-        calls[0].update_running(parts)
+        calls[0].update_running(columns)
     return calls[0], ys
 
 
@@ -182,17 +173,15 @@ def normalize_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[H
     if len({part.x.shape[1] for part in parts}) > 1:
         channels = {identifier: part.x.shape[1] for identifier, part in messages}
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
-    if first.arrived is not None:
-        note_arrivals("replica", f"forward of {first.context.name}", [p.arrived for p in parts])
     if any(part.operations is not first.operations for part in parts):
         # such as a tensor of a subclass in one replica
         own: dict[str, Any] = {"operations": plain.OPERATIONS, "moments": None, "y": None}
         parts = [part._replace(**own) for part in parts]
     with of_replicas([part.stream for part in parts]) as record:
-        call, ys = batch_norm([parts])
+        call, ys = batch_norm(parts)
         record(ys)
     indexed = enumerate(zip(messages, ys, strict=True))
-    return [(identifier, (y, call.layers[0], n)) for n, ((identifier, _), y) in indexed]
+    return [(identifier, (y, call, n)) for n, ((identifier, _), y) in indexed]
 
 
 def _same(saved: Any) -> Any:

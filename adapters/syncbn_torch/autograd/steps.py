@@ -1,10 +1,10 @@
-"""The order of the steps of a node: forward and backward of one or more layers, each in parts.
+"""The order of the steps of a node: forward and backward of a layer, in parts.
 
     forward    moments of each part, merged; exchanged; y of each part
     backward   sums of each part, added; exchanged; dx of each part
 
-Over several processes there is one message per direction for all layers. Backward computes by plain
-differentiable operations if its result must be differentiable (`create_graph=True`), or a tensor
+Over several processes there is one message per direction. Backward computes by plain differentiable
+operations if its result must be differentiable (`create_graph=True`), or a tensor
 has a tangent or is wrapped (`transforms`).
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, compress, pairwise
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from syncbn_torch.autograd.exchange import Processes, check_unchanged, needs_pla
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.memory import as_tensor
 
-__all__ = ["Call", "Columns", "LayerCall", "Part", "columns_of"]
+__all__ = ["Call", "Columns", "Part", "columns_of"]
 
 
 class Part(NamedTuple):
@@ -40,8 +40,7 @@ class Part(NamedTuple):
     `inference`: whether it comes from `torch.inference_mode()`.
     `context`: the forward that they share. `kept`: the ctx of its `Keep`, if it has one.
     `moments`, `y`: the moments of x, and memory for y, if the replica computes both itself.
-    `stream`: that of its GPU on which it computes x, and goes on with y; None on a host. `arrived`
-    is for `waits`.
+    `stream`: that of its GPU on which it computes x, and goes on with y; None on a host.
     """
 
     operations: Operations
@@ -57,7 +56,6 @@ class Part(NamedTuple):
     moments: Any = None
     y: Any = None
     stream: Any = None
-    arrived: float | None = None
 
 
 Columns = Any  # a `Part` whose fields are tuples, each with one entry per part
@@ -69,149 +67,88 @@ def columns_of(parts: Sequence[Part]) -> Columns:
     return Part(*columns)
 
 
-class LayerCall:
-    """One call of one layer.
+class Call:
+    """One call of a layer, in parts: what its forward knows.
 
     Attributes:
-        operations, rule: those of all parts.
+        operations, rule, processes, context: those of all parts.
+        number: of the exchange over processes, 0 for none.
+        streams: those of each part.
         alone: whether the only part is the whole batch.
         statistics: for each part, what backward needs besides x.
         parts, total, by_device: of replicas: the moments of each part and of the whole batch, and
             the statistics on each device.
     """
 
-    __slots__ = ("alone", "by_device", "operations", "parts", "rule", "statistics", "total")
+    __slots__ = (
+        *("alone", "by_device", "context", "number", "operations", "parts", "processes", "rule"),
+        *("statistics", "streams", "total"),
+    )
 
-    def __init__(self, operations: Operations, rule: NormRule) -> None:
-        self.operations, self.rule = operations, rule
-        self.alone = True
+    def __init__(self, parts: Columns) -> None:
+        """Take the moments of all parts; `BatchSizeError` for one value per channel."""
+        self.operations, self.rule = parts.operations[0], parts.rule[0]
+        self.processes, self.context, self.number = parts.processes[0], parts.context[0], 0
+        self.streams = parts.stream
         self.statistics: list[Any] = []
-
-    def merged_moments(self, xs: Sequence[Tensor], known: Sequence[Any]) -> Any:
-        """The moments of all parts together; `known`: of each part, or None."""
-        missing = [moments is None for moments in known]
-        found = _of_some(missing, self.operations.moments_of_parts, xs)
-        self.parts = [*map(_first, known, found)]
-        return self.operations.merge(self.parts)
-
-    def set_total(self, total: Any, xs: Sequence[Tensor], replicas: bool) -> None:
-        """Set the moments of the whole batch; `BatchSizeError` for one value per channel."""
-        require_more_than_one_value(total.known_count, xs[0].shape)
+        self.alone = self.processes is None and self.context is None
+        if self.alone:
+            return
+        missing = [moments is None for moments in parts.moments]
+        found = _of_some(missing, self.operations.moments_of_parts, parts.x)
+        own = [*map(_first, parts.moments, found)]
+        total = self.operations.merge(own)
+        if self.processes is not None:
+            total = self._of_all_processes(total, parts)
+        require_more_than_one_value(total.known_count, parts.x[0].shape)
         known = self.operations.statistics(total, self.rule)
         # copied to all devices here, where the streams of all replicas are current
-        devices = [x.device for x in xs]
+        devices = [x.device for x in parts.x]
         by_device = {device: _on_device(known, device) for device in {*devices}}
         self.statistics = [*map(by_device.__getitem__, devices)]
-        self.alone = False
-        if replicas:
-            self.total, self.by_device = total, by_device
-        else:
-            del self.parts  # rows of all ranks can be large
+        if self.context is not None:
+            self.parts, self.total, self.by_device = own, total, by_device
 
-    def forward(
-        self,
-        xs: Sequence[Tensor],
-        affines: Sequence[Affine],
-        running: Sequence[RunningStatistics | None],
-        room: Sequence[Tensor | None],
-    ) -> list[Tensor]:
+    def _of_all_processes(self, own: Any, parts: Columns) -> Any:
+        """`own`, the moments of this process, merged with those of the others."""
+        processes, do = self.processes, self.operations
+        if do is plain.DIFFERENTIABLE:  # by choice, so no warning about missing kernels
+            values = Moments(own.count, _value(own.mean), _value(own.m2))
+            total, self.number = processes.exchange_moments(values, True)
+            operands = parts.x[0], *parts.affine[0]
+            needs_grad = any(t is not None and t.requires_grad for t in operands)
+            return total_moments(own, total, processes, self.number, needs_grad and parts.graph[0])
+        total, self.number = processes.exchange_moments(do.one_row(own), do.with_kernels)
+        return total
+
+    def forward(self, parts: Columns, last: bool) -> list[Tensor]:
         """y of each part, after updating its running statistics.
 
-        Where `room` has memory for a y, its replica computes it: that memory is returned as it is.
+        `last`: they are updated by `update_running` later. Where a part has memory for y, its
+        replica computes it: that memory is returned as it is.
         """
         do, rule = self.operations, self.rule
+        running = [None] * len(parts.x) if last else parts.running
         if self.alone:
-            (x,), (affine,) = xs, affines
+            (x,), (affine,) = parts.x, parts.affine
             require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
             done = do.forward_single(x, affine, rule, running[0])
             self.statistics = [done.statistics]
             return [done.y]
-        missing = [y is None for y in room]
+        missing = [y is None for y in parts.y]
         compute = partial(do.forward_of_parts, rule=rule)
-        results = _of_some(missing, compute, xs, self.statistics, affines, running)
-        ys: list[Any] = [*room]
+        results = _of_some(missing, compute, parts.x, self.statistics, parts.affine, running)
+        ys: list[Any] = [*parts.y]
         for index, result in enumerate(results):
             if result is not None:
                 ys[index], self.statistics[index], _ = result
         return ys
 
-    def differentiable(self, call: Call, xs: Sequence[Tensor]) -> LayerCall:
-        """This call, computed by differentiable operations; statistics are functions of `xs`."""
-        do = plain.DIFFERENTIABLE
-        total = part = do.merge([do.moments(x) for x in xs])
-        if call.processes is not None:
-            known = plain.plain_moments(self.statistics[0].moments, xs[0].device)
-            total = total_moments(part, known, call.processes, call.number, True)
-        statistics = do.statistics(total, self.rule)
-        other = LayerCall(do, self.rule)
-        other.statistics = [plain.plain_statistics(statistics, x.device) for x in xs]
-        return other
-
-
-class Call:
-    """One call of the layers of a node.
-
-    Attributes:
-        layers: one of any number of parts, or several of one part.
-        processes, context: those of all parts.
-        number: of the exchange over processes, 0 for none.
-        streams: those of each part.
-    """
-
-    __slots__ = ("context", "layers", "number", "processes", "streams")
-
-    def __init__(self, layers: Sequence[Sequence[Part]], parts: Columns) -> None:
-        """`parts`: those of all layers."""
-        first = layers[0][0]
-        self.processes, self.context, self.number = first.processes, first.context, 0
-        self.streams = parts.stream
-        self.layers = [LayerCall(of_one[0].operations, of_one[0].rule) for of_one in layers]
-        if self.processes is None and self.context is None:
-            return
-        columns = self._by_layer(parts.x, parts.moments)
-        totals = [layer.merged_moments(*of_layer) for layer, *of_layer in columns]
-        if self.processes is not None:
-            totals = self._of_all_processes(totals, first)
-        for (layer, xs, _), total in zip(columns, totals, strict=True):
-            layer.set_total(total, xs, self.context is not None)
-
-    def _of_all_processes(self, own: list[Any], first: Part) -> list[Any]:
-        """`own`, the moments of each layer in this process, merged with those of the others."""
-        processes: Any = self.processes
-        do = first.operations
-        if do is plain.DIFFERENTIABLE:  # by choice, so no warning about missing kernels
-            (part,) = own
-            values = Moments(part.count, _value(part.mean), _value(part.m2))
-            (total,), self.number = processes.exchange_moments([values], True)
-            needs_grad = any(t is not None and t.requires_grad for t in (first.x, *first.affine))
-            return [total_moments(part, total, processes, self.number, needs_grad and first.graph)]
-        sent = [layer.operations.one_row(one) for layer, one in zip(self.layers, own, strict=True)]
-        with_kernels = all(layer.operations.with_kernels for layer in self.layers)
-        totals: list[Any]
-        totals, self.number = processes.exchange_moments(sent, with_kernels)
-        return totals
-
-    def _by_layer(self, *columns: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Each layer with its part of the columns, in which the parts of all layers stand."""
-        if len(self.layers) == 1:
-            return [(self.layers[0], *columns)]
-        return [
-            (layer, *[column[n : n + 1] for column in columns])
-            for n, layer in enumerate(self.layers)
-        ]
-
-    def forward(self, parts: Columns, last: bool) -> list[Tensor]:
-        """y of each part. `last`: the running statistics are updated by `update_running` later."""
-        running = [None] * len(parts.x) if last else parts.running
-        columns = self._by_layer(parts.x, parts.affine, running, parts.y)
-        return [y for layer, *of_layer in columns for y in layer.forward(*of_layer)]
-
     def update_running(self, parts: Columns) -> None:
         """Update the running statistics of all parts."""
-        for layer, of_layer in self._by_layer(parts.running):
-            for running, statistics in zip(of_layer, layer.statistics, strict=True):
-                if running is not None:
-                    layer.operations.update_running(running, statistics)
+        for running, statistics in zip(parts.running, self.statistics, strict=True):
+            if running is not None:
+                self.operations.update_running(running, statistics)
 
     def check_over(self) -> None:
         """Raise `StateError` before the forward of replicas has ended."""
@@ -237,46 +174,39 @@ class Call:
             given = [True] * len(dys)
         for x, dy in zip(xs, filled, strict=True):
             check_unchanged(x, dy)
-        layers = self.layers
+        do, rule, statistics = self.operations, self.rule, self.statistics
         if needs_plain_backward(self.processes, *dys):
-            layers = [one.differentiable(self, of_layer) for one, of_layer in self._by_layer(xs)]
-        elif layers[0].alone and by_x[0]:
-            settings = layers[0].statistics[0], affines[0], layers[0].rule
-            dx, *rest = layers[0].operations.backward_single(xs[0], filled[0], *settings)
+            do, statistics = plain.DIFFERENTIABLE, self._differentiable(xs)
+        elif self.alone and by_x[0]:
+            dx, *rest = do.backward_single(xs[0], filled[0], statistics[0], affines[0], rule)
             return [dx], [Sums(None, *rest)]
         elif len(xs) == 1 and self.processes is not None:
-            communicator, (statistics,) = self.processes.communicator, layers[0].statistics
-            layers[0].statistics = [labelled(communicator, statistics, self.number)]
-        columns = [of_layer for _, *of_layer in self._by_layer(xs, filled, affines, given, by_x)]
-        sums: list[Sums | None] = []
-        for layer, (x, dy, affine, is_given, _) in zip(layers, columns, strict=True):
-            reduce = partial(layer.operations.backward_reduce_of_parts, rule=layer.rule)
-            sums += _of_some(is_given, reduce, x, dy, layer.statistics, affine)
-        totals = self._totals(sums, layers[0].statistics[0])
-        dxs: list[Tensor | None] = []
-        for layer, total, (x, dy, affine, _, needed) in zip(layers, totals, columns, strict=True):
-            here = [total.to(one.device) if isinstance(total, Tensor) else total for one in x]
-            compute = partial(layer.operations.backward_input_of_parts, rule=layer.rule)
-            dxs += _of_some(needed, compute, x, dy, layer.statistics, affine, here)
-        return dxs, sums
+            statistics = [labelled(self.processes.communicator, statistics[0], self.number)]
+        reduce = partial(do.backward_reduce_of_parts, rule=rule)
+        sums: list[Sums | None] = _of_some(given, reduce, xs, filled, statistics, affines)
+        total = self._total(sums, statistics[0])
+        here = [total.to(x.device) if isinstance(total, Tensor) else total for x in xs]
+        compute = partial(do.backward_input_of_parts, rule=rule)
+        return _of_some(by_x, compute, xs, filled, statistics, affines, here), sums
 
-    def _totals(self, sums: Sequence[Sums | None], statistics: Any) -> Sequence[Any]:
-        """For each layer the sums over the whole batch."""
-        own = [
-            _added([one.exchange for one in of_layer if one is not None])
-            for _, of_layer in self._by_layer(sums)
-        ]
+    def _differentiable(self, xs: Sequence[Tensor]) -> list[Any]:
+        """The statistics as differentiable functions of `xs`."""
+        do = plain.DIFFERENTIABLE
+        total = part = do.merge([do.moments(x) for x in xs])
+        if self.processes is not None:
+            known = plain.plain_moments(self.statistics[0].moments, xs[0].device)
+            total = total_moments(part, known, self.processes, self.number, True)
+        statistics = do.statistics(total, self.rule)
+        return [plain.plain_statistics(statistics, x.device) for x in xs]
+
+    def _total(self, sums: Sequence[Sums | None], statistics: Any) -> Any:
+        """The sums (2, C) over the whole batch."""
+        own = _added([one.exchange for one in sums if one is not None])
         if self.processes is None:
             return own
-        joined = _joined(own)
         if torch.is_grad_enabled():
-            total = sum_over_processes(as_tensor(joined), self.processes, self.number)
-        else:
-            total = self.processes.all_reduce(joined, self.number, statistics)
-        if len(own) == 1:
-            return [total]
-        ends = [0, *accumulate(one.shape[0] * one.shape[1] for one in own)]
-        return [total[begin:end].reshape(2, -1) for begin, end in pairwise(ends)]
+            return sum_over_processes(as_tensor(own), self.processes, self.number)
+        return self.processes.all_reduce(own, self.number, statistics)
 
 
 def _first(one: Any, other: Any) -> Any:
@@ -298,15 +228,6 @@ def _of_some(wanted: Sequence[bool], compute: Callable[..., Any], *columns: Any)
         return [None] * len(wanted)
     results = iter(compute(*[[*compress(column, wanted)] for column in columns]))
     return [next(results) if one else None for one in wanted]
-
-
-def _joined(sums: Sequence[Any]) -> Any:
-    """The (2, C) sums of several layers, flattened into one message."""
-    if len(sums) == 1:
-        return sums[0]
-    if isinstance(sums[0], Tensor):
-        return torch.cat([one.reshape(-1) for one in sums])
-    return np.concatenate([one.reshape(-1) for one in sums])
 
 
 def _added(values: Sequence[Any]) -> Any:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from syncbn_core.comm import SyncMaster
-from syncbn_core.comm.waits import now
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
-from syncbn_torch import ranges
-from syncbn_torch._torch_private import profiler, saving_runs_hooks, watch_saving
+from syncbn_torch._torch_private import saving_runs_hooks, watch_saving
 from syncbn_torch.autograd.node import Keep, Recomputed, normalize_replicas
 from syncbn_torch.autograd.steps import Part
 from syncbn_torch.autograd.streams import stream_of
@@ -44,9 +42,6 @@ class ReplicaSync:
             self.pipe = shared.master(_OURS).register_slave(copy_id)
         self._history: list[tuple[Any, Any, bool]] = []
         self._index = 0  # of this replica's part among all
-
-    def _name(self) -> str:
-        return str(self.shared.name)
 
     def check(self) -> None:
         """Raise `CommAborted` if the caller has given up this replica's forward."""
@@ -101,19 +96,15 @@ class ReplicaSync:
             moments=moments,
             y=room,
             stream=stream_of(x),
-            arrived=now(),
         )
-        with ranges.span("exchange", self._name):
-            exchange = self.master.run_master if self.is_master else self.pipe.run_slave
-            result: tuple[Tensor, Any, int] = exchange(part)
+        exchange = self.master.run_master if self.is_master else self.pipe.run_slave
+        result: tuple[Tensor, Any, int] = exchange(part)
         y, call, self._index = result
         if apart and call.operations is operations:
             known = call.by_device[x.device]
             with torch.no_grad():
                 in_thread.forward(x, known, affine, rule, running, out=y)
         self._history.append((call.parts[self._index], call, graph))
-        if profiler._is_profiler_enabled and self.is_master:  # one node for all replicas
-            ranges.name_backward(y, self._name)
         return y
 
     def _check_random_states(self, states: list[Tensor], device: torch.device) -> None:
