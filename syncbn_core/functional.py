@@ -154,7 +154,7 @@ def batch_norm_forward(
         parts, site = [operations.moments(x)], site or _no_layer(x)
         totals, call = exchange_moments(communicator, parts, site, operations.with_kernels)
         count = totals[0].known_count
-        require_more_than_one_value(count, x.shape)
+        require_more_than_one_value(count, x.shape, communicator.size)
         statistics = operations.statistics(totals[0], rule)
         y, statistics, _ = operations.forward(x, statistics, affine, rule, updated, out)
     known = UNKNOWN if count is None else count

@@ -173,14 +173,18 @@ def blend(running: Array, batch: Array, factor: float) -> Array:
     return (1.0 - factor) * running + factor * batch
 
 
-def require_more_than_one_value(count: int | None, shape: Sequence[int] | None = None) -> None:
+def require_more_than_one_value(
+    count: int | None, shape: Sequence[int] | None = None, members: int = 1
+) -> None:
     """Raise `BatchSizeError` if `count`, the values per channel of a training batch, is 1.
 
     A count of None, known only to the device, is not checked, because the host would have to wait.
-    `shape`: the shape of x for the error message.
+    `shape`: the shape of x of this member, for the error message.
     """
     if count == 1:
         size = f", got input size torch.Size({list(shape)})" if shape is not None else ""
+        if members > 1:
+            size += f" here, and 1 value per channel in all {members} members"
         raise BatchSizeError(
             f"Expected more than 1 value per channel when training{size}; "
             "one value has no variance: use a larger batch, or eval()"

@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from syncbn_core.backends.base import Affine, Operations, RunningStatistics
-from syncbn_core.errors import StateError
+from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
@@ -137,7 +137,17 @@ def _is_watched() -> bool:
 
 
 def _by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
-    """Normalize x by the statistics of the whole batch, after all checks."""
+    """Normalize x by the statistics of the whole batch, after all checks; errors name the layer."""
+    try:
+        return _checked_by_node(layer, x, processes)
+    except (BatchSizeError, DeviceError, DTypeError, ShapeError) as error:
+        name, text = name_of(layer._original), str(error)
+        if name not in text:
+            error.args = (f"{name}: {text}",)
+        raise
+
+
+def _checked_by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
     check_input(layer, x, affine.weight)
     sync = layer._replica_sync

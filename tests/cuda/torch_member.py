@@ -45,6 +45,7 @@ class DeviceOperations(TorchDispatchMode, list):
 
 
 HOST_ONLY = (
+    "profiler",
     "empty",
     "view",
     "detach",

@@ -506,7 +506,12 @@ def test_one_value_in_all_is_torchs_value_error(run_parts: Any) -> None:
 @pytest.mark.parametrize(
     ("layer", "x", "error", "text"),
     [
-        (SynchronizedBatchNorm2d(4), torch.randn(6, 3, 2, 2), ShapeError, "expected 4 channels"),
+        (
+            nn.Sequential(nn.Identity(), SynchronizedBatchNorm2d(4)),
+            torch.randn(6, 3, 2, 2),
+            ShapeError,
+            r"^1 \(SynchronizedBatchNorm2d\): expected 4 channels",
+        ),
         (SynchronizedBatchNorm2d(3), torch.randn(6, 3, 2), ShapeError, "expected 4D input"),
         (SynchronizedBatchNorm1d(3), torch.randn(6, 3, 2, 2), ShapeError, "expected 2D or 3D"),
         (SynchronizedBatchNorm3d(3), torch.randn(6, 3), ShapeError, "expected 5D input"),

@@ -20,7 +20,7 @@ from world import (
     whole_batch,
 )
 
-from syncbn_core.errors import DTypeError, StateError
+from syncbn_core.errors import BatchSizeError, DTypeError, StateError
 from syncbn_torch import (
     DataParallelWithCallback,
     SyncBatchNorm,
@@ -226,6 +226,14 @@ def test_ranks_under_autocast_keep_equal_statistics(rank: int, size: int) -> Non
         model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
         model(x[rows_of(rank, (0, 2, 6, 9))].float()).sum().backward()
     same_on_all_ranks(layer.running_mean)
+
+
+@on_ranks(3)
+def test_one_value_on_all_ranks_is_told_with_the_layer_and_the_total(rank: int, size: int) -> None:
+    model = nn.Sequential(nn.Identity(), SynchronizedBatchNorm1d(3))
+    words = ("1 (SynchronizedBatchNorm1d): ", f"Size([{int(rank == 1)}, 3]) here", "all 3 members")
+    raises(BatchSizeError, *words, call=lambda: model(torch.randn(int(rank == 1), 3)))
+    assert int(model[1].num_batches_tracked) == 0
 
 
 # -------------------------------------------------------------------- replica threads in ranks

@@ -328,24 +328,6 @@ def test_untraced_breaks_the_graph_and_says_why() -> None:
         torch.compile(whole, backend=backend, fullgraph=True)(torch.ones(1))
 
 
-def test_profiler_says_whether_one_runs() -> None:
-    """Without it, either every forward would make a range, or none would have one."""
-    seen: list[bool] = []
-
-    def look() -> None:
-        seen.append(private.profiler._is_profiler_enabled)
-
-    look()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        look()
-        in_thread(look)
-    look()
-    with torch.autograd.profiler.emit_itt():
-        look()
-    look()
-    assert seen == [False, True, True, False, True, False]
-
-
 def test_registered_node_takes_apart_what_is_registered() -> None:
     """Without it, replicas can't take and return the containers of other libraries."""
     pair = deque([1, [2]], maxlen=2)

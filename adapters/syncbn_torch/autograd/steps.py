@@ -100,7 +100,8 @@ class Call:
         total = self.operations.merge(own)
         if self.processes is not None:
             total = self._of_all_processes(total, parts)
-        require_more_than_one_value(total.known_count, parts.x[0].shape)
+        members = 1 if self.processes is None else self.processes.communicator.size
+        require_more_than_one_value(total.known_count, parts.x[0].shape, members)
         known = self.operations.statistics(total, self.rule)
         # copied to all devices here, where the streams of all replicas are current
         devices = [x.device for x in parts.x]
