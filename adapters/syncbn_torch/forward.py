@@ -113,7 +113,7 @@ def _recomputed(layer: LayerState, x: Tensor) -> Tensor:
 
 
 def goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
-    """Whether a layer alone computes by the node, if it does not clamp.
+    """Whether a layer alone that does not clamp computes by the node.
 
     With large planes of float32 or float64 on the CPU our kernels are faster than torch's
     (docs/speed.md).

@@ -85,7 +85,8 @@ class LayerState(_BatchNorm):
     eps_mode: EpsMode | None = None
     _replica_sync: ReplicaSync | Unconnected | None = None
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
-    _tracked: bool = True  # whether the last forward in training outside of backward updated them
+    # whether the last forward in training outside of backward updated the running statistics
+    _tracked: bool = True
     _number: Tensor = _NO_NUMBER  # (1,) on the CPU, see `give_number`
 
     @property

@@ -128,7 +128,7 @@ def batch_norm(parts: Sequence[Part]) -> tuple[Call, Sequence[Tensor]]:
     """
     if parts[0].context is None:
         return _batch_norm(parts)
-    # the modes of no replica; `_same` in place of the hooks of the master's own thread
+    # not in the modes of any one replica; `_same` in place of the hooks of the master's own thread
     inference, graph = all(part.inference for part in parts), any(part.graph for part in parts)
     with torch.inference_mode(inference), torch.set_grad_enabled(graph):
         if not saving_runs_hooks() or parts[0].operations is plain.DIFFERENTIABLE:

@@ -69,7 +69,8 @@ class ReplicaSync:
                 )
             with torch.no_grad():
                 moments = in_thread.moments(x)
-            known = self._earlier_exchange(moments).by_device[x.device]
+            call = self._earlier_exchange(moments)
+            known = call.by_device[x.device]
             if running is not None:  # before x is saved, where a checkpoint may end
                 in_thread.update_running(running, known)
         kept: list[Any] = [] if graph and saving_runs_hooks() and not by_torch else [None]
@@ -79,8 +80,11 @@ class ReplicaSync:
         if over:
             part = part._replace(context=self.shared)
             recomputed: Tensor = Recomputed.apply(x, *affine, known, part)
-            states = _random_states(x.device)
-            watch_saving(lambda: self._check_random_states(states, x.device))
+            # a GPU of one replica alone has a generator of its own, which the checkpoint restores
+            shared = len(call.by_device) < len(call.parts)
+            devices = [torch.device("cpu"), *[x.device] * shared]
+            states = _random_states(devices)
+            watch_saving(lambda: self._check_random_states(states, devices))
             return recomputed
         apart = in_thread is not operations and x.numel() >= APART
         moments = room = None
@@ -107,12 +111,12 @@ class ReplicaSync:
         self._history.append((call.parts[self._index], call, graph))
         return y
 
-    def _check_random_states(self, states: list[Tensor], device: torch.device) -> None:
+    def _check_random_states(self, states: list[Tensor], devices: list[torch.device]) -> None:
         """Raise `CheckpointError` if random numbers were drawn since `states`.
 
         The generator is that of all replicas, so the forward has drawn others.
         """
-        if not all(map(torch.equal, states, _random_states(device))):
+        if not all(map(torch.equal, states, _random_states(devices))):
             raise CheckpointError(
                 f"expected no random operations (dropout) beside {self.shared.name} in what a "
                 "checkpoint repeats within replicas: the replicas of a device share one random "
@@ -158,10 +162,12 @@ def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Has
     return normalize_replicas(messages)
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    """The states of the random number generators of a device and of the CPU."""
-    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *of_device]
+def _random_states(devices: list[torch.device]) -> list[Tensor]:
+    """The states of the random number generators of these devices."""
+    return [
+        torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        for device in devices
+    ]
 
 
 def _same_bits(a: Any, b: Any) -> bool:
