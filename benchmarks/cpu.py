@@ -42,9 +42,9 @@ from cpu_report import show
 from torch import Tensor, nn
 
 from syncbn_core.backends import operations_for
-from syncbn_core.backends.base import Affine
 from syncbn_core.comm import run_in_threads, thread_group
 from syncbn_core.moments import NormRule
+from syncbn_core.steps import Affine
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.backends.memory import huge_pages_on_request
 from syncbn_torch.batchnorm import always_ours

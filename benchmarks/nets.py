@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import syncbn_torch
-from syncbn_core.backends.cpu import operations as steps
+from syncbn_core import numpy_steps as steps
 
 NETS = [
     "resnet18", "resnet50", "efficientnet_b0", "mobilenetv3_large_100", "densenet121",

@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncbn_core.backends import operations_for
-from syncbn_core.backends.base import Affine, Gradients, Operations, RunningStatistics
 from syncbn_core.checks import (
     check_dy,
     check_input,
@@ -49,6 +48,7 @@ from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, r
 from syncbn_core.errors import ArgumentError
 from syncbn_core.moment_exchange import CallSite, exchange_moments, exchange_sums, labelled
 from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
+from syncbn_core.steps import Affine, Gradients, Operations, RunningStatistics
 
 __all__ = [
     "Gradients",
@@ -149,14 +149,15 @@ def batch_norm_forward(
     if communicator is None:
         count: int | None = x.size // max(x.shape[1], 1)
         require_more_than_one_value(count, x.shape)
-        y, statistics, _ = operations.forward_single(x, affine, rule, updated, out)
+        total = operations.moments(x)
     else:
         parts, site = [operations.moments(x)], site or _no_layer(x)
-        totals, call = exchange_moments(communicator, parts, site, operations.with_kernels)
-        count = totals[0].known_count
+        totals, call = exchange_moments(communicator, parts, site)
+        (total,) = totals
+        count = total.known_count
         require_more_than_one_value(count, x.shape, communicator.size)
-        statistics = operations.statistics(totals[0], rule)
-        y, statistics, _ = operations.forward(x, statistics, affine, rule, updated, out)
+    statistics = operations.statistics(total, rule)
+    y, statistics, _ = operations.forward(x, statistics, affine, rule, updated, out)
     known = UNKNOWN if count is None else count
     kept = affine.for_backward(rule)
     members = _size_of(communicator)
@@ -250,15 +251,12 @@ def batch_norm_backward(
     check_out(x, out)
     if not parallel:
         operations = operations.serial
-    if communicator is None and saved.count is not None:
-        gradients = operations.backward_single(x, dy, statistics, affine, rule, out)
-        return _converted(saved.caller, gradients, original_out)
     # Constant statistics: no gradient flows through them, and nothing is exchanged.
     group = None if saved.count is None else communicator
     if group is not None:
         statistics = labelled(group, statistics, saved.call)
     sums = operations.backward_reduce(x, dy, statistics, affine, rule)
-    total = None
+    total = None if saved.count is None else sums.exchange
     if group is not None:
         place = site or _no_layer(x)
         total = exchange_sums(group, sums.exchange, place, saved.call, statistics)

@@ -70,7 +70,7 @@ CALLS_LATER = 8
 _HINT = "over processes SYNCBN_CHECK_ORDER=1 says which rank does what"
 _HASH_BITS = 50
 _LOWEST = 2 << _HASH_BITS  # of labels, because each hash has its highest bit set
-_WITHOUT_KERNELS, LATER = 1, 2  # bits of a label
+LATER = 2  # a bit of a label
 _DTYPES = ("float16", "bfloat16", "float32", "float64")  # others are not compared
 
 
@@ -177,9 +177,8 @@ class GroupLabels:
         self._accepted: set[tuple[float, ...]] = set()
         self._calls = 0
         self._later: deque[_Waiting] = deque()
-        self._reported = False
 
-    def own(self, site: CallSite, parts: int, with_kernels: bool) -> OwnLabels:
+    def own(self, site: CallSite, parts: int) -> OwnLabels:
         """The labels of this member's parts; numbers its layers in their first calls."""
         labels, layers, new = [], [], []
         for index in range(parts):
@@ -197,7 +196,7 @@ class GroupLabels:
             if found is None:
                 identity = 0 if known is None else known.identity
                 found = hashes[dtype] = _hash(VERSION, dtype, identity)
-            labels.append(4 * found + (0 if with_kernels else _WITHOUT_KERNELS))
+            labels.append(4 * found)
         return OwnLabels(labels, layers, new)
 
     def _numbered(self, name: str) -> _Layer:
@@ -250,7 +249,6 @@ class GroupLabels:
             if not self.are_alike(labels):
                 if len({int(label) >> 2 for label in labels}) > 1:
                     self._compare(communicator, index, own.layers[index], site, call)
-                self._report_members_without_kernels(labels, call)
                 self._accepted.add(tuple(labels))
         for known in own.layers:
             if known is not None and not known.met:
@@ -333,20 +331,6 @@ class GroupLabels:
             )
         warnings.warn(f"{text}; their statistics are mixed", stacklevel=2)
         return met
-
-    def _report_members_without_kernels(self, labels: list[float], call: CollectiveCall) -> None:
-        without = [rank for rank, label in enumerate(labels) if int(label) & _WITHOUT_KERNELS]
-        if self._reported or not 0 < len(without) < len(labels):
-            return
-        self._reported = True
-        which = "rank " + ", ".join(map(str, without))
-        warnings.warn(
-            f"{which} of {len(labels)} compute{'s' if len(without) == 1 else ''} without syncbn's "
-            f"kernels, the other ranks with them (first in {call}): results are right, but all "
-            "ranks wait for the slower ones; look there for SYNCBN_KERNELS=off and for the warning "
-            "that says why kernels can't run",
-            stacklevel=2,
-        )
 
 
 # By communicator, each of which is one member of one group.

@@ -121,7 +121,6 @@ def exchange_moments(
     communicator: Communicator,
     parts: Sequence[PartMoments],
     site: CallSite,
-    with_kernels: bool = True,
 ) -> tuple[list[PartMoments], int]:
     """`(moments of the whole batch for each of parts, number of the call)`, by one message for all.
 
@@ -130,8 +129,6 @@ def exchange_moments(
     kind and on the same device. The count of a device's total is known where the members are
     threads. Pass the number to `exchange_sums`; it is 0 if the communicator counts no calls.
 
-    `with_kernels`: whether kernels computed `parts`; a warning names members that have none.
-
     Raises `ProtocolError` where members are in different layers, `DTypeError` where their inputs
     differ in dtype, `ShapeError` in threads with different channels, and the communicator's errors.
     """
@@ -139,7 +136,7 @@ def exchange_moments(
         return list(parts), 0
     group = labels_in(communicator)
     group.begin(communicator)
-    own = group.own(site, len(parts), with_kernels)
+    own = group.own(site, len(parts))
     size = sum([2 * part.num_features + 2 for part in parts])
     number = communicator.calls + 1 if isinstance(communicator, CommunicatorBase) else 0
     call = CollectiveCall(

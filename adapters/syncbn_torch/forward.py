@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from syncbn_core.backends.base import Affine, Operations, RunningStatistics
 from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.moment_exchange import CallSite
+from syncbn_core.steps import Affine, Operations, RunningStatistics
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
     backward_task,

@@ -9,15 +9,15 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from syncbn_core.backends.base import Operations
 from syncbn_core.errors import BackendError
+from syncbn_core.steps import Operations
 
 __all__ = ["operations_for"]
 
 Array = Any
 
 # Root package of the array type -> module that holds `OPERATIONS` for it.
-_MODULES = {"cupy": "syncbn_core.backends.cuda.cupy", "numpy": "syncbn_core.backends.cpu.numpy"}
+_MODULES = {"cupy": "syncbn_core.backends.cuda.cupy", "numpy": "syncbn_core.numpy_steps"}
 _PLAIN = "syncbn_core.backends.cpu.plain"  # for NumPy where no kernel can be compiled
 # Types of NumPy that are rejected: masks would be ignored, matrices are always 2-D, and scalars
 # can't be written in place.

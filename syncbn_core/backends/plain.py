@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from syncbn_core.backends.base import Affine, Forward, Operations, RunningStatistics, Sums
 from syncbn_core.moments import (
     Moments,
     NormRule,
@@ -28,6 +27,7 @@ from syncbn_core.moments import (
     blend,
     merged,
 )
+from syncbn_core.steps import Affine, Forward, Operations, RunningStatistics, Sums
 
 __all__ = ["Namespace", "PlainOperations"]
 
@@ -100,8 +100,6 @@ class Namespace:
 
 class PlainOperations(Operations):
     """The steps for the library of `namespace`. Returns new arrays as running statistics."""
-
-    with_kernels = False
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends.base import Affine, Operations
-from syncbn_core.backends.cpu.operations import CpuOperations, HostStatistics
 from syncbn_core.moments import Moments, NormRule, Statistics
+from syncbn_core.numpy_steps import HostStatistics, NumpySteps
+from syncbn_core.steps import Affine, Operations
 
 Array = np.ndarray[Any, Any]
 RULE = NormRule()
@@ -72,6 +72,6 @@ class Steps:
     def known(self, mean: Array, invstd: Array) -> Statistics | HostStatistics:
         """Statistics of one value per channel."""
         mean, invstd = (np.array(values, np.float64) for values in (mean, invstd))
-        if isinstance(self.operations, CpuOperations):
+        if isinstance(self.operations, NumpySteps):
             return HostStatistics(1, np.stack([mean, np.zeros_like(mean), invstd]))
         return Statistics(Moments(1, mean, np.zeros_like(mean)), invstd)

@@ -20,13 +20,14 @@ import logging, sys
 {setup}
 logging.getLogger("numba").setLevel(logging.WARNING)
 import numpy as np
-from syncbn_core.kernels.cpu.numerics import blend, share
+from syncbn_core.kernels.cpu.channels import fill_invstd
+from syncbn_core.kernels.cpu.numerics import share
 
 print("share", share(10, 1, 2))
-for dtype in (np.float32, np.float64):
-    mean, var = np.zeros((2, 3), dtype)
-    blend(mean, var, np.ones(3), np.ones(3), 2, 0.5)
-print("blend", mean)
+table = np.ones((3, 3))
+for eps in (1.0, 1):
+    fill_invstd(table, 1, eps, True)
+print("invstd", table[2])
 """
 
 
@@ -83,7 +84,7 @@ def one_warning(printed: str, folder: Path) -> None:
     assert f"can't be kept in {folder} (" in line
     assert line.endswith("set NUMBA_CACHE_DIR to a folder that can be written")
     assert "share (5, 10)\n" in printed
-    assert "blend [0.5 0.5 0.5]\n" in printed
+    assert "invstd [1. 1. 1.]\n" in printed
 
 
 def test_given_folder_that_cannot_be_written_is_said_once(
@@ -141,7 +142,7 @@ def test_folder_that_can_only_be_read_is_used(fresh_python: Function, tmp_path: 
     """A container whose kernels were compiled as it was built, and whose user is another one."""
     outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
     printed = outcome(fresh_python, setup=READ_ONLY, NUMBA_CACHE_DIR=str(tmp_path))
-    assert printed.splitlines() == ["share (5, 10)", "blend [0.5 0.5 0.5]"]
+    assert printed.splitlines() == ["share (5, 10)", "invstd [1. 1. 1.]"]
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -166,7 +167,7 @@ def test_damaged_files_are_compiled_anew_once(
     printed = outcome(fresh_python, "DEBUG", NUMBA_CACHE_DIR=str(tmp_path))
     assert printed.count("syncbn DEBUG compiled") == 3
     assert "Warning" not in printed
-    assert "blend [0.5 0.5 0.5]\n" in printed
+    assert "invstd [1. 1. 1.]\n" in printed
     assert "syncbn" not in outcome(fresh_python, "DEBUG", NUMBA_CACHE_DIR=str(tmp_path))
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from steps import Steps
 
-from syncbn_core import batch_norm_backward, batch_norm_eval, batch_norm_forward
-from syncbn_core.backends.cpu import numpy
+from syncbn_core import batch_norm_backward, batch_norm_eval, batch_norm_forward, numpy_steps
 from syncbn_core.comm import SingleCommunicator
 
-backend = Steps(numpy.OPERATIONS)
+backend = Steps(numpy_steps.OPERATIONS)
 Array = np.ndarray[Any, Any]
 HALVES = pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["f2", "bf2"])
 # 65536 values as planes, short planes (rows), and rows

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import Steps
 
+from syncbn_core import numpy_steps
 from syncbn_core.backends import reference
-from syncbn_core.backends.cpu import numpy, operations
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
-from syncbn_core.kernels.cpu.calls import CHANNELS, DY, INNER, OUT, A, X
 from syncbn_core.layout import layout_of
+from syncbn_core.moments import Moments, merge_moments
 
-backend = Steps(numpy.OPERATIONS)
+backend = Steps(numpy_steps.OPERATIONS)
 Array = np.ndarray
 Layouts = dict[str, Callable[[Array], Array]]
 Function = Callable[..., Any]
@@ -113,19 +113,19 @@ def test_kernels_get_dense_aligned_arrays_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = []
+    original = numpy_steps.launch
 
-    original = operations.launch
+    def launch(kernel: Any, parallel: bool, *arguments: Any) -> None:
+        kernels.append(kernel)
+        activations = [a for a in arguments if np.ndim(a) > 1]
+        assert activations
+        for array in activations:
+            assert array.flags.carray
+            assert array.dtype.isnative
+            assert array.size == case.x.size
+        original(kernel, parallel, *arguments)
 
-    def launch(step: str, code: int, calls: Any, *arguments: Any) -> None:
-        kernels.append(step)
-        size = (4, 8, 2, 2)[code & 3]
-        (call,) = calls
-        for address in call[[X, DY, OUT]]:
-            assert address % size == 0
-        assert call[A] * call[CHANNELS] * call[INNER] == case.x.size
-        original(step, code, calls, *arguments)
-
-    monkeypatch.setattr(operations, "launch", launch)
+    monkeypatch.setattr(numpy_steps, "launch", launch)
     for shape in ((40, 3), (4, 3, 2, 5)):
         case = make_case(shape, affine="f8")
         run_steps(backend, type(case)(*(a if a.ndim == 1 else layouts[layout](a) for a in case)))
@@ -276,3 +276,16 @@ def test_a_constant_has_no_variance_beyond_its_rounding(value: float) -> None:
         moments = backend.moments(np.full(shape, value, np.float32))
         assert np.sqrt(moments.var).max() <= rounding
         assert np.abs(moments.mean - value).max() <= rounding
+
+
+def test_moments_are_merged_as_by_numpy() -> None:
+    rng = np.random.default_rng(0)
+    odd = np.array([np.nan, np.inf, -np.inf, 1e300])
+    parts = [Moments(n, rng.normal(1e3, 1, 40), rng.random(40)) for n in (7, 1, 30, 2**40)]
+    parts.insert(1, Moments.empty(40))
+    parts[0].mean[:4], parts[3].mean[4:8], parts[3].m2[8:12] = odd, odd, odd
+    for some in (parts, parts[1:2] * 3):
+        ours, theirs = numpy_steps.OPERATIONS.merge(some), merge_moments(some)
+        assert ours.count == theirs.count
+        np.testing.assert_array_equal(ours.mean, theirs.mean)
+        np.testing.assert_array_equal(ours.m2, theirs.m2)

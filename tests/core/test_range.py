@@ -9,11 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from steps import Steps
 
-from syncbn_core import batch_norm_backward, batch_norm_forward
-from syncbn_core.backends.cpu import numpy
+from syncbn_core import batch_norm_backward, batch_norm_forward, numpy_steps
 from syncbn_core.comm import SingleCommunicator
 
-backend = Steps(numpy.OPERATIONS)
+backend = Steps(numpy_steps.OPERATIONS)
 Array = np.ndarray[Any, Any]
 EPS = 1e-12
 SHAPES = {

@@ -14,16 +14,14 @@ import pytest
 from steps import Steps
 
 import syncbn_core
-from syncbn_core.backends.cpu import launch as cpu
-from syncbn_core.backends.cpu import numpy
-from syncbn_core.backends.cpu import operations as cpu_operations
+from syncbn_core import numpy_steps
+from syncbn_core.kernels.cpu import launch as cpu
 from syncbn_core.kernels.cpu import numerics, row_blocks, row_parts
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
-from syncbn_core.kernels.cpu.entries import Builds
-from syncbn_core.kernels.cpu.operands import PARALLEL, PARALLEL_SIZE
+from syncbn_core.numpy_steps import PARALLEL_SIZE
 
-backend = Steps(numpy.OPERATIONS)
+backend = Steps(numpy_steps.OPERATIONS)
 Array = np.ndarray
 Layouts = dict[str, Callable[[Array], Array]]
 Function = Callable[..., Any]
@@ -204,33 +202,33 @@ class FakeKernel:
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """`chosen(code=, during=)`: the builds that were run."""
+def chosen() -> Callable[..., list[str]]:
+    """`chosen(parallel=, during=)`: the builds that were run."""
 
     def run(
-        code: int = PARALLEL, during: Callable[[FakeKernel], Any] = lambda kernel: None
+        parallel: bool = True, during: Callable[[FakeKernel], Any] = lambda kernel: None
     ) -> list[str]:
-        kernel = FakeKernel(lambda: during(kernel))
-        builds = Builds(kernel.serial, kernel.parallel, np.empty(0))
-        monkeypatch.setattr(cpu, "STEPS", {"moments": [builds]})
-        cpu.launch("moments", code)
-        return kernel.calls
+        kernel: Any = FakeKernel(lambda: during(kernel))
+        cpu.launch(kernel, parallel)
+        return kernel.calls  # type: ignore[no-any-return]
 
     return run
 
 
 def test_large_arrays_are_worth_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_parallel(operations: Any, size: int) -> bool:
-        code: int = operations._look((np.ones((size // 64, 64), np.float32),)).code
-        assert code >= 0
-        return bool(code & PARALLEL)
+    builds: list[bool] = []
 
-    monkeypatch.setattr(cpu_operations, "most_threads", lambda: 2)
-    assert is_parallel(numpy.OPERATIONS, PARALLEL_SIZE)
-    assert not is_parallel(numpy.OPERATIONS, PARALLEL_SIZE - 64)
-    assert not is_parallel(numpy.OPERATIONS.serial, PARALLEL_SIZE)
-    monkeypatch.setattr(cpu_operations, "most_threads", lambda: 1)
-    assert not is_parallel(numpy.OPERATIONS, PARALLEL_SIZE)
+    def is_parallel(steps: Any, size: int) -> bool:
+        steps.moments(np.ones((size // 64, 64), np.float32))
+        return builds.pop()
+
+    monkeypatch.setattr(numpy_steps, "launch", lambda _, parallel, *__: builds.append(parallel))
+    monkeypatch.setattr(numpy_steps, "most_threads", lambda: 2)
+    assert is_parallel(numpy_steps.OPERATIONS, PARALLEL_SIZE)
+    assert not is_parallel(numpy_steps.OPERATIONS, PARALLEL_SIZE - 64)
+    assert not is_parallel(numpy_steps.OPERATIONS.serial, PARALLEL_SIZE)
+    monkeypatch.setattr(numpy_steps, "most_threads", lambda: 1)
+    assert not is_parallel(numpy_steps.OPERATIONS, PARALLEL_SIZE)
 
 
 def test_parallel_build_is_for_one_caller(
@@ -239,7 +237,7 @@ def test_parallel_build_is_for_one_caller(
     monkeypatch.setattr(cpu, "_layer", lambda: "omp")
     assert chosen() == ["parallel"]
     assert chosen() == ["parallel"]
-    assert chosen(code=0) == ["serial"]
+    assert chosen(parallel=False) == ["serial"]
     monkeypatch.setattr(cpu, "_forked", True)
     assert chosen() == ["serial"]
 
@@ -250,7 +248,7 @@ def test_thread_that_comes_during_a_parallel_kernel_takes_the_serial_build(
     monkeypatch.setattr(cpu, "_layer", lambda: "omp")
 
     def from_another_thread(kernel: FakeKernel) -> None:
-        thread = threading.Thread(target=cpu.launch, args=("moments", PARALLEL))
+        thread = threading.Thread(target=cpu.launch, args=(kernel, True))
         thread.start()
         thread.join()
 
@@ -288,9 +286,8 @@ def test_workqueue_layer_is_not_entered_while_other_threads_live(
 
 def signatures() -> dict[str, int]:
     return {
-        f"{name} {build}": len(getattr(builds, build).signatures)
-        for name, kinds in cpu.STEPS.items()
-        for builds in kinds
+        f"{name} {build}": len(getattr(kernel, build).signatures)
+        for name, kernel in KERNELS.items()
         for build in ("serial", "parallel")
     }
 
@@ -364,10 +361,10 @@ def test_cached_builds_give_the_bits_of_the_run_that_compiled(two_runs: list[Any
 USE = """
 import numpy as np
 import syncbn_core
-from syncbn_core.kernels.cpu.entries import STEPS
+from syncbn_core.kernels.cpu.planes import planes_moments
 
 syncbn_core.batch_norm_forward(np.ones((4, 3, 70), np.float32))
-print(syncbn_core.__file__, sum(STEPS["forward"][0].serial.stats.cache_hits.values()))
+print(syncbn_core.__file__, sum(planes_moments.serial.stats.cache_hits.values()))
 """
 
 
@@ -503,7 +500,7 @@ def test_kernels_allocate_before_their_parallel_loops_only(module: Any) -> None:
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     kernels = [f for f in functions if "SerialParallelKernel" in map(ast.unparse, f.decorator_list)]
-    assert len(kernels) == 6
+    assert len(kernels) == 4
     for function in functions:
         if function in kernels:
             loops = [
@@ -532,8 +529,6 @@ import resource
 import numpy as np
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
-from syncbn_core.kernels.cpu.entries import Builds
-from syncbn_core.kernels.cpu.operands import PARALLEL, PARALLEL_SIZE
 
 CHANNELS = 4_000_000  # with partial results of 32 MB each
 WORKERS = 1_000_000  # with lines of 20 bytes each, and of 40
@@ -547,14 +542,12 @@ def kernels(build, channels, workers):
     yield sums, lambda: reduce(x, x, ones, ones, *sums)
     x2, sums2, ones2 = np.ones((64, 3), np.float32), np.full((2, 3), 7.0), np.ones(3)
     y = np.full((64, 3), 7, np.float32)
-    none, nowhere = np.empty(0), np.empty(0, np.bool_)
+    none = np.empty(0)
     rows = lambda name: of(cpu_rows, "rows_" + name)
     yield sums2, lambda: rows("moments")(x2, 1, workers, *sums2)
     yield y, lambda: rows("normalize")(x2, 1, workers, ones2, ones2, none, none, y)
     yield sums2, lambda: rows("backward_reduce")(x2, x2, 1, workers, ones2, ones2, *sums2)
     yield y, lambda: rows("backward_input")(x2, x2, 1, workers, *[ones2] * 2, none, *[ones2] * 2, y)
-    yield y, lambda: rows("forward")(x2, 1, workers, none, none, 1e-5, False, *sums2, ones2, y)
-    yield y, lambda: rows("backward")(x2, x2, 1, workers, ones2, ones2, none, nowhere, *sums2, y)
 
 for build in ("serial", "parallel"):
     for _, run in kernels(build, 3, 2):
@@ -576,4 +569,4 @@ print(raised, len(prepared))
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits memory as Linux does")
 def test_kernel_without_memory_raises_and_writes_nothing(fresh_python: Function) -> None:
     printed = fresh_python(MEMORY, NUMBA_NUM_THREADS="2")
-    assert printed.split() == ["16", "16"]
+    assert printed.split() == ["12", "12"]

@@ -8,7 +8,6 @@ python torch_member.py RANK STORE MAJOR MINOR [without]
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,11 +95,8 @@ with (
             torch.testing.assert_close(layer.running_var, twin.running_var)
     if without:
         assert on_device == [rank == 0] * 4, on_device
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(CALLS_LATER):
-                layers[0](inputs[0])
-        assert [str(one.message)[:26] for one in caught] == ["rank 1 of 2 computes witho"]
+        for _ in range(CALLS_LATER):
+            layers[0](inputs[0])
         dist.barrier()
         dist.destroy_process_group()
         sys.exit()

@@ -5,9 +5,9 @@ Only serial builds run here, since a process with threads must not be forked.
 
 import numpy as np
 
-from syncbn_core.backends.base import Affine, RunningStatistics
-from syncbn_core.backends.cpu.numpy import OPERATIONS
 from syncbn_core.moments import NormRule
+from syncbn_core.numpy_steps import OPERATIONS
+from syncbn_core.steps import Affine, RunningStatistics
 
 for dtype in (np.float64, np.float32):
     x = np.ones((2, 3, 4, 4), dtype)

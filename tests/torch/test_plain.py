@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.moments import NormRule
+from syncbn_core.steps import Affine, RunningStatistics
 from syncbn_torch import SyncBatchNorm
 from syncbn_torch.backends import cuda, plain
 from syncbn_torch.backends.plain import OPERATIONS
@@ -149,9 +149,11 @@ def results(operations: Any, x: Tensor, dy: Tensor, rule: NormRule = RULE) -> li
     running = RunningStatistics(
         torch.zeros(channels).double(), torch.ones(channels).double(), None, 1.0
     )
-    done = operations.forward_single(x, affine, rule, running)
-    gradients = operations.backward_single(x, dy, done.statistics, affine, rule)
-    return [done.y, *gradients, running.mean, running.var]
+    known = operations.statistics(operations.moments(x), rule)
+    y, known, _ = operations.forward(x, known, affine, rule, running)
+    sums = operations.backward_reduce(x, dy, known, affine, rule)
+    dx = operations.backward_input(x, dy, known, affine, rule, sums.exchange)
+    return [y, dx, sums.grad_weight, sums.grad_bias, running.mean, running.var]
 
 
 def close(actual: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
@@ -226,7 +228,7 @@ def test_a_constant_channel_has_no_variance(value: float) -> None:
     moments = OPERATIONS.moments(x)
     assert (moments.m2 >= 0).all()
     assert moments.m2.max() <= 450 * (1e-6 * value) ** 2
-    y = OPERATIONS.forward_single(x, Affine(), RULE).y
+    y = OPERATIONS.forward(x, OPERATIONS.statistics(moments, RULE), Affine(), RULE).y
     assert y.abs().max() <= 1
 
 
@@ -257,8 +259,7 @@ def test_the_host_does_not_wait_in_a_fallback(known: bool) -> None:
         parts = steps.merge([steps.moments(x[:2]), steps.moments(x[2:])])
         if not known:
             parts = parts.with_rows(parts.rows, None)
-        one = steps.one_row(parts)
-        done = steps.forward(x, steps.statistics(one, RULE), Affine(), RULE, running)
+        done = steps.forward(x, steps.statistics(parts, RULE), Affine(), RULE, running)
         sums = steps.backward_reduce(x, dy, done.statistics, Affine(), RULE)
         dx = steps.backward_input(x, dy, done.statistics, Affine(), RULE, sums.exchange)
     wanted = results(OPERATIONS, x.double(), dy.double())

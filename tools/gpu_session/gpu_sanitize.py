@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncbn_core.backends.base import Affine
 from syncbn_core.moments import NormRule
+from syncbn_core.steps import Affine
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.batchnorm import always_ours
 from syncbn_torch.forward import operations_for
@@ -195,7 +195,9 @@ def run_functional(device: torch.device, check: Check) -> None:
     case = Case((6, 8, 7, 7), torch.float32)
     x = torch.randn(case.shape)
     own = x.to(device)
-    y, statistics, _ = operations_for(own).forward_single(own, Affine(), NormRule(1e-5))
+    operations, rule = operations_for(own), NormRule(1e-5)
+    known = operations.statistics(operations.moments(own), rule)
+    y, statistics, _ = operations.forward(own, known, Affine(), rule)
     var, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0, keepdim=True)
     check(case, "y of the steps", y, (x.double() - mean) * (var + 1e-5).rsqrt())
     found = torch.as_tensor(statistics.mean), torch.as_tensor(statistics.invstd)

@@ -36,10 +36,10 @@ class Processes(NamedTuple):
     communicator: Communicator
     site: CallSite
 
-    def exchange_moments(self, part: PartMoments, with_kernels: bool) -> tuple[PartMoments, int]:
+    def exchange_moments(self, part: PartMoments) -> tuple[PartMoments, int]:
         """The moments of the whole batch, given those of a part, and the number of the exchange."""
         with record_function("syncbn.exchange"):
-            (total,), number = exchange_moments(self.communicator, [part], self.site, with_kernels)
+            (total,), number = exchange_moments(self.communicator, [part], self.site)
         return total, number
 
     def all_reduce(

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from syncbn_core.backends.base import Affine
 from syncbn_core.errors import CheckpointError, ShapeError, StateError
+from syncbn_core.steps import Affine
 from syncbn_torch._torch_private import backward_task, saving_runs_hooks
 from syncbn_torch.autograd.steps import Call, Columns, Part, columns_of
 from syncbn_torch.autograd.streams import of_node, of_replicas

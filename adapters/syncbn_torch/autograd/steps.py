@@ -11,8 +11,7 @@ has a tangent or is wrapped (`transforms`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import compress
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from syncbn_core.backends.base import Affine, Operations, RunningStatistics, Sums
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import StateError
 from syncbn_core.moment_exchange import labelled
 from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
+from syncbn_core.steps import Affine, Operations, RunningStatistics, Sums
 from syncbn_torch.autograd.differentiable_exchange import sum_over_processes, total_moments
 from syncbn_torch.autograd.exchange import Processes, check_unchanged, needs_plain_backward
 from syncbn_torch.backends import plain
@@ -95,7 +94,7 @@ class Call:
         if self.alone:
             return
         missing = [moments is None for moments in parts.moments]
-        found = _of_some(missing, self.operations.moments_of_parts, parts.x)
+        found = _of_some(missing, self.operations.moments, parts.x)
         own = [*map(_first, parts.moments, found)]
         total = self.operations.merge(own)
         if self.processes is not None:
@@ -115,11 +114,11 @@ class Call:
         processes, do = self.processes, self.operations
         if do is plain.DIFFERENTIABLE:  # by choice, so no warning about missing kernels
             values = Moments(own.count, _value(own.mean), _value(own.m2))
-            total, self.number = processes.exchange_moments(values, True)
+            total, self.number = processes.exchange_moments(values)
             operands = parts.x[0], *parts.affine[0]
             needs_grad = any(t is not None and t.requires_grad for t in operands)
             return total_moments(own, total, processes, self.number, needs_grad and parts.graph[0])
-        total, self.number = processes.exchange_moments(do.one_row(own), do.with_kernels)
+        total, self.number = processes.exchange_moments(own)
         return total
 
     def forward(self, parts: Columns, last: bool) -> list[Tensor]:
@@ -133,12 +132,12 @@ class Call:
         if self.alone:
             (x,), (affine,) = parts.x, parts.affine
             require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-            done = do.forward_single(x, affine, rule, running[0])
-            self.statistics = [done.statistics]
-            return [done.y]
+            known = do.statistics(do.moments(x), rule)
+            y, *self.statistics, _ = do.forward(x, known, affine, rule, running[0])
+            return [y]
         missing = [y is None for y in parts.y]
-        compute = partial(do.forward_of_parts, rule=rule)
-        results = _of_some(missing, compute, parts.x, self.statistics, parts.affine, running)
+        columns = parts.x, self.statistics, parts.affine, repeat(rule), running
+        results = _of_some(missing, do.forward, *columns)
         ys: list[Any] = [*parts.y]
         for index, result in enumerate(results):
             if result is not None:
@@ -178,17 +177,13 @@ class Call:
         do, rule, statistics = self.operations, self.rule, self.statistics
         if needs_plain_backward(self.processes, *dys):
             do, statistics = plain.DIFFERENTIABLE, self._differentiable(xs)
-        elif self.alone and by_x[0]:
-            dx, *rest = do.backward_single(xs[0], filled[0], statistics[0], affines[0], rule)
-            return [dx], [Sums(None, *rest)]
         elif len(xs) == 1 and self.processes is not None:
             statistics = [labelled(self.processes.communicator, statistics[0], self.number)]
-        reduce = partial(do.backward_reduce_of_parts, rule=rule)
-        sums: list[Sums | None] = _of_some(given, reduce, xs, filled, statistics, affines)
+        operands = xs, filled, statistics, affines, repeat(rule)
+        sums: list[Sums | None] = _of_some(given, do.backward_reduce, *operands)
         total = self._total(sums, statistics[0])
         here = [total.to(x.device) if isinstance(total, Tensor) else total for x in xs]
-        compute = partial(do.backward_input_of_parts, rule=rule)
-        return _of_some(by_x, compute, xs, filled, statistics, affines, here), sums
+        return _of_some(by_x, do.backward_input, *operands, here), sums
 
     def _differentiable(self, xs: Sequence[Tensor]) -> list[Any]:
         """The statistics as differentiable functions of `xs`."""
@@ -222,13 +217,9 @@ def _value(values: Tensor) -> Tensor:
 
 
 def _of_some(wanted: Sequence[bool], compute: Callable[..., Any], *columns: Any) -> list[Any]:
-    """`compute(*columns)` for the wanted parts, each result in its place; None for the others."""
-    if all(wanted):
-        return compute(*columns)  # type: ignore[no-any-return]
-    if not any(wanted):
-        return [None] * len(wanted)
-    results = iter(compute(*[[*compress(column, wanted)] for column in columns]))
-    return [next(results) if one else None for one in wanted]
+    """`compute` of each wanted part, given its place in each column; None for the others."""
+    rows = zip(wanted, *columns, strict=False)  # the rule repeats without end
+    return [compute(*row) if one else None for one, *row in rows]
 
 
 def _added(values: Sequence[Any]) -> Any:

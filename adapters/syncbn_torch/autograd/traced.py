@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.moments import EpsMode, Moments, NormRule
+from syncbn_core.steps import Affine, RunningStatistics
 from syncbn_torch._torch_private import constant_while_tracing
 from syncbn_torch.backends import plain
 

@@ -1,109 +1,86 @@
-"""`OPERATIONS` for CPU tensors: lends their memory to the steps of `syncbn_core.backends.cpu`."""
+"""`OPERATIONS` for CPU tensors: the steps of `syncbn_core.numpy_steps` on their memory."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from syncbn_core.backends.cpu.operations import CpuOperations
-from syncbn_core.borrow import exchange_function
-from syncbn_core.kernels.cpu.numerics import has_half
-from syncbn_core.kernels.cpu.operands import ANYWHERE, DLTENSORS, REFUSED, look
-from syncbn_core.layout import layout_of_strides
+from syncbn_core.numpy_steps import HostStatistics, NumpySteps
+from syncbn_core.steps import Affine, Forward, RunningStatistics, Sums
 from syncbn_torch._torch_private import increment_versions
-from syncbn_torch.backends.memory import (
-    PLAIN,
-    as_tensor,
-    dltensors,
-    empty_like,
-    holds_all_values,
-    resolved,
-)
+from syncbn_torch.backends.memory import array_of, empty_like, tensor_of
 
-__all__ = ["OPERATIONS", "TensorMemory", "look_at"]
-
-Array = np.ndarray[Any, Any]
-_NOTHING = id(None)
-_HALF = has_half()
-_FUNCTION = exchange_function(Tensor)
+__all__ = ["OPERATIONS"]
 
 
-class TensorMemory:
-    """`HostMemory` of CPU tensors."""
+class TensorSteps(NumpySteps):
+    """The steps for plain CPU tensors. Statistics and sums that are exchanged are NumPy arrays."""
 
-    def may_use_threads(self) -> bool:
-        return torch.get_num_threads() > 1  # torch.set_num_threads(1) also applies to our kernels
+    def threads(self) -> int:
+        # torch.set_num_threads(1) also applies to our kernels
+        return super().threads() if torch.get_num_threads() > 1 else 1
 
-    def look(self, calls: Array, threads: int, arrays: Sequence[Tensor | None]) -> int:
-        for array in arrays:  # a subclass may have no data of its own
-            if array is not None and not (type(array) in PLAIN and holds_all_values(array)):
-                return REFUSED
-        return look_at(calls, threads, arrays)
+    def moments(self, x: Any) -> Any:
+        return super().moments(array_of(x))
 
-    def dense(self, x: Tensor) -> Tensor:
-        x = resolved(x)
-        return x if _is_dense(x) else torch.empty_like(x).copy_(x)
+    def forward(
+        self,
+        x: Any,
+        statistics: HostStatistics,
+        affine: Affine,
+        rule: Any,
+        running: RunningStatistics | None = None,
+        out: Any = None,
+    ) -> Forward:
+        y = empty_like(x) if out is None else out
+        arrays = Affine(*map(array_of, affine))
+        super().forward(array_of(x), statistics, arrays, rule, None, array_of(y))
+        if running is not None:
+            self.update_running(running, statistics)
+        return Forward(y, statistics, running)
 
-    def dense_pair(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.dense(x)
-        if type(dy) in PLAIN:
-            dy = resolved(dy)
-            if dy.dtype == x.dtype and dy.stride() == x.stride():
-                return x, dy
-        copied = torch.empty_like(x)
-        copied.copy_(dy)  # which returns an object of the class of dy
-        return x, copied
+    def backward_reduce(
+        self, x: Any, dy: Any, statistics: HostStatistics, affine: Affine, rule: Any
+    ) -> Sums:
+        dtype = x.dtype if affine.weight is None else affine.weight.dtype
+        weight = Affine(array_of(affine.weight))
+        dy = dy if dy.dtype is x.dtype else dy.to(x.dtype)
+        sums = super().backward_reduce(array_of(x), array_of(dy), statistics, weight, rule)
+        exchange, *gradients = sums
+        return Sums(exchange, *(tensor_of(values, dtype) for values in gradients))
 
-    def target(self, dense: Tensor, out: Tensor | None, *operands: Tensor) -> Tensor:
-        return empty_like(dense) if out is None else out
+    def backward_input(
+        self,
+        x: Any,
+        dy: Any,
+        statistics: HostStatistics,
+        affine: Affine,
+        rule: Any,
+        total: Any,
+        out: Any = None,
+    ) -> Any:
+        dx = empty_like(x) if out is None else out
+        weight = Affine(array_of(affine.weight))
+        operands = (
+            array_of(x),
+            array_of(dy if dy.dtype is x.dtype else dy.to(x.dtype)),
+            statistics,
+            weight,
+            rule,
+            total,
+        )
+        super().backward_input(*operands, array_of(dx))
+        return dx
 
-    def cast_to_output(self, result: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        return result
-
-    def empty_like(self, x: Tensor, out: Tensor | None) -> Tensor:
-        return torch.empty_like(x)
-
-    def wide(self, values: Tensor | None) -> Tensor | None:
-        return None if values is None else resolved(values.detach()).to(torch.float64).contiguous()
-
-    def gradients(self, like: Tensor | None, channels: int) -> tuple[Tensor, Tensor]:
-        dtype = torch.float64 if like is None else like.dtype
-        return torch.empty(channels, dtype=dtype), torch.empty(channels, dtype=dtype)
-
-    def rounded(self, wide: Tensor, like: Tensor) -> Tensor:
-        return wide.to(like.dtype)
-
-    def mark_written(self, *arrays: Tensor | None) -> None:
-        # inference tensors have no version; of others, autograd must notice if a graph saved them
-        increment_versions([a for a in arrays if a is not None and not a.is_inference()])
-
-    def assign(self, targets: Sequence[Tensor], values: Sequence[Any]) -> None:
-        deque(map(Tensor.copy_, targets, map(as_tensor, values)), maxlen=0)
-
-
-def look_at(
-    calls: Array, threads: int, arrays: Sequence[Tensor | None], expected: Array = ANYWHERE
-) -> int:
-    """`operands.look` for plain tensors with all their values; negative if kernels can't run."""
-    function, nothing = _FUNCTION, _NOTHING
-    places: Any = map(id, arrays)
-    if not function:
-        function, nothing = DLTENSORS, 0
-        try:
-            places, _kept = dltensors(arrays)
-        except RuntimeError:  # wrapped by a transform
-            return REFUSED
-    objects = np.fromiter(places, np.int64, len(arrays))
-    return look(function, nothing, objects, threads, _HALF, calls, expected)  # type: ignore[no-any-return]
-
-
-OPERATIONS = CpuOperations(TensorMemory())
+    def update_running(
+        self, running: RunningStatistics, statistics: HostStatistics
+    ) -> RunningStatistics:
+        mean, var, counter = [array_of(own, written=True) for own in running[:3]]
+        super().update_running(RunningStatistics(mean, var, counter, running.momentum), statistics)
+        # of inference tensors there are no versions; of others, a graph may have saved them
+        increment_versions([b for b in running[:3] if b is not None and not b.is_inference()])
+        return running
 
 
-def _is_dense(x: Tensor) -> bool:
-    return layout_of_strides(x.shape, x.stride()) is not None
+OPERATIONS = TensorSteps()

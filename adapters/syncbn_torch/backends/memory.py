@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from array import array
-from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from operator import mul
@@ -24,14 +22,13 @@ __all__ = [
     "HALVES",
     "PLAIN",
     "PLAIN_OR_NONE",
+    "array_of",
     "as_tensor",
     "check_storage",
-    "dltensors",
     "empty_like",
-    "holds_all_values",
     "huge_pages_on_request",
-    "resolved",
     "supports",
+    "tensor_of",
 ]
 
 LARGE = 1 << 22  # bytes; NumPy asks for huge pages from the same size on
@@ -40,19 +37,16 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # that l
 HALVES = (torch.float16, torch.bfloat16)
 PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
 PLAIN_OR_NONE = frozenset((*PLAIN, type(None)))
-# The size of a DLTensor in 8-byte words; DLPack's code of the CPU, and of dtypes (kind, bits).
-WORDS = 6
-_CPU = 1
-_DLPACK_DTYPES = {
-    torch.float64: 2 | 64 << 8,
-    torch.float32: 2 | 32 << 8,
-    torch.float16: 2 | 16 << 8,
-    torch.bfloat16: 4 | 16 << 8,
-    torch.int64: 64 << 8,
-    torch.int32: 32 << 8,
-    torch.int16: 16 << 8,
-    torch.int8: 8 << 8,
-    torch.uint8: 1 | 8 << 8,
+
+Array = np.ndarray[Any, Any]
+
+# All addresses of the process, as one buffer. `Tensor.numpy()` would forbid to resize a storage,
+# which FSDP does; `numpy.from_dlpack` takes three times as long, and no bfloat16.
+_START = 1  # NumPy takes an address of 0 for none
+_MEMORY: Any = (ctypes.c_byte * (1 << 62)).from_address(_START)
+_DTYPES = {
+    getattr(torch, name): np.dtype("uint16" if name == "bfloat16" else name)
+    for name in (*("float64", "float32", "float16", "bfloat16"), *("int64", "int32", "int16"))
 }
 
 
@@ -79,36 +73,37 @@ def _has_half() -> bool:
     return import_module("syncbn_core.kernels.cpu.numerics").has_half()  # type: ignore[no-any-return]
 
 
-def resolved(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy if its memory does not hold its values or is not aligned.
+def array_of(tensor: Tensor | None, written: bool = False) -> Any:
+    """The memory of a plain CPU tensor as a NumPy array; bfloat16 as its bits, in uint16.
 
-    For plain CPU tensors. Raises `StateError` if the storage was freed or is too small.
+    The caller keeps the tensor alive. None for None. A copy, if the memory does not hold the
+    values, or `StateError` if it is to be `written`. `StateError`, too, if the storage was freed or
+    is too small.
     """
-    if not (
-        tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() >= tensor.nbytes
-        and not tensor.storage_offset()
-    ):
+    if tensor is None:
+        return None
+    contiguous = tensor.is_contiguous()
+    if not (contiguous and tensor.untyped_storage().nbytes() == tensor.nbytes):
         _check_extent(tensor)
-    if tensor.is_neg():  # torch negates such a view on each read
-        return tensor.detach().resolve_neg()
-    address, size = tensor.data_ptr(), tensor.element_size()
-    if address == tensor.storage_offset() * size and tensor.numel() > 0:  # null: implicit zeros
-        return tensor.detach().clone()
-    return tensor.detach().clone() if address % size else tensor
+    dtype = _DTYPES[tensor.dtype]
+    # torch negates some views on each read, and some zeros have no memory
+    if tensor.is_neg() or tensor._is_zerotensor():
+        if written:
+            raise StateError(
+                "expected running statistics whose memory holds their values, got a negated or "
+                "implicit tensor; replace it by its clone().resolve_neg()"
+            )
+        copy = tensor.detach().resolve_neg().clone()
+        return (copy.view(torch.int16) if dtype == np.uint16 else copy).numpy().view(dtype)
+    strides = None if contiguous else [dtype.itemsize * stride for stride in tensor.stride()]
+    return np.ndarray(tensor.shape, dtype, _MEMORY, tensor.data_ptr() - _START, strides)
 
 
-def holds_all_values(tensor: Tensor) -> bool:
-    """Whether the memory of a dense tensor holds all its values, as they are.
-
-    For a tensor that is not dense, the end of the memory is not checked.
-    """
-    due, offset = tensor.nbytes, tensor.storage_offset()
-    if offset:
-        offset *= tensor.element_size()
-        if tensor.data_ptr() == offset:  # null: the storage was freed, or implicit zeros
-            return False
-    return not tensor.is_neg() and tensor.untyped_storage().nbytes() >= due + offset
+def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
+    """A tensor that shares memory with what `array_of` gives for tensors of `dtype`."""
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(dtype)
+    return torch.from_numpy(array)
 
 
 def check_storage(*tensors: Tensor | None) -> None:
@@ -125,11 +120,6 @@ def check_storage(*tensors: Tensor | None) -> None:
             and type(tensor) in PLAIN
             and tensor.is_cpu
             and tensor.layout is torch.strided
-            and not (
-                tensor.is_contiguous()
-                and tensor.untyped_storage().nbytes() >= tensor.nbytes
-                and not tensor.storage_offset()
-            )
         ):
             _check_extent(tensor)
 
@@ -139,6 +129,8 @@ def _check_extent(tensor: Tensor) -> None:
     held = tensor.untyped_storage().nbytes()
     if tensor.is_contiguous():
         due = tensor.nbytes
+        if held >= due and not tensor.storage_offset():
+            return
     elif tensor.numel() == 0:
         return
     else:
@@ -162,31 +154,7 @@ def _check_extent(tensor: Tensor) -> None:
     )
 
 
-def dltensors(tensors: Sequence[Tensor | None]) -> tuple[list[int], Any]:
-    """Addresses of DLTensors for plain CPU tensors (0 for None), and objects that keep them alive.
-
-    For torch before 2.10, which has no C exchange API.
-    """
-    words: list[int] = []
-    kept: list[Any] = []
-    for tensor in tensors:
-        if tensor is None:
-            words += [0] * WORDS
-            continue
-        axes = array("q", [*tensor.shape, *tensor.stride()])
-        kept.append(axes)
-        address, rank = axes.buffer_info()[0], tensor.dim()
-        device = _CPU if tensor.is_cpu and tensor.layout is torch.strided else 0
-        dtype = _DLPACK_DTYPES.get(tensor.dtype, 255) << 32 | 1 << 48
-        words += [tensor.data_ptr(), device, rank | dtype, address, address + 8 * rank, 0]
-    memory = array("q", words)
-    kept.append(memory)
-    begin, _ = memory.buffer_info()
-    addresses = [0 if t is None else begin + 8 * WORDS * i for i, t in enumerate(tensors)]
-    return addresses, kept
-
-
-def as_tensor(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
+def as_tensor(values: Tensor | Array) -> Tensor:
     """`values`, or a tensor that shares memory with a writable array."""
     return values if isinstance(values, Tensor) else torch.from_numpy(values)
 

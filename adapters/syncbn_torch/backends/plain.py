@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn_core.backends.base import RunningStatistics
 from syncbn_core.backends.plain import Namespace, PlainOperations
 from syncbn_core.moments import Moments, Statistics
+from syncbn_core.steps import RunningStatistics
 from syncbn_torch.backends.memory import as_tensor
 
 __all__ = [

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends.base import RunningStatistics
 from syncbn_core.backends.plain import Namespace, PlainOperations
 from syncbn_core.moments import Statistics
+from syncbn_core.steps import RunningStatistics
 
 __all__ = ["OPERATIONS", "PlainArrayOperations", "kernels_forbidden"]
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends.base import Affine, Operations, RunningStatistics
-from syncbn_core.backends.cpu.launch import most_threads
-from syncbn_core.backends.cpu.numpy import OPERATIONS
-from syncbn_core.kernels.cpu.numerics import blend
-from syncbn_core.kernels.cpu.operands import PARALLEL_SIZE
+from syncbn_core.kernels.cpu.launch import most_threads
+from syncbn_core.kernels.cpu.numerics import share
 from syncbn_core.moments import NormRule
+from syncbn_core.numpy_steps import OPERATIONS, PARALLEL_SIZE
+from syncbn_core.steps import Affine, Operations, RunningStatistics
 
 __all__ = ["DTYPES", "cache_folder", "warm_up"]
 
@@ -22,7 +21,7 @@ DTYPES = {"float32": "f4", "float16": "f2", "bfloat16": "u2", "float64": "f8"}
 
 def cache_folder() -> Path:
     """The folder of compiled kernels."""
-    folder: Path = blend._cache.folder
+    folder: Path = share._cache.folder
     return folder
 
 
@@ -32,8 +31,7 @@ def warm_up(dtype: str) -> None:
     Parallel builds run, and so are compiled, only if Numba may use several threads.
     """
     threads = most_threads()
-    # Planes and rows, with the channels from which on one kernel does a whole direction.
-    for channels, width, fewest in ((4 * threads, 16, 8), (40 * threads, 7, 49)):
+    for channels, width, fewest in ((4 * threads, 16, 8), (40 * threads, 7, 49)):  # planes, rows
         samples = fewest + PARALLEL_SIZE // (channels * width**2)
         x = np.ones((samples, channels, width, width), DTYPES[dtype])
         _run_steps(OPERATIONS, x)
@@ -49,5 +47,3 @@ def _run_steps(operations: Operations, x: Any) -> None:
     operations.update_running(RunningStatistics(mean, var), statistics)
     sums = operations.backward_reduce(x, x, statistics, affine, rule)
     operations.backward_input(x, x, statistics, affine, rule, sums.exchange)
-    operations.forward_single(x, affine, rule)
-    operations.backward_single(x, x, statistics, affine, rule)

@@ -8,19 +8,19 @@ after one run without capture. A step whose kernel can't be used runs by plain o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
-from syncbn_core.backends.base import Affine, Forward, Gradients, RunningStatistics, Sums
 from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.driver import KernelFailure
 from syncbn_core.backends.cuda.launcher import Launcher
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
-from syncbn_core.device_moments import DeviceMoments, DeviceStatistics
+from syncbn_core.device_moments import DeviceMoments, DeviceStatistics, join_rows
 from syncbn_core.layout import Layout
 from syncbn_core.moments import NormRule
+from syncbn_core.steps import Affine, Forward, RunningStatistics, Sums
 
 __all__ = ["CudaOperations"]
 
@@ -61,8 +61,6 @@ def _or_plain(step: _Step) -> _Step:
 class CudaOperations(PlainDeviceOperations):
     """The steps on CUDA devices for the array library of `memory`, by kernels where they work."""
 
-    with_kernels = True
-
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__(memory)
         self.counters: dict[tuple[int, int], Array] = {}
@@ -86,18 +84,17 @@ class CudaOperations(PlainDeviceOperations):
             return DeviceMoments(rows, layout.outer * layout.inner, memory.join)
 
     @_or_plain
-    def one_row(self, part: DeviceMoments) -> DeviceMoments:
-        """All parts merged into one row, the form in which members send it."""
-        rows = part.rows
-        if len(rows) == 1:
-            return part
-        memory, index = self.memory, self.memory.device_of(rows)
+    def merge(self, parts: Sequence[DeviceMoments]) -> DeviceMoments:
+        joined = join_rows(parts)
+        if len(joined.rows) == 1:
+            return joined
+        memory, index = self.memory, self.memory.device_of(joined.rows)
         with memory.on_device(index):
-            rows = memory.contiguous(rows)
+            rows = memory.contiguous(joined.rows)
             one = memory.empty((1, rows.shape[1]), "float64", index)
             run, pointers = self.launcher(index), (memory.pointer(rows), memory.pointer(one))
-            grid.merge_parts(run, pointers[0], len(rows), part.num_features, pointers[1])
-        return part.with_rows(one, part.known_count)
+            grid.merge_parts(run, pointers[0], len(rows), joined.num_features, pointers[1])
+        return joined.with_rows(one, joined.known_count)
 
     @_or_plain
     def forward(
@@ -114,66 +111,30 @@ class CudaOperations(PlainDeviceOperations):
             rows = memory.contiguous(statistics.rows)
             dense, layout = memory.dense(x)
             view, run = DeviceView(memory, dense, layout), self.launcher(index)
-            parts = memory.pointer(rows), len(rows)
-            return self._normalize(run, dense, layout, view, parts, affine, rule, running, out)
-
-    @_or_plain
-    def forward_single(
-        self,
-        x: Array,
-        affine: Affine,
-        rule: NormRule,
-        running: RunningStatistics | None = None,
-        out: Array | None = None,
-    ) -> Forward:
-        if 0 in x.shape:
-            return super().forward_single(x, affine, rule, running, out)
-        memory, index = self.memory, self.memory.device_of(x)
-        with memory.on_device(index):
-            dense, layout = memory.dense(x)
-            view, run = DeviceView(memory, dense, layout), self.launcher(index)
-            row = memory.empty((2 * x.shape[1] + 2,), "float64", index)
-            parts = memory.pointer(row), 1
-            grid.moments(run, view, parts[0])
-            return self._normalize(run, dense, layout, view, parts, affine, rule, running, out)
-
-    def _normalize(
-        self,
-        run: Launcher,
-        dense: Array,
-        layout: Layout,
-        view: DeviceView,
-        parts: tuple[Any, int],
-        affine: Affine,
-        rule: NormRule,
-        running: RunningStatistics | None,
-        out: Array | None,
-    ) -> Forward:
-        """`forward` of a dense x with this view; `parts`: pointer to packed moments, how many."""
-        memory, index = self.memory, run.index
-        in_kernel = None if running is None else self._in_kernel(running, index)
-        packed = memory.empty((3 * view.channels + 1,), "float64", index)
-        y = memory.target(dense, layout, out)
-        parameters, _kept = self._parameters(affine)
-        grid.normalize(
-            run,
-            view,
-            view.beside(memory, y),
-            parameters,
-            *parts,
-            memory.pointer(packed),
-            rule=rule,
-            running=in_kernel or grid.NO_RUNNING,
-        )
-        known = DeviceStatistics(packed)
-        if running is not None and in_kernel is None:
-            self.update_running(running, known)
-        elif running is not None:
-            memory.mark_written(*(own for own in running[:3] if own is not None))
-            if running.momentum is None:
-                counter: Any = running.num_batches_tracked
-                counter += 1  # not in the kernel, where many blocks read it
-        return Forward(memory.cast_to_output(y, out), known, running)
+            in_kernel = None if running is None else self._in_kernel(running, index)
+            packed = memory.empty((3 * view.channels + 1,), "float64", index)
+            y = memory.target(dense, layout, out)
+            parameters, _kept = self._parameters(affine)
+            grid.normalize(
+                run,
+                view,
+                view.beside(memory, y),
+                parameters,
+                memory.pointer(rows),
+                len(rows),
+                memory.pointer(packed),
+                rule=rule,
+                running=in_kernel or grid.NO_RUNNING,
+            )
+            known = DeviceStatistics(packed)
+            if running is not None and in_kernel is None:
+                self.update_running(running, known)
+            elif running is not None:
+                memory.mark_written(*(own for own in running[:3] if own is not None))
+                if running.momentum is None:
+                    counter: Any = running.num_batches_tracked
+                    counter += 1  # not in the kernel, where many blocks read it
+            return Forward(memory.cast_to_output(y, out), known, running)
 
     @_or_plain
     def forward_eval(
@@ -226,7 +187,25 @@ class CudaOperations(PlainDeviceOperations):
                 return Sums(exchange, *memory.zeros((2, x.shape[1]), dtype, index))
             pair = self._pair(x, dy)
             parameters, _kept = self._parameters(affine)
-            return self._reduce(self.launcher(index), pair, statistics, affine, parameters)
+            shape = (2, pair.x.channels)
+            dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
+            labelled = statistics.label is not None
+            size = (2 * pair.x.channels + 1,) if labelled else shape
+            exchange = memory.empty(size, "float64", index)
+            grad_weight, grad_bias = memory.empty(shape, dtype, index)
+            grid.backward_reduce(
+                self.launcher(index),
+                pair.x,
+                pair.dy,
+                memory.pointer(statistics.packed),
+                parameters,
+                memory.pointer(exchange),
+                memory.pointer(grad_weight),
+                memory.pointer(grad_bias),
+                code=grid.CODES[dtype],
+                label=grid.NO_LABEL if statistics.label is None else statistics.label,
+            )
+            return Sums(exchange, grad_weight, grad_bias)
 
     @_or_plain
     def backward_input(
@@ -244,82 +223,19 @@ class CudaOperations(PlainDeviceOperations):
             pair = self._pair(x, dy)
             parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
-            run = self.launcher(index)
-            return self._input(run, pair, statistics, parameters, rule, total, out)
-
-    @_or_plain
-    def backward_single(
-        self,
-        x: Array,
-        dy: Array,
-        statistics: DeviceStatistics,
-        affine: Affine,
-        rule: NormRule,
-        out: Array | None = None,
-    ) -> Gradients:
-        if 0 in x.shape:
-            return super().backward_single(x, dy, statistics, affine, rule, out)
-        memory, index = self.memory, self.memory.device_of(x)
-        with memory.on_device(index):
-            pair, run = self._pair(x, dy), self.launcher(index)
-            parameters, _kept = self._parameters(affine)
-            sums = self._reduce(run, pair, statistics, affine, parameters)
-            dx = self._input(run, pair, statistics, parameters, rule, sums.exchange, out)
-            return Gradients(dx, sums.grad_weight, sums.grad_bias)
-
-    def _reduce(
-        self,
-        run: Launcher,
-        pair: _Pair,
-        statistics: DeviceStatistics,
-        affine: Affine,
-        parameters: grid.Parameters,
-    ) -> Sums:
-        memory, index = self.memory, run.index
-        shape = (2, pair.x.channels)
-        dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
-        labelled = statistics.label is not None
-        size = (2 * pair.x.channels + 1,) if labelled else shape
-        exchange = memory.empty(size, "float64", index)
-        grad_weight, grad_bias = memory.empty(shape, dtype, index)
-        grid.backward_reduce(
-            run,
-            pair.x,
-            pair.dy,
-            memory.pointer(statistics.packed),
-            parameters,
-            memory.pointer(exchange),
-            memory.pointer(grad_weight),
-            memory.pointer(grad_bias),
-            code=grid.CODES[dtype],
-            label=grid.NO_LABEL if statistics.label is None else statistics.label,
-        )
-        return Sums(exchange, grad_weight, grad_bias)
-
-    def _input(
-        self,
-        run: Launcher,
-        pair: _Pair,
-        statistics: DeviceStatistics,
-        parameters: grid.Parameters,
-        rule: NormRule,
-        total: Array | None,
-        out: Array | None,
-    ) -> Array:
-        memory = self.memory
-        dx = memory.target(pair.dense, pair.layout, out, pair.grad)
-        grid.backward_input(
-            run,
-            pair.x,
-            pair.dy,
-            pair.x.beside(memory, dx),
-            memory.pointer(statistics.packed),
-            parameters,
-            0 if total is None else memory.pointer(total),
-            rule=rule,
-            label=grid.NO_LABEL if statistics.label is None else statistics.label_of_total,
-        )
-        return memory.cast_to_output(dx, out)
+            dx = memory.target(pair.dense, pair.layout, out, pair.grad)
+            grid.backward_input(
+                self.launcher(index),
+                pair.x,
+                pair.dy,
+                pair.x.beside(memory, dx),
+                memory.pointer(statistics.packed),
+                parameters,
+                0 if total is None else memory.pointer(total),
+                rule=rule,
+                label=grid.NO_LABEL if statistics.label is None else statistics.label_of_total,
+            )
+            return memory.cast_to_output(dx, out)
 
     def _pair(self, x: Array, dy: Array) -> _Pair:
         dense, layout = self.memory.dense(x)

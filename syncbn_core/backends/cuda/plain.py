@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from syncbn_core.backends.base import Affine, Forward, Operations, RunningStatistics, Sums
 from syncbn_core.backends.cuda.memory import DeviceMemory
 from syncbn_core.device_moments import DeviceMoments, DeviceStatistics, join_rows
 from syncbn_core.moments import Moments, NormRule, Statistics
+from syncbn_core.steps import Affine, Forward, Operations, RunningStatistics, Sums
 
 __all__ = ["PlainDeviceOperations"]
 
@@ -22,8 +22,6 @@ Array = Any
 
 class PlainDeviceOperations(Operations):
     """The steps on CUDA devices by operations of the array library of `memory`."""
-
-    with_kernels = False
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
@@ -35,16 +33,13 @@ class PlainDeviceOperations(Operations):
             return DeviceMoments(plain.row(part).reshape(1, -1), part.count, memory.join)
 
     def merge(self, parts: Sequence[DeviceMoments]) -> DeviceMoments:
-        return join_rows(parts)
-
-    def one_row(self, part: DeviceMoments) -> DeviceMoments:
-        """All parts merged into one row, the form in which members send it."""
-        if len(part.rows) == 1:
-            return part
+        joined = join_rows(parts)
+        if len(joined.rows) == 1:
+            return joined
         memory, plain = self.memory, self.memory.plain
-        with memory.on_device(memory.device_of(part.rows)):
-            row = plain.row(_total(plain, part))
-            return part.with_rows(row.reshape(1, -1), part.known_count)
+        with memory.on_device(memory.device_of(joined.rows)):
+            row = plain.row(_total(plain, joined))
+            return joined.with_rows(row.reshape(1, -1), joined.known_count)
 
     def statistics(self, total: DeviceMoments, rule: NormRule) -> DeviceMoments:
         return total  # `forward` merges the parts and computes invstd

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from syncbn_core.backends.base import Affine, RunningStatistics
 from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.backends.cuda.driver import (
@@ -29,6 +28,7 @@ from syncbn_core.backends.reference import OPERATIONS as REFERENCE
 from syncbn_core.errors import BackendError
 from syncbn_core.kernels.cuda.constants import MIN_INNER, UNROLL, VECTOR
 from syncbn_core.moments import Moments, NormRule, Statistics, merge_moments
+from syncbn_core.steps import Affine, RunningStatistics
 
 __all__ = ["CASES", "check"]
 

@@ -30,23 +30,20 @@ from syncbn_core.kernels.cpu.numerics import (
     float32_fails,
     gradient,
     gradient_coefficients,
-    invstd_of,
-    mean_gradients,
     merge,
     narrow,
     power_of,
     rounded,
     share,
+    unowned,
     value_or,
     widen,
     xhat_sum,
 )
 
 __all__ = [
-    "planes_backward",
     "planes_backward_input",
     "planes_backward_reduce",
-    "planes_forward",
     "planes_moments",
     "planes_normalize",
 ]
@@ -105,30 +102,6 @@ def _gradient(source, grad, power, centre, of_dy, of_x, shift, target):
     for i in range(source.shape[0]):
         dx = gradient(source[i], grad[i], power, centre, of_dy, of_x, shift)
         target[i] = narrow(dx, target)
-
-
-# The next two do the same for all runs of channel `c`. When runs are short, calling the two above
-# once per run would take as long as the work itself.
-
-
-@may_contract
-def _channel_affine(x, c, power, centre, scale, shift, y):
-    for a in range(x.shape[0]):
-        source = x[a, c]
-        target = y[a, c]
-        for i in range(source.shape[0]):
-            target[i] = narrow(affine(source[i], power, centre, scale, shift), target)
-
-
-@may_contract
-def _channel_gradient(x, dy, c, power, centre, of_dy, of_x, shift, dx):
-    for a in range(x.shape[0]):
-        source = x[a, c]
-        grad = dy[a, c]
-        target = dx[a, c]
-        for i in range(source.shape[0]):
-            value = gradient(source[i], grad[i], power, centre, of_dy, of_x, shift)
-            target[i] = narrow(value, target)
 
 
 # ------------------------------------------------------------- how work is cut
@@ -277,6 +250,7 @@ def _gradient_arguments(x, mean, invstd, weight, mean_dy, mean_dy_xhat):
 @SerialParallelKernel
 def planes_moments(x, mean, m2):
     """Write the moments of `x` [A, C, B] to `mean`, `m2` (C,)."""
+    x = unowned(x)
     outer, channels, inner = x.shape
     tiles, runs, pieces = _tiles(outer, inner)
     chunks = _chunks(tiles, channels)
@@ -299,6 +273,7 @@ def planes_moments(x, mean, m2):
 @SerialParallelKernel
 def planes_normalize(x, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`; `x`, `y` [A, C, B]."""
+    x, y = unowned(x), unowned(y)
     _, channels, inner = x.shape
     for task in prange(_map_tasks(x)):
         a, c, begin, end = _piece(task, channels, inner)
@@ -311,6 +286,7 @@ def planes_normalize(x, mean, invstd, weight, bias, y):
 @SerialParallelKernel
 def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [A, C, B]."""
+    x, dy = unowned(x), unowned(dy)
     outer, channels, inner = x.shape
     tiles, runs, pieces = _tiles(outer, inner)
     chunks = _chunks(tiles, channels)
@@ -338,6 +314,7 @@ def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
     """
+    x, dy, dx = unowned(x), unowned(dy), unowned(dx)
     _, channels, inner = x.shape
     for task in prange(_map_tasks(x)):
         a, c, begin, end = _piece(task, channels, inner)
@@ -346,65 +323,3 @@ def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx
         )
         source, grad, target = x[a, c, begin:end], dy[a, c, begin:end], dx[a, c, begin:end]
         _gradient(source, grad, power, centre, of_dy, of_x, shift, target)
-
-
-# ------------------------------------------------- kernels of a whole direction
-#
-# They serve a batch of which no other member has a part. Each channel goes through both steps while
-# it is in a core's own cache. Results are bitwise those of the two kernels of the steps.
-
-
-@SerialParallelKernel
-def planes_forward(x, weight, bias, eps, clamp, mean, m2, invstd, y):
-    """`planes_moments`, then `planes_normalize` with those; `x`, `y` [A, C, B].
-
-    `invstd = 1 / sqrt(m2 / n + eps)`, with `clamp` `1 / sqrt(max(m2 / n, eps))`.
-    """
-    outer, channels, inner = x.shape
-    tiles, runs, pieces = _tiles(outer, inner)
-    chunks = _chunks(tiles, channels)
-    for c in prange(channels):
-        count, channel_mean, channel_m2 = _chunk_moments(x, c, 0, tiles // chunks, runs, pieces)
-        for k in range(1, chunks):
-            begin, end = share(tiles, k, chunks)
-            n, other, other_m2 = _chunk_moments(x, c, begin, end, runs, pieces)
-            channel_mean, channel_m2 = merge(count, channel_mean, channel_m2, n, other, other_m2)
-            count += n
-        mean[c] = channel_mean
-        m2[c] = channel_m2
-        invstd[c] = invstd_of(channel_m2 / count, eps, clamp)
-        power, centre, scale, shift = _affine_arguments(
-            x, channel_mean, invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
-        )
-        _channel_affine(x, c, power, centre, scale, shift, y)
-
-
-@SerialParallelKernel
-def planes_backward(x, dy, mean, invstd, weight, clamped, sum_dy, sum_dy_xhat, dx):
-    """`planes_backward_reduce`, then `planes_backward_input` with those; all [A, C, B].
-
-    `clamped` (C,) bool: see `numerics.mean_gradients`; empty if no channel is clamped.
-    """
-    outer, channels, inner = x.shape
-    tiles, runs, pieces = _tiles(outer, inner)
-    chunks = _chunks(tiles, channels)
-    count = outer * inner
-    for c in prange(channels):
-        first = 0.0
-        second = 0.0
-        for k in range(chunks):
-            begin, end = share(tiles, k, chunks)
-            f, s = _chunk_products(x, dy, c, mean[c], invstd[c], begin, end, runs, pieces)
-            first += f
-            second += s
-        second = xhat_sum(first, second, mean[c], rounded(mean[c], x), invstd[c])
-        sum_dy[c] = first
-        sum_dy_xhat[c] = second
-        factor = value_or(weight, c, 1.0)
-        mean_dy, mean_dy_xhat = mean_gradients(
-            first, second, factor, count, value_or(clamped, c, False)
-        )
-        power, centre, of_dy, of_x, shift = _gradient_arguments(
-            x, mean[c], invstd[c], factor, mean_dy, mean_dy_xhat
-        )
-        _channel_gradient(x, dy, c, power, centre, of_dy, of_x, shift, dx)

@@ -16,7 +16,7 @@ import numpy as np
 from numba import prange
 
 from syncbn_core.kernels.cpu.builds import SerialParallelKernel
-from syncbn_core.kernels.cpu.numerics import invstd_of, mean_gradients, share, value_or
+from syncbn_core.kernels.cpu.numerics import share, unowned
 from syncbn_core.kernels.cpu.row_blocks import (
     WIDE,
     WIDTH,
@@ -42,10 +42,8 @@ __all__ = [
     "WIDTH",
     "channels_per_block",
     "joined",
-    "rows_backward",
     "rows_backward_input",
     "rows_backward_reduce",
-    "rows_forward",
     "rows_moments",
     "rows_normalize",
 ]
@@ -57,6 +55,7 @@ __all__ = [
 @SerialParallelKernel
 def rows_moments(x, inner, workers, mean, m2):
     """Write the moments of `x` [R, C * B] to `mean`, `m2` (C,)."""
+    x = unowned(x)
     rows, columns = x.shape
     channels = mean.shape[0]
     per_block, blocks, block_columns = block_sizes(columns, inner, channels)
@@ -82,6 +81,7 @@ def rows_moments(x, inner, workers, mean, m2):
 @SerialParallelKernel
 def rows_normalize(x, inner, workers, mean, invstd, weight, bias, y):
     """`y = (x - mean) * invstd * weight + bias`; `x`, `y` [R, C * B]."""
+    x, y = unowned(x), unowned(y)
     rows, columns = x.shape
     channels = mean.shape[0]
     per_block, blocks, block_columns = block_sizes(columns, inner, channels)
@@ -102,6 +102,7 @@ def rows_normalize(x, inner, workers, mean, invstd, weight, bias, y):
 @SerialParallelKernel
 def rows_backward_reduce(x, dy, inner, workers, mean, invstd, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [R, C * B]."""
+    x, dy = unowned(x), unowned(dy)
     rows, columns = x.shape
     channels = mean.shape[0]
     per_block, blocks, block_columns = block_sizes(columns, inner, channels)
@@ -130,6 +131,7 @@ def rows_backward_input(x, dy, inner, workers, mean, invstd, weight, mean_dy, me
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
     """
+    x, dy, dx = unowned(x), unowned(dy), unowned(dx)
     rows, columns = x.shape
     channels = mean.shape[0]
     per_block, blocks, block_columns = block_sizes(columns, inner, channels)
@@ -142,86 +144,6 @@ def rows_backward_input(x, dy, inner, workers, mean, invstd, weight, mean_dy, me
             part = part_of(
                 x, channels, per_block, block_columns, block, k * height, (k + 1) * height
             )
-            part_gradient(
-                x, dy, part, inner, mean, invstd, weight, mean_dy, mean_dy_xhat,
-                lines[worker], numbers[worker], dx,
-            )  # fmt: skip
-
-
-# ------------------------------------------------------ kernels of a whole direction
-#
-# As in `planes`: each block goes through both steps before the next one.
-
-
-@SerialParallelKernel
-def rows_forward(x, inner, workers, weight, bias, eps, clamp, mean, m2, invstd, y):
-    """`rows_moments`, then `rows_normalize` with those; `x`, `y` [R, C * B].
-
-    `invstd = 1 / sqrt(m2 / n + eps)`, with `clamp` `1 / sqrt(max(m2 / n, eps))`.
-    """
-    rows, columns = x.shape
-    channels = mean.shape[0]
-    per_block, blocks, block_columns = block_sizes(columns, inner, channels)
-    height, tiles, chunks = tile_sizes(rows, block_columns, blocks)
-    count = rows * (columns // channels)
-    counts = np.empty((blocks, chunks))
-    means = np.empty((chunks, channels))
-    m2s = np.empty((chunks, channels))
-    lines, numbers = workspace(x, workers, block_columns, per_block)
-    for worker in prange(workers):
-        first_block, last_block = share(blocks, worker, workers)
-        for block in range(first_block, last_block):
-            for k in range(chunks):
-                begin, end = share(tiles, k, chunks)
-                part = part_of(
-                    x, channels, per_block, block_columns, block, begin * height, end * height
-                )
-                counts[block, k] = part_moments(
-                    x, part, inner, height, lines[worker], numbers[worker], means[k], m2s[k]
-                )
-            part = part_of(x, channels, per_block, block_columns, block, 0, rows)
-            merge_chunks(counts[block], means, m2s, part.low, part.high, mean, m2)
-            for c in range(part.low, part.high):
-                invstd[c] = invstd_of(m2[c] / count, eps, clamp)
-            part_normalize(
-                x, part, inner, mean, invstd, weight, bias, lines[worker], numbers[worker], y
-            )
-
-
-@SerialParallelKernel
-def rows_backward(x, dy, inner, workers, mean, invstd, weight, clamped, sum_dy, sum_dy_xhat, dx):
-    """`rows_backward_reduce`, then `rows_backward_input` with those; all [R, C * B].
-
-    `clamped` (C,) bool: see `numerics.mean_gradients`; empty if no channel is clamped.
-    """
-    rows, columns = x.shape
-    channels = mean.shape[0]
-    per_block, blocks, block_columns = block_sizes(columns, inner, channels)
-    height, tiles, chunks = tile_sizes(rows, block_columns, blocks)
-    count = rows * (columns // channels)
-    sums_dy, sums_dy_x = np.empty((chunks, channels)), np.empty((chunks, channels))
-    mean_dy, mean_dy_xhat = np.empty(channels), np.empty(channels)
-    lines, numbers = workspace(x, workers, block_columns, per_block)
-    for worker in prange(workers):
-        first_block, last_block = share(blocks, worker, workers)
-        for block in range(first_block, last_block):
-            for k in range(chunks):
-                begin, end = share(tiles, k, chunks)
-                part = part_of(
-                    x, channels, per_block, block_columns, block, begin * height, end * height
-                )
-                part_products(
-                    x, dy, part, inner, height, mean, invstd,
-                    lines[worker], numbers[worker], sums_dy[k], sums_dy_x[k],
-                )  # fmt: skip
-            part = part_of(x, channels, per_block, block_columns, block, 0, rows)
-            low, high = part.low, part.high
-            add_chunks(x, sums_dy, sums_dy_x, low, high, mean, invstd, sum_dy, sum_dy_xhat)
-            for c in range(low, high):
-                mean_dy[c], mean_dy_xhat[c] = mean_gradients(
-                    sum_dy[c], sum_dy_xhat[c],
-                    value_or(weight, c, 1.0), count, value_or(clamped, c, False),
-                )  # fmt: skip
             part_gradient(
                 x, dy, part, inner, mean, invstd, weight, mean_dy, mean_dy_xhat,
                 lines[worker], numbers[worker], dx,

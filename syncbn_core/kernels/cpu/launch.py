@@ -16,9 +16,7 @@ from typing import Any
 
 import numba
 
-from syncbn_core.errors import DeviceError
-from syncbn_core.kernels.cpu.entries import STEPS
-from syncbn_core.kernels.cpu.operands import KIND, PARALLEL
+from syncbn_core.kernels.cpu.builds import SerialParallelKernel
 
 __all__ = ["launch", "most_threads"]
 
@@ -56,26 +54,17 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def launch(step: str, code: int, *arguments: Any) -> None:
-    """Run `step` of `kernels.cpu.entries`; `code` and the first argument are those of `look`.
-
-    Raises `DeviceError` if `look` has refused the arrays.
-    """
-    if code < 0:
-        raise DeviceError(
-            "expected arrays in the memory of the CPU, got some without memory; if these are "
-            "torch's fake tensors, pass only fake ones, from the input to the parameters"
-        )
-    serial, parallel, like = STEPS[step][code & KIND]
+def launch(kernel: SerialParallelKernel, parallel: bool, *arguments: Any) -> None:
+    """Run a build of `kernel`: the parallel one if it is asked for, and safe."""
     if (
-        code & PARALLEL
+        parallel
         and not _forked
         and not (_layer() == "workqueue" and threading.active_count() > 1)
         and _one_caller.acquire(blocking=False)
     ):
         try:
-            parallel(like, *arguments)
+            kernel.parallel(*arguments)
         finally:
             _one_caller.release()
     else:
-        serial(like, *arguments)
+        kernel.serial(*arguments)

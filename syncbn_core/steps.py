@@ -10,8 +10,7 @@ A group of members normalizes one batch. Each member holds one part of it, x `(N
                       (exchange: both sums, added up over all members)
     backward_input    x, dy, statistics, sums of the batch -> dx
 
-`forward_single` and `backward_single` do all steps for a group of one member, where a backend may
-need fewer passes over x. `syncbn_core.functional` states the formulas.
+`syncbn_core.functional` states the formulas.
 
 A backend handles the arrays of one library on one kind of device. It is chosen once per call and
 passed on. It allocates results, and knows nothing of members or communication. It checks nothing:
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from syncbn_core.moments import NormRule
@@ -103,8 +101,6 @@ class Gradients(NamedTuple):
 class Operations(ABC):
     """A backend: the steps for the arrays of one library on one kind of device."""
 
-    with_kernels = True  # False for operations of the array library, which are slower
-
     @property
     def serial(self) -> Operations:
         """The same steps, computed in the calling thread only; for members that are threads."""
@@ -117,10 +113,6 @@ class Operations(ABC):
     @abstractmethod
     def merge(self, parts: Sequence[PartMoments]) -> PartMoments:
         """The moments of one or more parts together, merged in their order."""
-
-    def one_row(self, part: PartMoments) -> PartMoments:
-        """The result of `merge` as a single part, the form in which members send it."""
-        return part
 
     @abstractmethod
     def statistics(self, total: PartMoments, rule: NormRule) -> Statistics:
@@ -187,66 +179,3 @@ class Operations(ABC):
         For callers that run `forward` without `running`. `new` is the mean and the unbiased
         variance. An empty batch only increments the counter.
         """
-
-    # The steps for several parts that one process has. Each sequence has one entry per part. The
-    # statistics and totals are those of the whole batch, on the device of each part.
-
-    def moments_of_parts(self, xs: Sequence[Array]) -> list[PartMoments]:
-        return [self.moments(x) for x in xs]
-
-    def forward_of_parts(
-        self,
-        xs: Sequence[Array],
-        statistics: Sequence[Statistics],
-        affines: Sequence[Affine],
-        running: Sequence[RunningStatistics | None],
-        rule: NormRule,
-    ) -> list[Forward]:
-        return [*map(self.forward, xs, statistics, affines, repeat(rule), running)]
-
-    def backward_reduce_of_parts(
-        self,
-        xs: Sequence[Array],
-        dys: Sequence[Array],
-        statistics: Sequence[Statistics],
-        affines: Sequence[Affine],
-        rule: NormRule,
-    ) -> list[Sums]:
-        return [*map(self.backward_reduce, xs, dys, statistics, affines, repeat(rule))]
-
-    def backward_input_of_parts(
-        self,
-        xs: Sequence[Array],
-        dys: Sequence[Array],
-        statistics: Sequence[Statistics],
-        affines: Sequence[Affine],
-        total: Sequence[Array],
-        rule: NormRule,
-    ) -> list[Array]:
-        return [*map(self.backward_input, xs, dys, statistics, affines, repeat(rule), total)]
-
-    def forward_single(
-        self,
-        x: Array,
-        affine: Affine,
-        rule: NormRule,
-        running: RunningStatistics | None = None,
-        out: Array | None = None,
-    ) -> Forward:
-        """Training forward of a group of one member: x is the whole batch."""
-        statistics = self.statistics(self.moments(x), rule)
-        return self.forward(x, statistics, affine, rule, running, out)
-
-    def backward_single(
-        self,
-        x: Array,
-        dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        out: Array | None = None,
-    ) -> Gradients:
-        """Backward of a group of one member: x is the whole batch."""
-        sums = self.backward_reduce(x, dy, statistics, affine, rule)
-        dx = self.backward_input(x, dy, statistics, affine, rule, sums.exchange, out)
-        return Gradients(dx, sums.grad_weight, sums.grad_bias)

@@ -1,0 +1,322 @@
+"""The steps of batch normalization on NumPy arrays, by Numba kernels.
+
+Dtypes: float64, float32, float16 and bfloat16 (of the package `ml_dtypes`, or its bits as uint16).
+Dense arrays of any layout are used in place; others (gaps, negative strides, foreign byte order)
+are copied first. 16-bit numbers pass to the kernels as integers of the same bits; they are computed
+in float32 and rounded once. Results have the dtype of x and, if x is dense, its layout. Numbers per
+channel are float64 `(C,)`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import repeat
+from operator import setitem
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from syncbn_core.kernels.cpu import channels, planes, rows
+from syncbn_core.kernels.cpu.launch import launch, most_threads
+from syncbn_core.kernels.cpu.numerics import has_half
+from syncbn_core.kernels.cpu.row_blocks import joined
+from syncbn_core.layout import layout_of_strides, writable_view
+from syncbn_core.moments import (
+    Moments,
+    NormRule,
+    averaging_factor,
+    mean_gradients,
+    require_more_than_one_value,
+)
+from syncbn_core.steps import Affine, Forward, Operations, RunningStatistics, Sums
+
+__all__ = ["OPERATIONS", "HostStatistics", "NumpySteps"]
+
+Array = np.ndarray[Any, Any]
+
+PARALLEL_SIZE = 32768  # elements; for smaller arrays, threads cost more than they save
+SHORT = 64  # elements; shorter planes may be computed by the kernels for rows
+NEAR = 1 << 22  # bytes that stay in the last cache; from more, planes far apart are read slowly
+
+_BFLOAT16_BITS = np.dtype(np.uint16)
+_ABSENT: Array = np.empty(0)  # what kernels take for no weight and no bias
+_quiet = partial(np.errstate, invalid="ignore", over="ignore")
+_set_item: Any = setitem
+
+
+class HostStatistics(NamedTuple):
+    """Statistics of a batch of `count` values per channel; `table`: mean, m2, invstd (3, C)."""
+
+    count: Any  # an int
+    table: Array
+
+    @property
+    def moments(self) -> Moments:
+        """As members exchange them."""
+        return Moments(self.count, self.table[0], self.table[1])
+
+    @property
+    def mean(self) -> Array:
+        """Per channel, `(C,)`."""
+        mean: Array = self.table[0]
+        return mean
+
+    @property
+    def invstd(self) -> Array:
+        """`(C,)`."""
+        invstd: Array = self.table[2]
+        return invstd
+
+
+class NumpySteps(Operations):
+    """The steps for NumPy arrays. `parallel`: False computes in the calling thread only."""
+
+    def __init__(self, parallel: bool = True) -> None:
+        self._serial = type(self)(parallel=False) if parallel else self
+
+    @property
+    def serial(self) -> NumpySteps:
+        return self._serial
+
+    def threads(self) -> int:
+        """How many threads a large array is worth."""
+        return 1 if self._serial is self else most_threads()
+
+    def moments(self, x: Array) -> Moments:
+        if 0 in x.shape:
+            return Moments.empty(x.shape[1])
+        mean, m2 = np.empty((2, x.shape[1]))
+        self._run("moments", [mean, m2], x)
+        return Moments(x.size // x.shape[1], mean, m2)
+
+    def merge(self, parts: Sequence[Moments]) -> Moments:
+        if len(parts) == 1:
+            return parts[0]
+        table = np.empty((2, parts[0].num_features))
+        counts, means, m2s = map(np.array, zip(*parts, strict=True))
+        channels.merge(counts, means, m2s, table)
+        return Moments(sum([part.count for part in parts]), *table)
+
+    def statistics(self, total: Moments, rule: NormRule) -> HostStatistics:
+        table = np.empty((3, total.num_features))
+        count, table[0], table[1] = total
+        channels.fill_invstd(table, count, rule.eps, rule.clamps)
+        return HostStatistics(count, table)
+
+    def forward(
+        self,
+        x: Array,
+        statistics: HostStatistics,
+        affine: Affine,
+        rule: NormRule,
+        running: RunningStatistics | None = None,
+        out: Array | None = None,
+    ) -> Forward:
+        y = np.empty_like(x) if out is None else out
+        if 0 not in x.shape:
+            mean, _, invstd = statistics.table
+            numbers = [mean, invstd, _wide(affine.weight), _wide(affine.bias)]
+            self._run("normalize", numbers, x, target=y)
+        if running is not None:
+            self.update_running(running, statistics)
+        return Forward(y, statistics, running)
+
+    def forward_eval(
+        self,
+        x: Array,
+        running: RunningStatistics,
+        affine: Affine,
+        rule: NormRule,
+        out: Array | None = None,
+    ) -> Forward:
+        mean, var = map(_wide, running[:2])
+        statistics = self.statistics(Moments(1, mean, var), rule)
+        return self.forward(x, statistics, affine, rule, None, out)
+
+    def backward_reduce(
+        self, x: Array, dy: Array, statistics: HostStatistics, affine: Affine, rule: NormRule
+    ) -> Sums:
+        weight = affine.weight
+        sums = np.zeros((2, x.shape[1]))
+        sum_dy, sum_dy_xhat = sums
+        if 0 not in x.shape:
+            mean, _, invstd = statistics.table
+            self._run("backward_reduce", [mean, invstd, sum_dy, sum_dy_xhat], x, dy)
+        dtype = x.dtype if weight is None else weight.dtype
+        with _quiet():
+            grad_weight, grad_bias = _rounded(sum_dy_xhat, dtype), _rounded(sum_dy, dtype)
+            return Sums(sums if weight is None else sums * _wide(weight), grad_weight, grad_bias)
+
+    def backward_input(
+        self,
+        x: Array,
+        dy: Array,
+        statistics: HostStatistics,
+        affine: Affine,
+        rule: NormRule,
+        total: Array | None,
+        out: Array | None = None,
+    ) -> Array:
+        dx = np.empty_like(x) if out is None else out
+        if 0 not in x.shape:
+            mean, _, invstd = statistics.table
+            if total is None:
+                total = np.zeros((2, x.shape[1]))
+            clamped = rule.clamped(statistics.moments.var) if rule.clamps else None
+            mean_dy, mean_dy_xhat = mean_gradients(total, statistics.count, clamped)
+            numbers = [mean, invstd, _wide(affine.weight), mean_dy, mean_dy_xhat]
+            self._run("backward_input", numbers, x, dy, dx)
+        return dx
+
+    def update_running(
+        self, running: RunningStatistics, statistics: HostStatistics
+    ) -> RunningStatistics:
+        count, table = statistics
+        require_more_than_one_value(count)
+        mean, var, counter, momentum = running
+        factor = float(averaging_factor(momentum, counter))
+        counted = np.zeros((), np.int64) if counter is None else counter
+        held = [_bits_of(own) for own in (mean, var)]
+        in_place = held[0] is not None and held[1] is not None and counted.flags.carray
+        if in_place and counted.dtype.isnative:
+            channels.update_running(*held, counted, table, count, factor)
+            return running
+        wide, counted = [_wide(mean), _wide(var)], np.array(counted, np.int64)
+        channels.update_running(*wide, counted, table, count, factor)
+        targets = [own for own in (mean, var, counter) if own is not None]
+        with _quiet():
+            values = [_rounded(new, own.dtype) for new, own in zip(wide, targets, strict=False)]
+        # one C call writes all, so that KeyboardInterrupt can't come between two writes
+        deque(map(_set_item, targets, repeat(...), [*values[: len(targets)], counted]), maxlen=0)
+        return running
+
+    def _run(
+        self,
+        step: str,
+        numbers: list[Array],
+        x: Array,
+        dy: Array | None = None,
+        target: Array | None = None,
+    ) -> None:
+        """Run a kernel on x and dy; it writes `target`, else some of `numbers` per channel."""
+        if dy is not None and dy.dtype != x.dtype and x.dtype.itemsize == 2:
+            x = x.astype(np.float32)  # a wider dy must not lose digits or overflow in 16 bits
+        view = _view_of(x)
+        if view is None:
+            native = x.dtype.newbyteorder("=")
+            x = np.array(x, np.float32 if _kernel_dtype(native) is None else native, order="K")
+            view = _view_of(x)
+            assert view is not None
+        arrays = [view.of(x)]
+        if dy is not None:
+            arrays.append(view.of(dy if _view_of(dy) == view else _like(dy, x)))
+        threads = self.threads() if x.size >= PARALLEL_SIZE else 1
+        sizes = (view.inner, threads) if view.inner else ()
+        kernel = view.kernels[step]
+        if target is None:
+            launch(kernel, threads > 1, *arrays, *sizes, *numbers)
+        elif _view_of(target) == view and not any(map(_overlaps, arrays, repeat(target))):
+            launch(kernel, threads > 1, *arrays, *sizes, *numbers, view.of(target))
+        else:
+            result = np.empty_like(x)
+            launch(kernel, threads > 1, *arrays, *sizes, *numbers, view.of(result))
+            with _quiet():  # too large for float16: infinite
+                np.copyto(target, result, casting="unsafe")
+
+
+class _View(NamedTuple):
+    """How kernels take a dense activation: transposed by `axes` and reshaped to `shape`."""
+
+    kernels: dict[str, Any]
+    dtype: np.dtype[Any]
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    inner: int  # neighbouring columns of a channel in rows; 0 for planes
+
+    def of(self, array: Array) -> Array:
+        if array.dtype != self.dtype:
+            array = array.view(self.dtype)
+        return writable_view(array.transpose(self.axes).reshape(self.shape))
+
+
+_STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
+_PLANES = {step: getattr(planes, f"planes_{step}") for step in _STEPS}
+_ROWS = {step: getattr(rows, f"rows_{step}") for step in _STEPS}
+
+
+def _view_of(x: Array) -> _View | None:
+    """None where kernels can't use the array in place."""
+    return _view(x.shape, x.strides, x.dtype) if x.flags.aligned else None
+
+
+@lru_cache(maxsize=1024)
+def _view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> _View | None:
+    kernel_dtype = _kernel_dtype(dtype)
+    layout = layout_of_strides(shape, strides, dtype.itemsize)
+    if kernel_dtype is None or layout is None:
+        return None
+    outer, channels, inner = layout.outer, layout.channels, layout.inner
+    # Rows pay for the coefficients of each column, planes for the ends of each plane.
+    far = outer * channels * inner * dtype.itemsize > NEAR
+    if inner == 1 or (inner <= SHORT and outer >= 8 and (far or outer >= inner)):
+        repeats = joined(outer, channels * inner)
+        together = (outer // repeats, channels * inner * repeats)
+        return _View(_ROWS, kernel_dtype, layout.axes, together, inner)
+    return _View(_PLANES, kernel_dtype, layout.axes, (outer, channels, inner), 0)
+
+
+@lru_cache(maxsize=64)
+def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The dtype by which kernels take arrays of `dtype`; None if they don't."""
+    if not dtype.isnative:
+        return None
+    if dtype.itemsize != 2:
+        return dtype if dtype.itemsize > 2 else None
+    if dtype.name in ("bfloat16", "uint16"):
+        return _BFLOAT16_BITS
+    return np.dtype(np.int16) if has_half() else None
+
+
+def _like(other: Array, x: Array) -> Array:
+    """A copy of `other` in the dtype and layout of x."""
+    copy = np.empty_like(x)
+    np.copyto(copy, other, casting="same_kind")
+    return copy
+
+
+def _overlaps(target: Array, source: Array) -> bool:
+    """Whether they share memory, but not element by element."""
+    return np.may_share_memory(target, source) and target.ctypes.data != source.ctypes.data
+
+
+def _bits_of(vector: Array | None) -> Array | None:
+    """Numbers per channel as a kernel can update them; None if it can't."""
+    if vector is None:
+        return _ABSENT
+    dtype = _kernel_dtype(vector.dtype)
+    if dtype is None or not vector.flags.carray:
+        return None
+    return vector if dtype == vector.dtype else vector.view(dtype)
+
+
+def _wide(values: Array | None) -> Array:
+    """A float64 copy of numbers per channel, which are not of another type for Numba."""
+    if values is None:
+        return _ABSENT
+    if values.dtype == _BFLOAT16_BITS:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float64)
+
+
+def _rounded(values: Array, dtype: np.dtype[Any]) -> Array:
+    """A copy of float64 `values` in `dtype`."""
+    if dtype != _BFLOAT16_BITS:
+        return values.astype(dtype)
+    bits = values.astype(np.float32).view(np.uint32)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # even
+    return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
+
+
+OPERATIONS = NumpySteps()
