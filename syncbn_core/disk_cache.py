@@ -1,4 +1,4 @@
-"""Files of compiled kernels, which many processes read and make at the same time.
+"""Files of compiled CUDA kernels, which many processes read and make at the same time.
 
 `load_or_claim` lets one process make a file while the others wait for it. Who makes one holds a
 lock of the operating system, which ends with its process, however that ends. Where a folder has no
@@ -59,12 +59,11 @@ def load_or_claim(
     folder: Path | None,
     name: str,
     load: Callable[[], T | None],
-    waiting: Callable[[], None] = lambda: None,
 ) -> tuple[T | None, Callable[[], None]]:
     """What `load()` finds, or None if this process is to make it; and a function to call then.
 
     If another process is making it, wait until `load()` finds it, or that process ends or gives up,
-    for at most `WAIT` seconds; `waiting()` is called first. `load` returns None for a file that is
+    for at most `WAIT` seconds. `load` returns None for a file that is
     missing or damaged. `folder`: of the lock; None for no lock. Never raises because of the disk.
 
     Locks are between processes: of one process, only one thread may ask for a name at a time.
@@ -89,7 +88,6 @@ def load_or_claim(
             return found, _nothing
         if deadline is None:
             deadline = time.monotonic() + WAIT
-            waiting()
         if time.monotonic() > deadline:
             return None, _nothing
         time.sleep(POLL)
@@ -187,8 +185,8 @@ def _warn_of_others(folder: Path, what: str) -> None:
     _warned.append(folder)
     warnings.warn(
         f"syncbn does not load compiled kernels from {folder}{on_rank()}: other users can change "
-        f"{what}, and kernels run with your rights; delete the folder, or set NUMBA_CACHE_DIR and "
-        "SYNCBN_CACHE_DIR to folders that only you can write",
+        f"{what}, and kernels run with your rights; delete the folder, or set SYNCBN_CACHE_DIR to "
+        "a folder that only you can write",
         RuntimeWarning,
         stacklevel=2,
     )

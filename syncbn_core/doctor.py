@@ -227,9 +227,9 @@ def cuda_takes() -> str:
 def _cache_of_cpu_kernels() -> str:
     if jit_disabled():
         return "none: NUMBA_DISABLE_JIT"
-    from syncbn_core.backends.cpu.warmup import cache_folder
+    from syncbn_core.kernels.cpu.numerics import share
 
-    return _described(cache_folder())
+    return _described(share._cache.folder)
 
 
 def _cache_of_cuda_kernels() -> str:

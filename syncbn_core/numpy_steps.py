@@ -187,9 +187,10 @@ class NumpySteps(Operations):
         channels.update_running(*wide, counted, table, count, factor)
         targets = [own for own in (mean, var, counter) if own is not None]
         with _quiet():
-            values = [_rounded(new, own.dtype) for new, own in zip(wide, targets, strict=False)]
+            vectors = zip(wide, (mean, var), strict=True)
+            values = [_rounded(new, own.dtype) for new, own in vectors if own is not None]
         # one C call writes all, so that KeyboardInterrupt can't come between two writes
-        deque(map(_set_item, targets, repeat(...), [*values[: len(targets)], counted]), maxlen=0)
+        deque(map(_set_item, targets, repeat(...), [*values, counted]), maxlen=0)
         return running
 
     def _run(

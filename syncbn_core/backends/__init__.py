@@ -18,7 +18,7 @@ Array = Any
 
 # Root package of the array type -> module that holds `OPERATIONS` for it.
 _MODULES = {"cupy": "syncbn_core.backends.cuda.cupy", "numpy": "syncbn_core.numpy_steps"}
-_PLAIN = "syncbn_core.backends.cpu.plain"  # for NumPy where no kernel can be compiled
+_PLAIN = "syncbn_core.backends.plain_numpy"  # for NumPy where no kernel can be compiled
 # Types of NumPy that are rejected: masks would be ignored, matrices are always 2-D, and scalars
 # can't be written in place.
 _UNLIKE_ARRAYS = {"MaskedArray", "matrix", "generic"}

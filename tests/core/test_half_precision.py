@@ -185,3 +185,14 @@ def test_processor_without_float16_copies(fresh_python: Callable[..., str]) -> N
         np.testing.assert_allclose(
             a_values.astype("f4"), b_values.astype("f4"), rtol=2e-3, atol=1e-5
         )
+
+
+def test_numbers_per_channel_as_bits_of_bfloat16() -> None:
+    rng = np.random.default_rng(0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = rng.integers(0, 2**32, 100_000, np.uint32).view(np.float32).astype(np.float64)
+        bits = numpy_steps._rounded(values, np.dtype(np.uint16))
+        expected = values.astype(ml_dtypes.bfloat16)
+    rounded = bits.view(ml_dtypes.bfloat16).astype(np.float64)
+    np.testing.assert_array_equal(rounded, expected.astype(np.float64))
+    np.testing.assert_array_equal(numpy_steps._wide(bits), expected.astype(np.float64))

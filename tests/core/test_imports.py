@@ -138,7 +138,7 @@ def may_import(part: str) -> list[str]:
             "moments",
         ],
         "__init__": ["functional", "layers", "comm", "errors", "moments"],
-        "doctor": ["backends", "comm", "errors", "layers"],
+        "doctor": ["backends", "comm", "errors", "kernels", "layers"],
         "__main__": ["backends", "doctor"],
     }
     return [f"syncbn_core.{name}" for name in allowed[part]]

@@ -306,3 +306,13 @@ def test_parameters_and_buffers_of_other_sizes_are_refused(
         layer(torch.randn(4, 3, 50))
     for key, value in layer.state_dict().items():
         assert torch.equal(value, before[key]), key
+
+
+def test_gradient_of_another_dtype_is_taken() -> None:
+    x, dy = torch.randn(LARGE), torch.randn(LARGE, dtype=torch.float64)
+    known = OURS.statistics(OURS.moments(x), RULE)
+    sums = [OURS.backward_reduce(x, g, known, Affine(), RULE) for g in (dy, dy.float())]
+    np.testing.assert_array_equal(sums[0].exchange, sums[1].exchange)
+    total = sums[0].exchange
+    dxs = [OURS.backward_input(x, g, known, Affine(), RULE, total) for g in (dy, dy.float())]
+    assert torch.equal(*dxs)

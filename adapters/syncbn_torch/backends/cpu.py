@@ -9,7 +9,7 @@ import torch
 from syncbn_core.numpy_steps import HostStatistics, NumpySteps
 from syncbn_core.steps import Affine, Forward, RunningStatistics, Sums
 from syncbn_torch._torch_private import increment_versions
-from syncbn_torch.backends.memory import array_of, empty_like, tensor_of
+from syncbn_torch.backends.memory import array_of, check_storage, empty_like, tensor_of
 
 __all__ = ["OPERATIONS"]
 
@@ -45,9 +45,9 @@ class TensorSteps(NumpySteps):
     ) -> Sums:
         dtype = x.dtype if affine.weight is None else affine.weight.dtype
         weight = Affine(array_of(affine.weight))
-        dy = dy if dy.dtype is x.dtype else dy.to(x.dtype)
-        sums = super().backward_reduce(array_of(x), array_of(dy), statistics, weight, rule)
-        exchange, *gradients = sums
+        dy = _like(dy, x)
+        operands = array_of(x), array_of(dy), statistics, weight, rule
+        exchange, *gradients = super().backward_reduce(*operands)
         return Sums(exchange, *(tensor_of(values, dtype) for values in gradients))
 
     def backward_input(
@@ -62,14 +62,8 @@ class TensorSteps(NumpySteps):
     ) -> Any:
         dx = empty_like(x) if out is None else out
         weight = Affine(array_of(affine.weight))
-        operands = (
-            array_of(x),
-            array_of(dy if dy.dtype is x.dtype else dy.to(x.dtype)),
-            statistics,
-            weight,
-            rule,
-            total,
-        )
+        dy = _like(dy, x)
+        operands = array_of(x), array_of(dy), statistics, weight, rule, total
         super().backward_input(*operands, array_of(dx))
         return dx
 
@@ -81,6 +75,14 @@ class TensorSteps(NumpySteps):
         # of inference tensors there are no versions; of others, a graph may have saved them
         increment_versions([b for b in running[:3] if b is not None and not b.is_inference()])
         return running
+
+
+def _like(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy in the dtype of x, as autograd gives it."""
+    if dy.dtype is x.dtype:
+        return dy
+    check_storage(dy)
+    return dy.to(x.dtype)
 
 
 OPERATIONS = TensorSteps()

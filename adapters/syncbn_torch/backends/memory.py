@@ -65,7 +65,7 @@ def supports(tensor: Tensor) -> bool:
 @cache
 def kernels_forbidden() -> bool:
     """Whether Numba may not compile; then one warning says so."""
-    return import_module("syncbn_core.backends.cpu.plain").kernels_forbidden()  # type: ignore[no-any-return]
+    return import_module("syncbn_core.backends.plain_numpy").kernels_forbidden()  # type: ignore[no-any-return]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled: serial and parallel builds. `cache` keeps them on disk.
+"""How the CPU kernels are compiled: serial and parallel builds, kept in Numba's cache on disk.
 
 A kernel is a `SerialParallelKernel`. The functions that it calls carry one of three decorators,
 which say what the compiler may do with their arithmetic:
@@ -15,24 +15,31 @@ code that converts its objects, which takes a tenth of all compilation, a call e
 
 from __future__ import annotations
 
+import logging
 import threading
-import time
+import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numba
-from numba.core.compiler_lock import global_compiler_lock
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+    ZipCacheLocator,
+)
 
-from syncbn_core.kernels.cpu.cache import LOGGER, KernelCache, described
+from syncbn_core.disk_cache import on_rank
 
 __all__ = [
     "SerialParallelKernel",
     "from_python",
-    "holding_lock",
     "may_contract",
     "may_reorder",
     "strict",
@@ -42,6 +49,9 @@ OPTIONS = {"error_model": "numpy", "no_cfunc_wrapper": True}
 CONTRACT_FLAGS = {"contract"}
 # Never plain `fastmath=True`: it assumes that NaN and infinity do not occur and drops them.
 REORDER_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
+
+LOGGER = logging.getLogger("syncbn")
+_said: set[str] = set()  # what this process has said; each is said once
 
 
 def _stamp() -> int:
@@ -60,49 +70,97 @@ def _stamp() -> int:
 _STAMP = _stamp()
 
 
+class _ReadableFolder:
+    """Numba passes over a folder that it can't write. `save_overload` finds that out anyway."""
+
+    def ensure_cache_path(self) -> None:
+        """Do nothing: the folder is made when a build is saved."""
+
+
+class _GivenFolder(_ReadableFolder, UserProvidedCacheLocator):
+    """`NUMBA_CACHE_DIR`."""
+
+
+class _UserFolder(_ReadableFolder, UserWideCacheLocator):
+    """The user's cache folder. Numba's first choice is a folder beside the source."""
+
+
+class _CacheFiles(CompileResultCacheImpl):
+    _locator_classes = [_GivenFolder, _UserFolder, ZipCacheLocator]  # noqa: RUF012
+
+
+class _Cache(FunctionCache):
+    """What `cache=True` makes, but no call fails because of the disk."""
+
+    _impl_class = _CacheFiles
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.folder = Path(str(numba.config.CACHE_DIR or "the user's cache folder"))  # type: ignore[attr-defined]
+        self._missing: Exception | None = None
+        try:
+            super().__init__(function)
+            self.folder = Path(self._cache_path).parent  # which has one for each package
+        except (RuntimeError, OSError) as error:  # no source file, as in a frozen program
+            self._missing = error
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), _STAMP)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The build for the argument types `sig`; None if it has to be compiled."""
+        if self._missing is None:
+            try:
+                found = super().load_overload(sig, target_context)
+                # processes that save at once can give two dtypes one file
+                if found is not None and found.signature.args == tuple(sig):
+                    return found
+            except Exception:  # of any class: the file is damaged, or of another Numba
+                with suppress(OSError):
+                    self.flush()
+        if "compiling" not in _said:
+            _said.add("compiling")
+            LOGGER.warning("syncbn compiles CPU kernels: some seconds, once per machine")
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a build that was just compiled."""
+        try:
+            if self._missing is not None:
+                raise self._missing
+            Path(self._cache_path).mkdir(parents=True, exist_ok=True)
+            super().save_overload(sig, data)
+        except Exception as error:
+            if "cache" in _said:
+                return
+            _said.add("cache")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            text = (
+                "syncbn compiles its CPU kernels in every process, which takes some seconds each, "
+                f"because they can't be kept{on_rank()} in {self.folder} ({reason}); set "
+                "NUMBA_CACHE_DIR to a folder that can be written"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit` with the cache on disk."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        function = _renamed(function, f"_{_STAMP:08x}")
         decorator: Any = numba.njit
         dispatcher = decorator(**OPTIONS, **options)(function)
-        dispatcher._cache = KernelCache(function)  # what `cache=True` does
-        dispatcher.compile = partial(_claimed, dispatcher._cache, dispatcher.compile)
-        compile_for = partial(_timed, dispatcher, dispatcher._compile_for_args)
-        dispatcher._compile_for_args = partial(_uninterrupted, compile_for)
+        dispatcher._cache = _Cache(function)
+        dispatcher._compile_for_args = partial(_uninterrupted, dispatcher._compile_for_args)
         return dispatcher
 
     return decorate
 
 
-def _renamed(function: Callable[..., Any], suffix: str) -> Callable[..., Any]:
-    """A copy under another name: Numba's disk cache tells builds apart by their names only."""
+def _parallel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy under another name: Numba's cache tells the builds of a function apart by it."""
     copy = FunctionType(function.__code__, function.__globals__, function.__name__)
-    copy.__qualname__ = function.__qualname__ + suffix
+    copy.__qualname__ = function.__qualname__ + "_parallel"
     copy.__module__ = function.__module__
     return copy
-
-
-def _claimed(cache: KernelCache, compile_for: Callable[[Any], Any], sig: Any) -> Any:
-    """`compile_for(sig)`; other processes that need this build wait until it returns or raises."""
-    with global_compiler_lock:
-        try:
-            return compile_for(sig)
-        finally:
-            cache.release(sig)
-
-
-def _timed(dispatcher: Any, compile_for: Callable[..., Any], *arguments: Any) -> Any:
-    """`compile_for(...)`, with a line in the log if the build was compiled and not loaded."""
-    before = dispatcher.stats.cache_misses.copy()
-    begin = time.perf_counter()
-    result = compile_for(*arguments)
-    seconds = time.perf_counter() - begin
-    for sig in dispatcher.stats.cache_misses.keys() - before.keys():
-        what = described(dispatcher.py_func.__qualname__, sig)
-        LOGGER.debug("compiled %s in %.1f s", what, seconds)
-    return result
 
 
 def _uninterrupted(compile_for: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -144,10 +202,9 @@ class SerialParallelKernel:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.serial = jit(nogil=True)(function)
-        self.parallel = jit(nogil=True, parallel=True)(_renamed(function, "_parallel"))
+        self.parallel = jit(nogil=True, parallel=True)(_parallel(function))
 
 
-holding_lock = jit()  # for functions that call Python's C functions, which need its lock
 from_python = jit(nogil=True)
 strict = jit(no_cpython_wrapper=True)
 may_contract = jit(no_cpython_wrapper=True, fastmath=CONTRACT_FLAGS)
