@@ -315,7 +315,7 @@ def tests_oldest(session: nox.Session) -> None:
     # what depends on them: the kernels, and how arrays and tensors are read
     names = ("dlpack", "functional", "half_precision", "kernels", "layers", "layout", "moments")
     core = [f"tests/core/test_{name}.py" for name in names]
-    torch = [f"tests/torch/test_{name}.py" for name in ("core_with_tensors", "cpu", "memory")]
+    torch = [f"tests/torch/test_{name}.py" for name in ("arrays", "core_with_tensors", "cpu")]
     # `tests` looks at what compilation costs, and leaves behind
     left_out = ["costs_another_compilation", "beside_the_package", "without_memory"]
     left_out += ["without_float16", "workqueue_layer"]

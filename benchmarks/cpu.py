@@ -46,7 +46,7 @@ from syncbn_core.comm import run_in_threads, thread_group
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.backends.memory import huge_pages_on_request
+from syncbn_torch.arrays import huge_pages_on_request
 from syncbn_torch.batchnorm import always_ours
 
 RESNET50 = [

@@ -18,7 +18,7 @@ WHY = {
     "test_convert.py": "what the plugin of Lightning calls, which is not installed here",
     "test_cpu.py": "the arrays of torch's CPU tensors, by the contract of backends",
     "test_cuda_tensors.py": "tensors of a device that is not there, by the contract of backends",
-    "test_memory.py": "one address and one shape per call: the contract of backends",
+    "test_arrays.py": "one address and one shape per call: the contract of backends",
     "test_module_names.py": "names in errors, by a function of many small cases",
     "test_originals.py": "whether anything still watches, after a model is gone",
     "test_plain.py": "plain operations, by the contract of backends",

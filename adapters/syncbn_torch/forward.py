@@ -33,6 +33,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.moment_exchange import CallSite
 from syncbn_core.steps import Affine, Operations, RunningStatistics
+from syncbn_torch import arrays
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
     backward_task,
@@ -50,7 +51,7 @@ from syncbn_torch.autograd import traced as traced_node
 from syncbn_torch.autograd.exchange import Processes
 from syncbn_torch.autograd.steps import Part
 from syncbn_torch.autograd.transforms import needs_plain_forward
-from syncbn_torch.backends import cuda, memory, plain
+from syncbn_torch.backends import cuda, plain
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for, is_communicator
@@ -126,7 +127,7 @@ def goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
         and x.dim() > 2
         and not x.is_nested
         and x.numel() >= max(LARGE, PLANE * x.size(0) * x.size(1))
-        and all(t is None or (memory.supports(t) and t.dtype is x.dtype) for t in tensors)
+        and all(t is None or (arrays.supports(t) and t.dtype is x.dtype) for t in tensors)
         and x.is_contiguous()
     )
 
@@ -180,7 +181,7 @@ def _checked_by_node(layer: LayerState, x: Tensor, processes: Processes | None) 
 def _is_named_subclass(x: Tensor) -> bool:
     """Whether x is a tensor of a subclass with `__torch_function__` and data of its own."""
     return (
-        type(x) not in memory.PLAIN
+        type(x) not in arrays.PLAIN
         and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
         and has_torch_function_unary(x)
     )
@@ -231,7 +232,7 @@ def _refuse_to_be_recorded(layer: LayerState, alone: bool) -> None:
 
 def operations_for(x: Tensor) -> Operations:
     """The implementation of the steps for tensors like x."""
-    if memory.supports(x):
+    if arrays.supports(x):
         return _cpu()
     return cuda.OPERATIONS if cuda.supports(x) else plain.OPERATIONS
 

@@ -20,7 +20,7 @@ from syncbn_core.comm.message_arrays import NOT_YET, HostCopy, Verdict, register
 from syncbn_core.comm.process_group import grace_after, reports_of_others, whereabouts
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
 from syncbn_torch._torch_private import default_group
-from syncbn_torch.backends.memory import as_tensor
+from syncbn_torch.arrays import as_tensor
 
 __all__ = [
     "DistributedCommunicator",

@@ -12,7 +12,7 @@ from syncbn_core.layout import shares_memory
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, RunningStatistics
 from syncbn_torch._torch_private import is_jit_tracing
-from syncbn_torch.backends.memory import FLOATS, HALVES, PLAIN, check_storage
+from syncbn_torch.arrays import FLOATS, HALVES, PLAIN, check_storage
 from syncbn_torch.layer_state import LayerState
 
 __all__ = [

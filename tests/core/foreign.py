@@ -10,7 +10,6 @@ import numpy as np
 
 CODES = {"i": 0, "u": 1, "f": 2}
 KINDS = {code: kind for kind, code in CODES.items()}
-BFLOAT = 4
 READ_ONLY = 1
 
 api = ctypes.pythonapi
@@ -72,7 +71,7 @@ def _destroy(capsule: int) -> None:
 
 
 class Foreign:
-    """Holds a NumPy array (bfloat16 as uint16 bits), and exports it as asked for.
+    """Holds a NumPy array, and exports it as asked for.
 
     `made`, `deleted`: capsules, and how many of them were released.
     """
@@ -81,7 +80,6 @@ class Foreign:
         self,
         values: Any,
         *,
-        bfloat16: bool = False,
         read_only: bool = False,
         version: int = 1,
         device: tuple[int, int] = (1, 0),
@@ -89,7 +87,6 @@ class Foreign:
         keep: Any = None,
     ) -> None:
         self.values = values
-        self.bfloat16 = bfloat16
         self.read_only = read_only
         self.version = version
         self.device = device
@@ -119,7 +116,7 @@ class Foreign:
         tensor.data = values.__array_interface__["data"][0] - offset
         tensor.device[:] = self.device
         tensor.ndim = values.ndim
-        tensor.code = BFLOAT if self.bfloat16 else CODES[values.dtype.kind]
+        tensor.code = CODES[values.dtype.kind]
         tensor.bits, tensor.lanes = 8 * values.itemsize, 1
         tensor.shape = shape
         tensor.byte_offset = offset
@@ -151,7 +148,5 @@ class Foreign:
         last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         length = 0 if 0 in shape else last + size
         memory = (ctypes.c_char * length).from_address((tensor.data or 0) + tensor.byte_offset)
-        bfloat16 = tensor.code == BFLOAT
-        kind = "u" if bfloat16 else KINDS[tensor.code]
-        values: Any = np.ndarray(shape, f"{kind}{size}", memory, 0, strides)
-        return Foreign(values, bfloat16=bfloat16, keep=capsule)
+        values: Any = np.ndarray(shape, f"{KINDS[tensor.code]}{size}", memory, 0, strides)
+        return Foreign(values, keep=capsule)

@@ -24,9 +24,9 @@ from syncbn_torch import (
     DistributedCommunicator,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
+    arrays,
     convert_model,
 )
-from syncbn_torch.backends import memory
 
 BOUNDS = (0, 1, 3, 6)  # the rows of each rank
 
@@ -302,7 +302,7 @@ def test_a_rank_with_rows_on_a_device_goes_with_ranks_without_kernels(rank: int,
 @on_ranks(2)
 def test_a_rank_without_kernels_goes_with_others(rank: int, size: int) -> None:
     if rank == 1:
-        memory.supports = lambda tensor: False  # type: ignore[assignment]
+        arrays.supports = lambda tensor: False  # type: ignore[assignment]
     equals_the_undivided_model_of_two(rank)
 
 

@@ -24,10 +24,10 @@ from syncbn_core.errors import StateError
 from syncbn_core.moment_exchange import labelled
 from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Operations, RunningStatistics, Sums
+from syncbn_torch.arrays import as_tensor
 from syncbn_torch.autograd.differentiable_exchange import sum_over_processes, total_moments
 from syncbn_torch.autograd.exchange import Processes, check_unchanged, needs_plain_backward
 from syncbn_torch.backends import plain
-from syncbn_torch.backends.memory import as_tensor
 
 __all__ = ["Call", "Columns", "Part", "columns_of"]
 

@@ -9,7 +9,7 @@ import torch
 from syncbn_core.numpy_steps import HostStatistics, NumpySteps
 from syncbn_core.steps import Affine, Forward, RunningStatistics, Sums
 from syncbn_torch._torch_private import increment_versions
-from syncbn_torch.backends.memory import array_of, check_storage, empty_like, tensor_of
+from syncbn_torch.arrays import array_of, check_storage, empty_like, tensor_of
 
 __all__ = ["OPERATIONS"]
 

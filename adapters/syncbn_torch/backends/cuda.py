@@ -24,8 +24,8 @@ from syncbn_core.backends.cuda.usable import setting
 from syncbn_core.disk_cache import on_rank
 from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_torch._torch_private import current_raw_stream, current_stream_number
+from syncbn_torch.arrays import PLAIN
 from syncbn_torch.backends import plain
-from syncbn_torch.backends.memory import PLAIN
 
 __all__ = ["OPERATIONS", "TensorDeviceMemory", "supports"]
 

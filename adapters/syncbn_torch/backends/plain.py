@@ -12,7 +12,7 @@ from torch import Tensor
 from syncbn_core.backends.plain import Namespace, PlainOperations
 from syncbn_core.moments import Moments, Statistics
 from syncbn_core.steps import RunningStatistics
-from syncbn_torch.backends.memory import as_tensor
+from syncbn_torch.arrays import as_tensor
 
 __all__ = [
     "DIFFERENTIABLE",

@@ -12,11 +12,11 @@ from syncbn_core.comm import SyncMaster
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_torch._torch_private import saving_runs_hooks, watch_saving
+from syncbn_torch.arrays import empty_like
 from syncbn_torch.autograd.node import Keep, Recomputed, normalize_replicas
 from syncbn_torch.autograd.steps import Part
 from syncbn_torch.autograd.streams import stream_of
 from syncbn_torch.backends import plain
-from syncbn_torch.backends.memory import empty_like
 from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
 from syncbn_torch.module_names import name_of
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncbn_torch.backends.memory import (
+from syncbn_torch.arrays import (
     as_tensor,
     huge_pages_on_request,
     supports,
@@ -39,7 +39,7 @@ def test_import_compiles_nothing() -> None:
 HUGE = """
 from pathlib import Path
 import torch
-from syncbn_torch.backends.memory import empty_like
+from syncbn_torch.arrays import empty_like
 
 def advised(tensor):
     "Whether the middle of its memory lies in a mapping that asks for huge pages."
