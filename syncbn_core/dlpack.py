@@ -94,7 +94,7 @@ def _not_exported(name: str, array: Array, error: Exception) -> BackendError:
     if getattr(array, "requires_grad", False):
         remedy = "detach() it, or take syncbn_torch, whose layers differentiate"
     elif "bfloat16" in str(getattr(array, "dtype", "")):
-        remedy = "DLPack's readers here take no bfloat16: give float32, or NumPy's of ml_dtypes"
+        remedy = "NumPy and CuPy read no bfloat16: give float32, or NumPy's of ml_dtypes"
     return BackendError(
         f"expected {name} to be exported by DLPack, got {_type_name(array)} and "
         f"{type(error).__name__}: {error}; {remedy}"

@@ -45,9 +45,9 @@ Array = np.ndarray[Any, Any]
 _START = 1  # NumPy takes an address of 0 for none
 _MEMORY: Any = (ctypes.c_byte * (1 << 62)).from_address(_START)
 _DTYPES = {
-    getattr(torch, name): np.dtype("uint16" if name == "bfloat16" else name)
-    for name in (*("float64", "float32", "float16", "bfloat16"), *("int64", "int32", "int16"))
-}
+    getattr(torch, name): np.dtype(name)
+    for name in ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
+} | {torch.bfloat16: np.dtype("uint16")}
 
 
 def supports(tensor: Tensor) -> bool:
@@ -83,7 +83,8 @@ def array_of(tensor: Tensor | None, written: bool = False) -> Any:
     if tensor is None:
         return None
     contiguous = tensor.is_contiguous()
-    if not (contiguous and tensor.untyped_storage().nbytes() == tensor.nbytes):
+    whole = contiguous and not tensor.storage_offset()
+    if not (whole and tensor.untyped_storage().nbytes() == tensor.nbytes):
         _check_extent(tensor)
     dtype = _DTYPES[tensor.dtype]
     # torch negates some views on each read, and some zeros have no memory

@@ -274,7 +274,7 @@ def test_buffers_that_can_not_all_be_written_are_refused(
     assert equal(buffers(layer), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_any_one_integer_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     for ours in (False, True):

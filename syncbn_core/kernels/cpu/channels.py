@@ -1,4 +1,4 @@
-"""Compiled steps over the channels: NumPy would take longer for them than a small layer's kernels.
+"""Steps per channel, compiled: in NumPy they would take longer than the kernels of a small layer.
 
 Numbers per channel are float64 `(C,)`; `table` (3, C) holds the rows mean, m2 and invstd.
 """
