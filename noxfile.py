@@ -223,7 +223,7 @@ def tests_core(session: nox.Session) -> None:
     fresh_numba_cache(session)
     # what the kernels compute does not depend on Python: of them, the tests of the layer
     names = ("comm", "comm_failures", "dlpack", "dlpack_jax", "functional_errors", "imports")
-    names += ("layers", "layout", "moment_exchange", "moments")
+    names += ("layers", "exchange", "layout", "moments")
     usual = [*SIDE_BY_SIDE, *(f"tests/core/test_{name}.py" for name in names)]
     session.run("pytest", *(session.posargs or usual))
 
@@ -234,7 +234,7 @@ def tests_mpi(session: nox.Session) -> None:
     install(session, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
     fresh_numba_cache(session)
     session.run("python", "-c", COMPILE_KERNELS)
-    usual = ["-k", "mpi", "tests/core/test_mpi.py", "tests/core/test_moment_exchange.py"]
+    usual = ["-k", "mpi", "tests/core/test_mpi.py", "tests/core/test_exchange.py"]
     session.run("pytest", *(session.posargs or usual))
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")

@@ -42,10 +42,9 @@ RESNET50 += [*[512, 512, 2048] * 3, 2048]  # channels of its 53 layers
 
 def member(engine: str, rounds: int) -> None:
     """In a process of a world: measure; the first one prints JSON."""
-    from syncbn_core.moment_exchange import CallSite, exchange_moments
+    from syncbn_core.exchange import Exchange
     from syncbn_core.moments import Moments
 
-    site = CallSite(lambda: "a layer", ("float64",))
     if engine == "mpi":
         from syncbn_core.comm import MPICommunicator
 
@@ -59,7 +58,7 @@ def member(engine: str, rounds: int) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
         own = DistributedCommunicator()
-    transport = own.transport
+    exchange, transport = Exchange(own, lambda: "a layer", "float64"), own.transport
     rng = np.random.default_rng(own.rank)
     calls: dict[str, Callable[[], Any]] = {}
     for channels in CHANNELS:
@@ -67,7 +66,7 @@ def member(engine: str, rounds: int) -> None:
         part = Moments(32, rng.normal(size=channels), rng.uniform(1, 2, channels))
         calls[f"all_gather {channels}"] = lambda row=row: transport.all_gather(row, None)
         calls[f"all_reduce {channels}"] = lambda sums=sums: transport.all_reduce(sums, None)
-        calls[f"merge_moments {channels}"] = lambda part=part: exchange_moments(own, [part], site)
+        calls[f"merge_moments {channels}"] = lambda part=part: exchange.moments(part)
     few, many = np.ones(2 * 256 + 1), np.ones(LAYERS * (2 * 256 + 1))
     calls[f"{LAYERS} messages"] = lambda: [transport.all_gather(few, None) for _ in range(LAYERS)]
     calls["1 message"] = lambda: transport.all_gather(many, None)

@@ -22,7 +22,7 @@ class DeviceMoments(NamedTuple):
 
     Attributes:
         rows: float64 `(P, 2 C + 2)`; each row holds count, mean and m2 of a part, and a place for
-            the label that members send with it (`moment_exchange`), 0 before.
+            the label that members send with it (`exchange`), 0 before.
         known_count: values per channel over all parts; None if only the device knows it.
         join: the library's function that concatenates a list of such arrays along axis 0, on the
             device of the first.

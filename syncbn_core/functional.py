@@ -46,7 +46,7 @@ from syncbn_core.checks import (
 from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, readable, writable
 from syncbn_core.errors import ArgumentError
-from syncbn_core.moment_exchange import CallSite, exchange_moments, exchange_sums, labelled
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Gradients, Operations, RunningStatistics
 
@@ -109,7 +109,7 @@ def batch_norm_forward(
     communicator: Communicator | None = None,
     out: Array | None = None,
     parallel: bool = True,
-    site: CallSite | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[Array, Saved]:
     """Normalize x by the statistics of the whole batch; returns `(y, saved)`.
 
@@ -119,7 +119,7 @@ def batch_norm_forward(
     exchange; when the whole batch is empty only the counter is incremented.
 
     `out`: where to write y; x itself only if no backward follows. `parallel`: False
-    uses the calling thread only. `site`: what errors of the communicator call this layer.
+    uses the calling thread only. `exchange`: a layer's access to its `communicator`.
     """
     caller, original_out = NO_CONVERSION, out
     kinds = {type(x), type(weight), type(bias), type(out)}
@@ -151,9 +151,8 @@ def batch_norm_forward(
         require_more_than_one_value(count, x.shape)
         total = operations.moments(x)
     else:
-        parts, site = [operations.moments(x)], site or _no_layer(x)
-        totals, call = exchange_moments(communicator, parts, site)
-        (total,) = totals
+        own, exchange = operations.moments(x), exchange or _without_layer(communicator, x)
+        total, call = exchange.moments(own)
         count = total.known_count
         require_more_than_one_value(count, x.shape, communicator.size)
     statistics = operations.statistics(total, rule)
@@ -222,7 +221,7 @@ def batch_norm_backward(
     communicator: Communicator | None = None,
     out: Array | None = None,
     parallel: bool = True,
-    site: CallSite | None = None,
+    exchange: Exchange | None = None,
 ) -> Gradients:
     """Gradients by x, weight and bias, given `dy`, the gradient by y.
 
@@ -254,12 +253,13 @@ def batch_norm_backward(
     # Constant statistics: no gradient flows through them, and nothing is exchanged.
     group = None if saved.count is None else communicator
     if group is not None:
-        statistics = labelled(group, statistics, saved.call)
+        exchange = exchange or _without_layer(group, x)
+        statistics = exchange.labelled(statistics, saved.call)
     sums = operations.backward_reduce(x, dy, statistics, affine, rule)
     total = None if saved.count is None else sums.exchange
     if group is not None:
-        place = site or _no_layer(x)
-        total = exchange_sums(group, sums.exchange, place, saved.call, statistics)
+        assert exchange is not None
+        total = exchange.sums(sums.exchange, saved.call, statistics)
     dx = operations.backward_input(x, dy, statistics, affine, rule, total, out)
     return _converted(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
 
@@ -276,6 +276,6 @@ def _size_of(communicator: Communicator | None) -> int:
     return 1 if communicator is None else communicator.size
 
 
-def _no_layer(x: Array) -> CallSite:
+def _without_layer(communicator: Communicator, x: Array) -> Exchange:
     """For calls that no layer makes."""
-    return CallSite(lambda: "batch_norm", (x.dtype.name,))
+    return Exchange(communicator, lambda: "batch_norm", x.dtype.name)

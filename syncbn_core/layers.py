@@ -21,7 +21,7 @@ from syncbn_core.checks import check_eps, check_eps_mode, check_momentum, check_
 from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, caller_of, readable
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
-from syncbn_core.moment_exchange import CallSite
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import EpsMode
 
 __all__ = ["BatchNorm"]
@@ -140,7 +140,7 @@ class BatchNorm:
                 num_batches_tracked=self.num_batches_tracked,
                 momentum=self.momentum,
                 communicator=self.communicator,
-                site=self._site(x),
+                exchange=self._exchange(x),
                 **settings,
             )
         else:
@@ -172,9 +172,9 @@ class BatchNorm:
             )
         if type(dy) not in NATIVE_TYPES:
             (dy,) = readable(dy=dy)
-        caller, site = self._caller, self._site(self._saved.x)
+        caller, exchange = self._caller, self._exchange(self._saved.x)
         gradients = functional.batch_norm_backward(
-            dy, self._saved, communicator=self.communicator, site=site
+            dy, self._saved, communicator=self.communicator, exchange=exchange
         )
         self.discard()
         if self.weight_grad is not None and self.bias_grad is not None:
@@ -188,11 +188,11 @@ class BatchNorm:
         self._saved = None
         self._forwards = 0
 
-    def _site(self, x: Array) -> CallSite | None:
-        """What errors of the communicator call this layer."""
+    def _exchange(self, x: Array) -> Exchange | None:
+        """This layer's access to its communicator."""
         if self.communicator is None:
             return None
-        return CallSite(lambda: self.name, (x.dtype.name,), (self,))
+        return Exchange(self.communicator, lambda: self.name, x.dtype.name, self)
 
     def parameters(self) -> list[Array]:
         """`[weight, bias]`, or nothing without `affine`; update them in place."""

@@ -2,7 +2,7 @@
 
 A compiled graph can hold collectives of torch, but no Python. So each direction of the exchange is
 an `all_reduce` over a process group of our own. It has one rank and sends nothing itself: it calls
-`exchange_moments` or `exchange_sums` with the communicator of the layer. Ranks that run compiled
+`Exchange` with the communicator of the layer. Ranks that run compiled
 graphs therefore send the same messages, labels included, as ranks that don't, raise the same errors
 and get the same bits. Inductor keeps all collectives of a graph in their order.
 
@@ -21,22 +21,18 @@ the host read it; elsewhere a place is the fraction alone, and errors don't name
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import Communicator
 from syncbn_core.device_moments import DeviceMoments
-from syncbn_core.moment_exchange import (
-    CallSite,
-    MomentsRow,
-    exchange_moments,
-    exchange_sums,
-    exchange_sums_of_graph,
-)
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import Moments, require_more_than_one_value
 from syncbn_torch._torch_private import (
     finished_work,
@@ -93,51 +89,48 @@ class _Exchange(dist.ProcessGroup):
         (values,) = tensors
         communicator = communicator_for(resolve_group(self._group))
         assert communicator is not None
-        self._run(values, communicator)
+        self._run(values, partial(self._of_layer, communicator))
         return finished_work(tensors)
 
-    def _run(self, values: Tensor, communicator: Communicator) -> None:
+    def _run(self, values: Tensor, exchange: Callable[[float], Exchange]) -> None:
         raise NotImplementedError
 
-    def _site(self, number: float) -> CallSite:
+    def _of_layer(self, communicator: Communicator, number: float) -> Exchange:
         layer = layer_of(int(number))
         if layer is None:
-            return CallSite(lambda: "a layer in a compiled graph", (self._dtype,))
-        return CallSite(partial(name_of, layer), (self._dtype,), (layer,), LAYER_NAMES)
+            return Exchange(communicator, lambda: "a layer in a compiled graph", self._dtype)
+        return Exchange(communicator, partial(name_of, layer), self._dtype, layer, LAYER_NAMES)
 
 
 class _Moments(_Exchange):
     direction = "moments"
 
-    def _run(self, values: Tensor, communicator: Communicator) -> None:
+    def _run(self, values: Tensor, exchange: Callable[[float], Exchange]) -> None:
         part: Any
-        done: Any
+        total: Any
         if _on_host(values):
             row = values.numpy()
             channels = len(row) // 2 - 1
             part = Moments(int(row[0]), row[1 : 1 + channels].copy(), row[1 + channels : -1].copy())
-            done = exchange_moments(communicator, [part], self._site(row[-1]))
-            (total,), number = done
+            total, number = exchange(row[-1]).moments(part)
             require_more_than_one_value(total.known_count)
-            MomentsRow(total.count, total.mean, total.m2, number).write(row)
+            row[:] = np.concatenate([[total.count], total.mean, total.m2, [number]])
         else:
             part = DeviceMoments(values.clone()[None], None, torch.cat)
-            done = exchange_moments(communicator, [part], self._site(0))
-            ((rows, *_),), number = done
-            values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(rows)))
+            total, number = exchange(0).moments(part)
+            values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(total.rows)))
             values[-1:].fill_(number)
 
 
 class _Sums(_Exchange):
     direction = "sums"
 
-    def _run(self, values: Tensor, communicator: Communicator) -> None:
+    def _run(self, values: Tensor, exchange: Callable[[float], Exchange]) -> None:
         if _on_host(values):
             row = values.numpy()
-            site, call = self._site(row[-1]), int(row[-2])
-            row[:-2] = exchange_sums(communicator, row[:-2].copy(), site, call)
+            row[:-2] = exchange(row[-1]).sums(row[:-2].copy(), int(row[-2]))
         else:
-            total = exchange_sums_of_graph(communicator, values[:-1].clone(), self._site(0))
+            total = exchange(0).sums_of_graph(values[:-1].clone())
             values[:-2] = torch.where(total[-1:] == 0, total[:-1], float("nan"))
 
 

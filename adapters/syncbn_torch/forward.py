@@ -31,7 +31,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
-from syncbn_core.moment_exchange import CallSite
 from syncbn_core.steps import Affine, Operations, RunningStatistics
 from syncbn_torch import arrays
 from syncbn_torch._torch_private import (
@@ -251,8 +250,7 @@ def processes_of(layer: LayerState, x: Tensor) -> Processes | None:
         return None
     original = layer._original
     dtype = str(x.dtype).removeprefix("torch.")  # as NumPy calls it
-    name = partial(name_of, original)
-    return Processes(communicator, CallSite(name, (dtype,), (original,), LAYER_NAMES))
+    return Processes(communicator, partial(name_of, original), dtype, original, LAYER_NAMES)
 
 
 def traced_batch_norm(layer: LayerState, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Processes that run the same program may hold a model differently: one may wrap it, or keep it in a
 larger module beside a copy. So the names that tell layers apart leave out containers of a single
-module (most wrappers are such), and `keys_of` gives a layer's names in all modules that contain it.
+module (most wrappers are such), and `held_with` gives the names of all layers in a layer's models.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn_core.layer_labels import LayerNames
+from syncbn_core.exchange import LayerNames
 
 __all__ = ["LAYER_NAMES", "name_of"]
 
@@ -94,23 +93,21 @@ def _longest(names: list[str]) -> str:
     return min(names, key=lambda name: (-len(name), name))
 
 
-def keys_of(layer: nn.Module) -> list[tuple[str, bool]]:
-    """A key of `layer` in each module that contains it, and whether that module is outermost.
-
-    The key has the names of the layer and of all batch norms, relative to that module. So it is
-    equal in all processes with an equal model, even if they wrap the model differently.
-    """
-    parents = _parents(_live_modules())
-    keys: dict[str, bool] = {}
-    for route in _routes(layer, parents):
-        for start, (holder, _) in enumerate(route):
-            every = sorted(_short(path) for path in _routes_to_layers(holder))
-            key = f"{_short(route[start:])} of {every}"
-            keys[key] = keys.get(key, False) or id(holder) not in parents
-    return list(keys.items())
+def held_with(layer: nn.Module) -> list[tuple[str, bool]]:
+    """The short names of all batch norms in the models that hold `layer`; which are its own."""
+    modules = _live_modules()
+    parents = _parents(modules)
+    models = {id(route[0][0]) for route in _routes(layer, parents) if route}
+    return [
+        (_short(route), other is layer)
+        for other in modules
+        if isinstance(other, _BatchNorm)
+        for route in _routes(other, parents)
+        if route and id(route[0][0]) in models
+    ]
 
 
-LAYER_NAMES = LayerNames(short_name_of, keys_of)
+LAYER_NAMES = LayerNames(short_name_of, held_with)
 
 
 def _short(route: Route) -> str:
@@ -132,15 +129,6 @@ def _routes(module: Any, parents: Parents, seen: frozenset[int] = frozenset()) -
         for above in _routes(parent, parents, seen | {id(module)})
     ]
     return routes or [[]]
-
-
-def _routes_to_layers(module: Any, route: tuple[tuple[Any, str], ...] = ()) -> Iterator[Route]:
-    """The routes from `module` down to all batch norms in it."""
-    if isinstance(module, _BatchNorm):
-        yield list(route)
-    for name, child in _children(module).items():
-        if all(child is not holder for holder, _ in route):
-            yield from _routes_to_layers(child, (*route, (module, name)))
 
 
 def _live_modules() -> list[Any]:

@@ -46,8 +46,6 @@ class DistributedCommunicator(ProcessCommunicator):
     Args:
         group: a `torch.distributed` process group, a `DeviceMesh` of one dimension
             (`mesh["data"]`), or None for the default group.
-        check_order: compare before each call what the ranks are about to do; None reads the
-            environment variable SYNCBN_CHECK_ORDER. See `ProcessCommunicator`.
 
     Raises `CommError` if this process is not in the group or torch.distributed is not
     initialized, `ArgumentError` for any other group. A call raises `CommTimeout` after the
@@ -55,8 +53,8 @@ class DistributedCommunicator(ProcessCommunicator):
     the ranks that did not answer. (With NCCL, torch's watchdog ends the process instead.)
     """
 
-    def __init__(self, group: Any = None, *, check_order: bool | None = None) -> None:
-        super().__init__(_GroupTransport(group_of(group)), check_order=check_order)
+    def __init__(self, group: Any = None) -> None:
+        super().__init__(_GroupTransport(group_of(group)))
 
 
 class _GroupTransport:
@@ -76,10 +74,12 @@ class _GroupTransport:
             _store_of(group).delete_key(_report_of(group, self.rank))
         types = getattr(group, "_device_types", None) or ()
         self._types = {device.type for device in types}
+        # gloo copies arrays of a device to the host
+        self.on_device = "cuda" in self._types and "cuda:gloo" not in _backends_of(group)
 
     def all_gather(self, values: Values, call: CollectiveCall) -> Values:
         tensor = self._wire(values)
-        rows = tensor.new_empty(self.size * tensor.numel())
+        rows = tensor.new_zeros(self.size * tensor.numel())  # gloo may fill only a part of them
         group = self._alive(call)
         self._run(_gather, call, rows, tensor, group)
         return _like(rows.view(self.size, *tensor.shape), values)
@@ -120,6 +120,11 @@ class _GroupTransport:
             if "timed out" in text.lower() or "timeout" in text.lower():
                 raise CommTimeout(f"{who} waited {seconds:.3g} s in {call}; {where}") from error
             raise CommAborted(f"{who} lost its group in {call}: {text}; {where}") from error
+
+
+def _backends_of(group: Any) -> str:
+    """Such as "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config(group))
 
 
 def _gather(rows: Tensor, tensor: Tensor, group: Any) -> None:

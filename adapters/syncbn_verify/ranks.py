@@ -190,12 +190,17 @@ class _Watched:
         self._inner, self._ranks, self._name = inner, ranks, name
 
     def all_gather(self, values: Any, call: CollectiveCall | None = None) -> Any:
-        self._ranks.compare(f"forward of {self._name}{_type_of(values)}")
+        self._compare("forward", values, call)
         return self._inner.all_gather(values, call)
 
     def all_reduce(self, values: Any, call: CollectiveCall | None = None) -> Any:
-        self._ranks.compare(f"backward of {self._name}{_type_of(values)}")
+        self._compare("backward", values, call)
         return self._inner.all_reduce(values, call)
+
+    def _compare(self, kind: str, values: Any, call: CollectiveCall | None) -> None:
+        if call is not None:
+            kind, *_ = call.name().partition(" of ")
+        self._ranks.compare(f"{kind} of {self._name}{_type_of(values)}")
 
 
 def first_line(error: Exception) -> str:

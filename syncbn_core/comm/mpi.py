@@ -39,7 +39,6 @@ class MPICommunicator(ProcessCommunicator):
             own messages can't be mistaken for those of this class.
         timeout: seconds that a call waits for the other ranks; None for
             `syncbn_core.comm.get_default_timeout` (300 unless set).
-        check_order: as in `ProcessCommunicator`.
 
     Takes NumPy arrays of integer or floating dtype; `DeviceError` for other types of arrays,
     `DTypeError` for other dtypes.
@@ -51,15 +50,15 @@ class MPICommunicator(ProcessCommunicator):
     `CommTimeout` if another rank does not make its communicator in time.
     """
 
-    def __init__(
-        self, comm: Any = None, *, timeout: float | None = None, check_order: bool | None = None
-    ) -> None:
+    def __init__(self, comm: Any = None, *, timeout: float | None = None) -> None:
         if timeout is not None:
             check_timeout(timeout)
-        super().__init__(_MPITransport(comm, timeout), check_order=check_order)
+        super().__init__(_MPITransport(comm, timeout))
 
 
 class _MPITransport:
+    on_device = False
+
     def __init__(self, comm: Any, timeout: float | None) -> None:
         self._mpi = mpi = _import_mpi()
         comm = mpi.COMM_WORLD if comm is None else comm
@@ -113,8 +112,7 @@ class _MPITransport:
                     )
         except self._mpi.Exception as error:
             raise CommError(
-                f"MPI failed in {call}: {error}; the ranks may be in different calls, "
-                "SYNCBN_CHECK_ORDER=1 shows in which"
+                f"MPI failed in {call}: {error}; the ranks may be in different calls"
             ) from error
 
     @contextmanager

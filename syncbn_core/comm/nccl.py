@@ -47,7 +47,6 @@ class NCCLCommunicator(ProcessCommunicator):
             other ranks yourself (MPI, a socket, a file), or use `NCCLCommunicator.over_mpi`.
         timeout: seconds to wait for the other ranks, here and in `synchronize`; None for
             `syncbn_core.comm.get_default_timeout` (300 unless set).
-        check_order: as in `ProcessCommunicator`; makes every call wait for the device.
 
     Takes CuPy arrays on this device, with a dtype that NCCL knows, else `DTypeError`. NumPy arrays
     are copied to the device and back, so the host waits for the result.
@@ -67,14 +66,13 @@ class NCCLCommunicator(ProcessCommunicator):
         identifier: Any,
         *,
         timeout: float | None = None,
-        check_order: bool | None = None,
     ) -> None:
         if timeout is not None:
             check_timeout(timeout)
         if not 0 <= rank < size:
             raise ArgumentError(f"expected a rank from 0 to size - 1, got rank {rank} of {size}")
         self._nccl = _NCCLTransport(rank, size, identifier, timeout)
-        super().__init__(self._nccl, check_order=check_order)
+        super().__init__(self._nccl)
 
     @staticmethod
     def new_id() -> bytes:
@@ -87,9 +85,7 @@ class NCCLCommunicator(ProcessCommunicator):
         return made if isinstance(made, bytes) else bytes(byte % 256 for byte in made)
 
     @classmethod
-    def over_mpi(
-        cls, comm: Any = None, *, timeout: float | None = None, check_order: bool | None = None
-    ) -> NCCLCommunicator:
+    def over_mpi(cls, comm: Any = None, *, timeout: float | None = None) -> NCCLCommunicator:
         """A group of the ranks of an mpi4py communicator; None for `MPI.COMM_WORLD`.
 
         Uses MPI only to send the id. Other arguments and errors as in the constructor, and those
@@ -111,8 +107,7 @@ class NCCLCommunicator(ProcessCommunicator):
             raise fault
         if message[0] != 1:
             raise CommError("expected an id for NCCL from rank 0, got none; see its own error")
-        settings: dict[str, Any] = {"timeout": timeout, "check_order": check_order}
-        return cls(mpi.rank, mpi.size, message[1:].tobytes(), **settings)
+        return cls(mpi.rank, mpi.size, message[1:].tobytes(), timeout=timeout)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until the device has finished all calls so far.
@@ -136,6 +131,8 @@ class NCCLCommunicator(ProcessCommunicator):
 
 
 class _NCCLTransport:
+    on_device = True
+
     def __init__(self, rank: int, size: int, identifier: Any, timeout: float | None) -> None:
         self._library = _import_nccl()
         self.rank, self.size = rank, size

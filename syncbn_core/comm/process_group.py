@@ -1,14 +1,12 @@
 """`ProcessCommunicator`: the members of a group are processes.
 
 A `Transport` (MPI, NCCL, torch.distributed) moves the bytes. This module holds the parts that do
-not depend on it: calls are numbered for error messages, the message of an `all_reduce` has a label
-that identifies its call, and with `check_order` the ranks compare every call before they make it.
+not depend on it: calls are numbered for error messages, and the message of an `all_reduce` may have
+a label that identifies its call.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import threading
 import time
@@ -16,13 +14,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from syncbn_core.comm.message_arrays import Verdict, arrays_of
 from syncbn_core.comm.protocol import CollectiveCall, CommunicatorBase
 from syncbn_core.comm.sum_labels import label_of
 from syncbn_core.errors import (
-    ArgumentError,
     CommError,
     DeviceError,
     DTypeError,
@@ -33,10 +28,6 @@ from syncbn_core.errors import (
 __all__ = ["ProcessCommunicator", "Transport", "grace_after", "reports_of_others", "whereabouts"]
 
 Array = Any
-
-CHECK_ORDER_VARIABLE = "SYNCBN_CHECK_ORDER"
-DESCRIPTION = 1024  # bytes of the message with which `check_order` describes a call
-DIGEST = 16  # its first bytes: a hash of what must be equal; a text follows
 
 
 class Transport(Protocol):
@@ -53,6 +44,10 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def on_device(self) -> bool:
+        """Whether arrays on a device are sent without the host."""
+
     def all_gather(self, values: Array, call: CollectiveCall) -> Array:
         """The arrays of all ranks in rank order, `(size, *values.shape)`."""
 
@@ -65,25 +60,20 @@ class ProcessCommunicator(CommunicatorBase):
 
     Args:
         transport: moves the bytes between the processes.
-        check_order: True compares the calls of all ranks before each call, with one more message
-            of 1024 bytes; if they differ, every rank raises a `ProtocolError` that lists them.
-            None: as the environment variable SYNCBN_CHECK_ORDER says (1 or 0), else False.
 
     After a failed call (`CommTimeout`, `CommAborted`) all later calls raise `CommError`, because
     the ranks may be in different calls.
 
-    If ranks add up arrays of different calls in an `all_reduce`, every rank raises a
-    `ProtocolError` that lists them, and the group stays usable. On a GPU the host does not wait for
-    this check: the sums are NaN, a later call of each rank raises the `ProtocolError`, and the
-    group has failed.
+    If ranks add up arrays of calls with different keys in an `all_reduce`, every rank raises a
+    `ProtocolError`. On a GPU the host does not wait for this check: the sums are NaN, a later call
+    of each rank raises the `ProtocolError`, and the group has failed.
 
     `copy` and `deepcopy` return the communicator itself. Pickling raises `StateError`.
     """
 
-    def __init__(self, transport: Transport, *, check_order: bool | None = None) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.calls: int = 0
-        self._check_order = _check_order_by_default() if check_order is None else check_order
         self._failure: str | None = None
         self._later: deque[tuple[Callable[[], bool | None], CollectiveCall]] = deque()
 
@@ -96,6 +86,11 @@ class ProcessCommunicator(CommunicatorBase):
     def size(self) -> int:
         """The number of processes in the group."""
         return self.transport.size
+
+    @property
+    def on_device(self) -> bool:
+        """Whether arrays on a device are sent without the host."""
+        return self.transport.on_device
 
     def __copy__(self) -> ProcessCommunicator:
         return self
@@ -111,7 +106,7 @@ class ProcessCommunicator(CommunicatorBase):
 
     def all_gather(self, values: Array, call: CollectiveCall | None = None) -> Array:
         """As in `Communicator`, for the arrays that the transport supports."""
-        call = self._begin(call or CollectiveCall.plain("all_gather", values), "all_gather")
+        call = self._begin(call or CollectiveCall.plain("all_gather", values))
         return self._run(self.transport.all_gather, values, call)
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
@@ -122,10 +117,10 @@ class ProcessCommunicator(CommunicatorBase):
         call = call or CollectiveCall.plain("all_reduce", values)
         arrays = arrays_of(values)
         if arrays is None:  # an unknown library: the transport checks it
-            return self._run(self.transport.all_reduce, values, self._begin(call, "all_reduce"))
+            return self._run(self.transport.all_reduce, values, self._begin(call))
         label = label_of(call.key, self.size, values.dtype.itemsize)
         message = arrays.with_label(values, label)
-        call = self._begin(call, "all_reduce")
+        call = self._begin(call)
         total = self._run(self.transport.all_reduce, message, call)
         result, verdict = arrays.without_label(total, values.shape, label * self.size)
         self._judge(verdict, call)
@@ -147,7 +142,7 @@ class ProcessCommunicator(CommunicatorBase):
         `own`: the label `(1,)`, if only the device knows it; then `call.key` is 0, and the last
         number of the result is 0 if all ranks sent the same label.
         """
-        call = self._begin(call, "all_reduce")
+        call = self._begin(call)
         total = self._run(self.transport.all_reduce, message, call)
         arrays = arrays_of(total)
         assert arrays is not None
@@ -159,13 +154,16 @@ class ProcessCommunicator(CommunicatorBase):
     def _judge(self, verdict: Verdict, call: CollectiveCall) -> None:
         """Raise `ProtocolError` for a wrong label, now or in a later call."""
         if verdict is False:  # on every rank: their labels differ, and the total is the same
-            self._compare(call, "all_reduce")
             raise _different_calls(call)
         if verdict is not True:
-            self._later.append((verdict, call))
+            self.look_later(verdict, call)
 
-    def _begin(self, call: CollectiveCall, operation: str) -> CollectiveCall:
-        """`call` with its number; with `check_order`, after comparing it on all ranks."""
+    def look_later(self, verdict: Callable[[], bool | None], call: CollectiveCall) -> None:
+        """Raise `ProtocolError` in a later call where `verdict()` is False; None: not yet known."""
+        self._later.append((verdict, call))
+
+    def _begin(self, call: CollectiveCall) -> CollectiveCall:
+        """`call` with its number, if no call before has failed."""
         if self._failure is not None:
             raise CommError(
                 f"expected a working group, got one in which a call failed before: "
@@ -174,10 +172,7 @@ class ProcessCommunicator(CommunicatorBase):
         if self._later:
             self._look_back()
         self.calls += 1
-        call = call._replace(number=self.calls)
-        if self._check_order:
-            self._compare(call, operation)
-        return call
+        return call._replace(number=self.calls)
 
     def _look_back(self) -> bool:
         """Raise `ProtocolError` if a device found wrong labels in earlier calls.
@@ -205,29 +200,12 @@ class ProcessCommunicator(CommunicatorBase):
     ) -> Array:
         try:
             return collective(values, call)
-        except (DeviceError, DTypeError) as error:
-            if self._check_order:  # the other ranks have already started this call
-                self._failure = str(error)
-            else:  # nothing has been sent
-                self.calls -= 1
+        except (DeviceError, DTypeError):  # nothing has been sent
+            self.calls -= 1
             raise
         except BaseException as error:  # Ctrl-C as well leaves the other ranks in this call
             self._failure = str(error) or type(error).__name__
             raise
-
-    def _compare(self, call: CollectiveCall, operation: str) -> None:
-        exact = f"{call.number} {operation} {call.key} {call.position} {call.details}"
-        digest = hashlib.sha256(exact.encode()).digest()[:DIGEST]
-        message = (digest + str(call).encode())[:DESCRIPTION].ljust(DESCRIPTION)
-        row = np.frombuffer(bytearray(message), np.float64)  # every transport supports this dtype
-        rows = self._run(self.transport.all_gather, row, call)
-        messages = [bytes(other.tobytes()) for other in rows]
-        texts = [message[DIGEST:].decode(errors="replace").rstrip() for message in messages]
-        if len({message[:DIGEST] for message in messages}) > 1 or not _same_names(texts):
-            each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise ProtocolError(
-                f"expected the same call from every rank, got {each}; {call.remedy}"
-            )
 
 
 def _same_names(texts: Sequence[str]) -> bool:
@@ -249,8 +227,7 @@ def _same_names(texts: Sequence[str]) -> bool:
 
 def _different_calls(call: CollectiveCall) -> ProtocolError:
     return ProtocolError(
-        f"expected all ranks in the same call, got different ones in {call}; "
-        f"{call.remedy}; set {CHECK_ORDER_VARIABLE}=1 to see what each rank does"
+        f"expected all ranks in the same call, got different ones in {call}; {call.remedy}"
     )
 
 
@@ -316,15 +293,4 @@ def whereabouts(call: CollectiveCall, reports: Mapping[str, str | None]) -> str:
             "the other ranks waited in the same call, so one was only late; if it needs that long, "
             "give the group a longer timeout"
         )
-    return f"{'; '.join(parts)}; set {CHECK_ORDER_VARIABLE}=1 to see which calls differ"
-
-
-def _check_order_by_default() -> bool:
-    """The setting of SYNCBN_CHECK_ORDER: True for 1; False for 0, empty or not set."""
-    text = os.environ.get(CHECK_ORDER_VARIABLE, "")
-    if text not in ("", "0", "1"):
-        raise ArgumentError(
-            f"expected the environment variable {CHECK_ORDER_VARIABLE} to be 0 or 1, got {text!r}; "
-            "set it to one of both or unset it"
-        )
-    return text == "1"
+    return "; ".join(parts)

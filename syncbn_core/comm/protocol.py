@@ -31,8 +31,7 @@ class CollectiveCall(NamedTuple):
         position: which call of that name it is, such as "step 5"; the same on all members.
         details: what is sent, such as "129 numbers, float32"; the same on all members.
         key: a number > 0, the same on all members and different for calls that could be
-            confused; 0 for no key. Keys are compared in every call that can, the texts only with
-            `check_order`.
+            confused; 0 for no key. Keys are compared in every call that can.
         remedy: the advice at the end of an error message.
         number: the number of the call in its group, from 1; set by the communicator.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +29,6 @@ class _Message(NamedTuple):
     operation: str
     value: Any
     call: CollectiveCall | None
-    note: Any
-    combine: Callable[[Array], Any] | None
 
     @property
     def kind(self) -> tuple[str, int | None]:
@@ -64,32 +62,12 @@ class ThreadCommunicator(CommunicatorBase):
 
     def all_gather(self, values: Array, call: CollectiveCall | None = None) -> Array:
         """As in `Communicator`; a NumPy result is read-only."""
-        return self.all_gather_with(values, call)[0]
-
-    def all_gather_with(
-        self,
-        values: Array,
-        call: CollectiveCall | None = None,
-        *,
-        note: Any = None,
-        combine: Callable[[Array], Any] | None = None,
-    ) -> tuple[Any, list[Any]]:
-        """Like `all_gather`, with a note from each member: `(result, notes in rank order)`.
-
-        Args:
-            values: as in `all_gather`.
-            call: as in `all_gather`.
-            note: any object; for values that the host knows while the arrays are on devices.
-            combine: for NumPy arrays: one member calls it with the gathered array, and all members
-                get its result. Threads share the GIL, so this is faster than if each did the same
-                work. It should not raise.
-        """
-        reply, notes = self._exchange("all_gather", values, (self.size,), call, note, combine)
-        return reply.array if isinstance(reply, Reply) else reply, notes
+        reply = self._exchange("all_gather", values, (self.size,), call)
+        return reply.array if isinstance(reply, Reply) else reply
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
         """As in `Communicator`; the arrays are added in rank order."""
-        reply, _ = self._exchange("all_reduce", values, (), call)
+        reply = self._exchange("all_reduce", values, (), call)
         return reply.own() if isinstance(reply, Reply) else reply.copy()
 
     def abort(self, error: BaseException) -> None:
@@ -106,13 +84,8 @@ class ThreadCommunicator(CommunicatorBase):
         values: Array,
         prefix: tuple[int, ...],
         call: CollectiveCall | None,
-        note: Any = None,
-        combine: Callable[[Array], Any] | None = None,
-    ) -> tuple[Any, list[Any]]:
-        """`(array, or on a device a Reply that holds it; the notes of all members)`.
-
-        The array has the shape `(*prefix, *values.shape)`, unless `combine` replaces it.
-        """
+    ) -> Any:
+        """An array of the shape `(*prefix, *values.shape)`; on a device a Reply that holds it."""
         if is_on_device(values):
             value: Any = DeviceMessage(values, prefix)
         elif isinstance(values, (np.ndarray, np.generic)):
@@ -123,16 +96,15 @@ class ThreadCommunicator(CommunicatorBase):
                 f"expected NumPy or CuPy arrays in a group of threads, got {kind}; convert them "
                 "first, for example with numpy.asarray"
             )
-        message = _Message(operation, value, call, note, combine)
+        message = _Message(operation, value, call)
         self.calls += 1
         pipe = self._pipe
         reply = self._master.run_master(message) if pipe is None else pipe.run_slave(message)
         if isinstance(reply, ProtocolError):  # a new error per member: each adds its own traceback
             raise ProtocolError(str(reply))
-        result, notes = reply
-        if isinstance(result, Reply):
-            result.open()
-        return result, notes
+        if isinstance(reply, Reply):
+            reply.open()
+        return reply
 
 
 def thread_group(
@@ -158,7 +130,7 @@ def thread_group(
 
 
 def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, Any]]:
-    """The master's callback: replies `(result, notes of all)`, or an error for each to raise."""
+    """The master's callback: replies a result, or an error for each to raise."""
     messages = [message for _, message in ranked]
     kind = messages[0].kind
     if any(message.kind != kind for message in messages):
@@ -172,16 +144,12 @@ def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, An
     _require_alike(messages)
     gathers = messages[0].operation == "all_gather"
     values = [message.value for message in messages]
-    notes = [message.note for message in messages]
     if isinstance(values[0], DeviceMessage):
         replies = gather_messages(values) if gathers else add_messages(values)
-        return [(rank, (reply, notes)) for (rank, _), reply in zip(ranked, replies, strict=True)]
+        return [(rank, reply) for (rank, _), reply in zip(ranked, replies, strict=True)]
     result = _stacked(values) if gathers else _added(values)
     result.flags.writeable = False  # all members share it
-    combine = messages[0].combine
-    if combine is not None:
-        result = combine(result)
-    return [(rank, (result, notes)) for rank, _ in ranked]
+    return [(rank, result) for rank, _ in ranked]
 
 
 def _require_alike(messages: list[_Message]) -> None:

@@ -1,4 +1,4 @@
-"""Members that merge the same moments over some engine, for `test_moment_exchange.py`.
+"""Members that merge the same moments over some engine, for `test_exchange.py`.
 
 Each writes the bits of what it got to a file SIZE.RANK. "alone" is one process without a group.
 
@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.comm import Communicator, run_in_threads, thread_group
-from syncbn_core.moment_exchange import CallSite, exchange_moments, exchange_sums
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import Moments, merge_moments
 
 CHANNELS = (1, 2, 7, 64, 1000)
 SIZES = (3, 9)
-SITE = CallSite(lambda: "bn", ("float32",))
 
 
 def part_of(rank: int, channels: int) -> Moments:
@@ -44,20 +43,20 @@ def bits_of(totals: list[Any]) -> bytes:
 
 
 def take_part(communicator: Communicator) -> bytes:
-    """Totals of all sizes, one by one and in one message: their bits."""
+    """The bits of the totals of all sizes."""
+    exchange = Exchange(communicator, lambda: "bn", "float32")
     sums = np.arange(6.0).reshape(2, 3) + communicator.rank  # small integers: exact in any order
     size = communicator.size
-    total = exchange_sums(communicator, sums, SITE, forward=7)
+    total = exchange.sums(sums, 7)
     np.testing.assert_array_equal(total, (sums - communicator.rank + (size - 1) / 2) * size)
-    parts: list[Any] = [part_of(communicator.rank, channels) for channels in CHANNELS]
-    totals = [exchange_moments(communicator, [part], SITE)[0][0] for part in parts]
-    return bits_of(totals + exchange_moments(communicator, parts, SITE)[0])
+    parts = [part_of(communicator.rank, channels) for channels in CHANNELS]
+    return bits_of([exchange.moments(part)[0] for part in parts])
 
 
 def alone(folder: Path) -> None:
     for size in SIZES:
         of_all = [[part_of(rank, channels) for rank in range(size)] for channels in CHANNELS]
-        (folder / f"{size}.0").write_bytes(bits_of([merge_moments(parts) for parts in of_all] * 2))
+        (folder / f"{size}.0").write_bytes(bits_of([merge_moments(parts) for parts in of_all]))
 
 
 def threads(folder: Path) -> None:

@@ -99,8 +99,7 @@ def may_import(part: str) -> list[str]:
         "disk_cache": [],
         "kernels": ["disk_cache", "kernels"],
         "comm": ["comm", "errors"],
-        "layer_labels": ["comm", "errors"],
-        "moment_exchange": ["comm", "errors", "layer_labels", "moments", "device_moments"],
+        "exchange": ["comm", "errors", "moments", "device_moments"],
         "backends": [
             "backends",
             "device_moments",
@@ -123,7 +122,7 @@ def may_import(part: str) -> list[str]:
             "comm",
             "dlpack",
             "errors",
-            "moment_exchange",
+            "exchange",
             "moments",
         ],
         "layers": [
@@ -134,7 +133,7 @@ def may_import(part: str) -> list[str]:
             "comm",
             "dlpack",
             "errors",
-            "moment_exchange",
+            "exchange",
             "moments",
         ],
         "__init__": ["functional", "layers", "comm", "errors", "moments"],

@@ -56,17 +56,6 @@ def test_a_layer_over_torch_distributed(dtype, device, communicator):
         assert torch.allclose(layer.running_var.cpu().double(), twin.running_var, atol=1e-4)
 
 
-def test_check_order_on_a_device(device, communicator):
-    import torch
-
-    from syncbn_torch import DistributedCommunicator, SynchronizedBatchNorm2d
-
-    group = DistributedCommunicator(check_order=True)
-    layer = SynchronizedBatchNorm2d(3, process_group=group).to(device)
-    layer(torch.randn(2, 3, 4, 4, device=device)).sum().backward()
-    assert group.calls == 2
-
-
 def test_a_backward_of_other_layers_gives_nan_and_is_told_later(only_cuda, communicator):
     import torch
 

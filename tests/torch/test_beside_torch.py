@@ -43,7 +43,7 @@ def test_a_rank_that_skips_a_layer(rank: int, size: int) -> None:
     model = convert_model(Branches()).double()
     x, _ = whole_batch((4, 3, 4, 4))
     model(x, False)
-    words = "rank 0: first (SynchronizedBatchNorm2d)", "rank 1: second (SynchronizedBatchNorm2d)"
+    words = "rank 0: forward of first (Synchr", "rank 1: forward of second (Synchr"
     raises(ProtocolError, *words, call=lambda: model(x, rank == 1))
 
 

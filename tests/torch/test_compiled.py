@@ -481,15 +481,6 @@ def test_a_rank_that_is_late_is_an_error_that_names_the_layer(rank: int, size: i
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_the_order_of_calls_is_compared_with_ranks_without_a_graph(rank: int, size: int) -> None:
-    os.environ["SYNCBN_CHECK_ORDER"] = "1"
-    layer, twin = convert_model(network()), network()
-    model = compiled(layer) if rank else layer
-    steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
-
-
-@pytest.mark.slow
-@on_ranks(2)
 def test_an_older_torch_says_why_it_breaks_the_graph(rank: int, size: int) -> None:
     with patch.object(traced, "TRACES_LAYERS", False):
         layer, twin = convert_model(network()), network()

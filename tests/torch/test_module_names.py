@@ -13,8 +13,7 @@ from torch import nn
 
 from syncbn_core.comm import run_in_threads, thread_group
 from syncbn_core.errors import ProtocolError
-from syncbn_core.layer_labels import CallSite
-from syncbn_core.moment_exchange import exchange_moments
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import Moments
 from syncbn_torch import SynchronizedBatchNorm2d
 from syncbn_torch.module_names import LAYER_NAMES, name_of
@@ -106,10 +105,10 @@ def test_members_may_hold_a_model_as_they_like_but_not_mix_up_its_layers(
 
     def call(member: int, index: int) -> int:
         layer = layers[member][index]
-        site = CallSite(lambda: name_of(layer), ("float32",), (layer,), LAYER_NAMES)
-        part = Moments(member + 1, np.ones(2), np.ones(2))
-        (total,), _ = exchange_moments(group[member], [part], site)
-        return int(total.count)
+        own = Exchange(group[member], partial(name_of, layer), "float32", layer, LAYER_NAMES)
+        total, _ = own.moments(Moments(member + 1, np.ones(2), np.ones(2)))
+        assert isinstance(total, Moments)
+        return total.count
 
     def together(indices: Sequence[int]) -> list[int]:
         return run_in_threads([partial(call, i, index) for i, index in enumerate(indices)])
@@ -146,8 +145,8 @@ def test_layers_mixed_up_in_their_first_call_are_told(
 
     def call(member: int, index: int) -> None:
         layer = layers[member][index]
-        site = CallSite(lambda: name_of(layer), ("float32",), (layer,), LAYER_NAMES)
-        exchange_moments(group[member], [Moments(1, np.ones(2), np.ones(2))], site)
+        own = Exchange(group[member], partial(name_of, layer), "float32", layer, LAYER_NAMES)
+        own.moments(Moments(1, np.ones(2), np.ones(2)))
 
     with pytest.raises(ProtocolError, match="same layer"):
         run_in_threads([partial(call, 0, first), partial(call, 1, second)])

@@ -48,11 +48,8 @@ def twofold(forward: Any, other: bool, x: Tensor) -> Tensor:
     return ys[other]
 
 
-def faulty_rank(
-    rank: int, size: int, folder: Path, store: str, check: bool, *arguments: Any
-) -> None:
+def faulty_rank(rank: int, size: int, folder: Path, store: str, *arguments: Any) -> None:
     """What a process does; its log ends with a line FAULT, ERROR class: message, or DONE."""
-    os.environ["SYNCBN_CHECK_ORDER"] = str(int(check))
     enter_world(rank, size, store)
     try:
         steps_with_a_fault(rank, *arguments)
@@ -124,7 +121,6 @@ class World:
     fault: str
     culprit: int
     at: int
-    check: bool
     ddp: bool
     ranks: list[Any]
     folder: Path
@@ -148,15 +144,15 @@ def begin(seed: int, folder: Path) -> World:
     choice = random.Random(seed)
     size, fault = choice.choice((2, 3, 4)), FAULTS[seed % len(FAULTS)]
     culprit, at = choice.randrange(size), choice.randrange(1, 15)
-    check, ddp = choice.random() < 0.5, choice.random() < 0.3
+    ddp = choice.random() < 0.3
     folder = folder / str(seed)
     folder.mkdir()
     # the store of a rank dies with it, a file does not
     by_file = choice.random() < 0.5
     store = (folder / "store").as_uri() if by_file else f"tcp://127.0.0.1:{free_port()}"
     given = (seed, fault, culprit, at, ddp, DEADLINE)
-    ranks = start_world(faulty_rank, size, folder, store, check, *given)
-    return World(seed, size, fault, culprit, at, check, ddp, ranks, folder, time.monotonic())
+    ranks = start_world(faulty_rank, size, folder, store, *given)
+    return World(seed, size, fault, culprit, at, ddp, ranks, folder, time.monotonic())
 
 
 def ended(world: World) -> bool:
@@ -178,7 +174,6 @@ def check(world: World) -> None:
             assert "FAULT" in lines, told
         elif process.exitcode == -signal.SIGABRT:  # gloo, where messages of unlike sizes meet
             assert world.fault in CALLS, told
-            assert not world.check or world.ddp, told
         else:
             assert last.startswith("ERROR"), told
             kind = last.split()[1].rstrip(":")
@@ -187,14 +182,12 @@ def check(world: World) -> None:
             elif kind == "ProtocolError":
                 assert world.fault in (*CALLS, "takes another branch"), told
                 named = last.count("(SynchronizedBatchNorm2d)")
-                assert named >= (world.size if world.check else 1), told
+                assert named >= world.size, told
             else:
                 assert kind in ("CommTimeout", "CommAborted"), told
                 assert "call " in last, told
                 assert "(SynchronizedBatchNorm2d)" in last, told
-    if world.fault == "takes another branch" or (
-        world.fault == "skips a layer" and world.check and not world.ddp
-    ):
+    if world.fault == "takes another branch":
         kinds = [lines[-1].split()[1] for lines in said]
         assert kinds == ["ProtocolError:"] * world.size, told
 

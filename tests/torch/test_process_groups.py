@@ -34,7 +34,7 @@ def test_layers_and_their_copies_synchronize_within_their_subgroup(rank: int, si
     expected = twin(of_subgroup)[rows]
     pair = create_syncbn_process_group(2)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "within"))
-    for group in (pair, mesh["within"], DistributedCommunicator(pair, check_order=True)):
+    for group in (pair, mesh["within"], DistributedCommunicator(pair)):
         layer = SynchronizedBatchNorm2d(3, process_group=group).double()
         converted = convert_model(nn.BatchNorm2d(3), process_group=group).double()
         for each in (layer, copy.deepcopy(layer), converted):

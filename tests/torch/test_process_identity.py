@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from world import close, equals_undivided, on_ranks, raises, rows_of, same_on_all_ranks, whole_batch
 
-from syncbn_core import layer_labels
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import DTypeError, ProtocolError
-from syncbn_core.moment_exchange import CallSite, exchange_moments
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import Moments
 from syncbn_torch import (
     DistributedCommunicator,
     SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
     arrays,
     convert_model,
 )
@@ -81,7 +77,7 @@ def test_heads_in_another_order_on_one_rank_are_told_in_their_first_call(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     wrapped = DistributedDataParallel(model)
     x, _ = whole_batch((2 * size, 3, 4, 4))
-    words = ["normals.1", "depth.1", "rank 0: ", "rank 1: ", "same order", "SYNCBN_IDENTITY"]
+    words = ["normals.1", "depth.1", "rank 0: ", "rank 1: ", "same order"]
     raises(ProtocolError, *words, call=lambda: wrapped(x[2 * rank : 2 * rank + 2]))
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -120,49 +116,10 @@ def test_input_of_another_dtype_is_told_and_the_next_step_is_right(rank: int, si
     close(layer(part), twin(x)[rows_of(rank, BOUNDS)])
 
 
-# ------------------------------------------------------------------------- settings of a user
-
-
-@on_ranks(2)
-def test_identity_warn_goes_on_with_one_warning(rank: int, size: int) -> None:
-    os.environ["SYNCBN_IDENTITY"] = "warn"
-    model = nn.ModuleDict({name: SynchronizedBatchNorm1d(3).double() for name in "ab"})
-    layer = model["ab"[rank]]
-    x, dy = whole_batch((6, 3))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows_of(rank, (0, 2, 6)))
-            layer.reset_running_stats()
-            layer.zero_grad()
-    assert ["rank 0: a (" in str(one.message) for one in caught] == [True]
-
-
-@on_ranks(2)
-def test_identity_off_compares_no_layers_but_dtypes(rank: int, size: int) -> None:
-    os.environ["SYNCBN_IDENTITY"] = "off"
-    model = nn.ModuleDict({name: SynchronizedBatchNorm1d(3) for name in "ab"})
-    layer, x = model["ab"[rank]], torch.randn(4, 3)
-    layer(x)
-    raises(DTypeError, "float16", call=lambda: layer(x if rank else x.half()))
-
-
-@on_ranks(2)
-def test_identity_off_on_one_rank_leaves_the_others_their_word(rank: int, size: int) -> None:
-    os.environ["SYNCBN_IDENTITY"] = "off" if rank else "error"
-    equals_the_undivided_model_of_two(rank)
-
-
 def equals_the_undivided_model_of_two(rank: int) -> None:
     model, twin = convert_model(model_of()), model_of()
     x, dy = whole_batch((6, 3, 4, 4))
     equals_undivided(model, twin, x, dy, rows_of(rank, (0, 2, 6)))
-
-
-@on_ranks(1)
-def test_another_setting_is_refused(rank: int, size: int) -> None:
-    os.environ["SYNCBN_IDENTITY"] = "maybe"
-    raises(ValueError, "error, warn or off", "'maybe'", call=layer_labels.GroupLabels)
 
 
 # --------------------------------------------------------------------- right programs run
@@ -289,12 +246,9 @@ def on_device(part: Moments) -> DeviceMoments:
 def test_a_rank_with_rows_on_a_device_goes_with_ranks_without_kernels(rank: int, size: int) -> None:
     rng = np.random.default_rng(rank)
     part = Moments(rank + 2, rng.normal(size=5), rng.uniform(size=5))
-    site = CallSite(lambda: "bn", ("float32",))
-    communicator = DistributedCommunicator()
-    for _ in range(layer_labels.CALLS_LATER + 2):
-        given = [on_device(part)] if rank == 0 else [part]
-        (total,), _ = exchange_moments(communicator, given, site)
-    merged = total.merged() if rank == 0 else total
+    exchange = Exchange(DistributedCommunicator(), lambda: "bn", "float32")
+    total, _ = exchange.moments(on_device(part) if rank == 0 else part)
+    merged = total.merged() if isinstance(total, DeviceMoments) else total
     same_on_all_ranks(torch.as_tensor(np.asarray(merged.mean)))
     same_on_all_ranks(torch.as_tensor(np.asarray(merged.m2)))
 
@@ -304,25 +258,3 @@ def test_a_rank_without_kernels_goes_with_others(rank: int, size: int) -> None:
     if rank == 1:
         arrays.supports = lambda tensor: False  # type: ignore[assignment]
     equals_the_undivided_model_of_two(rank)
-
-
-@on_ranks(2)
-def test_unlike_layers_of_a_device_and_a_host_are_told_some_calls_later_on_all_ranks(
-    rank: int, size: int
-) -> None:
-    model = nn.ModuleDict({name: SynchronizedBatchNorm2d(2) for name in "ab"})
-    communicator = DistributedCommunicator()
-    part = Moments(3, np.ones(2), np.ones(2))
-
-    def call(name: str) -> None:
-        moments = [on_device(part)] if rank == 0 else [part]
-        names = layer_labels.LayerNames(lambda layer: name, lambda layer: [(name, True)])
-        site = CallSite(lambda: name, ("float32",), (model[name],), names)
-        exchange_moments(communicator, moments, site)
-
-    for name in "abab":
-        call(name)
-    call("ab"[rank])
-    for _ in range(layer_labels.CALLS_LATER - 1):
-        call("a")
-    raises(ProtocolError, "rank 0: a; rank 1: b", "call 5 (", call=lambda: call("a"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from world import Net, equals_undivided, on_ranks, raises, rows_of, whole_batch
 
 from syncbn_core.errors import ProtocolError
@@ -20,80 +20,76 @@ from syncbn_torch import (
     convert_model,
 )
 
-# -------------------------------------------------------------------------- with check_order
-
-
-def checked_model() -> Any:
-    os.environ["SYNCBN_CHECK_ORDER"] = "1"  # read at the first call
-    return convert_model(Net()).double()
-
 
 @on_ranks(3)
-def test_check_order_names_what_each_rank_calls_and_no_state_changes(rank: int, size: int) -> None:
-    model = checked_model()
+def test_an_error_names_what_each_rank_calls_and_no_state_changes(rank: int, size: int) -> None:
+    model = convert_model(Net()).double()
     x, _ = whole_batch((6, 3, 6, 6))
     model(x[rank : rank + 2]).sum().backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     called = model.bn_left if rank == 1 else model.bn
     words = (
-        "rank 0: call 9 (forward of bn (SynchronizedBatchNorm2d)",
-        "rank 1: call 9 (forward of bn_left (SynchronizedBatchNorm2d)",
-        "rank 2: call 9 (forward of bn (Synch",
+        "call 9 (forward of ",
+        "rank 0: forward of bn (SynchronizedBatchNorm2d)",
+        "rank 1: forward of bn_left (SynchronizedBatchNorm2d)",
+        "rank 2: forward of bn (Synch",
         "same order",
     )
     ones = torch.ones(2, 8, 3, 3, dtype=torch.float64)
-    raises(RuntimeError, *words, call=lambda: called(ones))
+    raises(ProtocolError, *words, call=lambda: called(ones))
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     model(x[rank : rank + 2])  # the next step succeeds
 
 
 @on_ranks(3)
-def test_check_order_accepts_a_layer_inside_another_container_on_one_rank(
-    rank: int, size: int
-) -> None:
-    os.environ["SYNCBN_CHECK_ORDER"] = "1"
-    x, _ = whole_batch((6, 3, 6, 6))
-    layer = SynchronizedBatchNorm2d(3).double()
-    held = nn.ModuleDict({"layer": layer})
-    if rank == 0:
-        held = nn.ModuleDict({"net": held})
-    layer(x[rank : rank + 2])
-    assert held
-
-
-@on_ranks(3)
-def test_check_order_tells_a_backward_from_the_next_forward_of_other_ranks(
-    rank: int, size: int
-) -> None:
-    model = checked_model()
+def test_a_backward_is_told_from_the_next_forward_of_other_ranks(rank: int, size: int) -> None:
+    model = convert_model(Net()).double()
     x, _ = whole_batch((6, 3, 6, 6))
     y = model(x[rank : rank + 2])
-    if rank == 2:
-        raises(RuntimeError, "backward of bn_right", call=lambda: y.sum().backward())
-    else:
-        raises(RuntimeError, "backward of bn_right", call=lambda: model(x[rank : rank + 2]))
+    words = ("rank 0: forward of bn (", "rank 2: backward of bn_right", "forward in call 4")
+    forward, backward = lambda: model(x[rank : rank + 2]), lambda: y.sum().backward()
+    raises(ProtocolError, *words, call=backward if rank == 2 else forward)
     SynchronizedBatchNorm2d(3).double()(x[rank : rank + 2])  # the next call succeeds
 
 
-# ----------------------------------------------------------------------- without check_order
+class Detector(nn.Module):
+    """The head is skipped where there are no boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x: Tensor, boxes: bool) -> Tensor:
+        y: Tensor = self.body(x)
+        return self.head(y) if boxes else y  # type: ignore[no-any-return]
+
+
+@on_ranks(2, 4)
+def test_a_rank_that_skips_the_last_layer_is_told_on_every_rank(rank: int, size: int) -> None:
+    """At once, with and without DistributedDataParallel; and the processes end."""
+    model = convert_model(Detector())
+    x = torch.randn(4, 4)
+    words = ("rank 0: forward of head.1 (", "rank 1: backward of body.1 (", "same order")
+    step = lambda: model(x, rank != 1).sum().backward()  # noqa: E731
+    for _ in range(2):
+        raises(ProtocolError, *words, call=step)
+        model(x, True).sum().backward()
+    model = DistributedDataParallel(model, find_unused_parameters=True)
+    raises(ProtocolError, *words, call=step)
 
 
 @on_ranks(3)
-def test_different_layers_of_one_size_are_told_apart_without_check_order(
-    rank: int, size: int
-) -> None:
-    """As soon as each layer has been called once."""
+def test_different_layers_of_one_size_are_told_apart(rank: int, size: int) -> None:
     layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
     x, dy = whole_batch((6, 3, 4, 4))
     mine = rows_of(rank, (0, 1, 3, 6))
     for layer in layers:
         equals_undivided(layer, nn.BatchNorm2d(3).double(), x, dy, mine)
     before = copy.deepcopy([layer.state_dict() for layer in layers])
-    words = (
-        "same layer",
-        "rank 0: SynchronizedBatchNorm2d, layer 1; rank 1: SynchronizedBatchNorm2d, layer 2",
-    )
+    told = "rank 0: forward of SynchronizedBatchNorm2d, layer 1; rank 1: forward of Synchr"
+    words = ("same layer", told, "SynchronizedBatchNorm2d, layer 2")
     raises(RuntimeError, *words, call=lambda: layers[rank % 2](x[mine]))
     for layer, state in zip(layers, before, strict=True):
         assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
@@ -138,10 +134,13 @@ def batch_of_ranks(rank: int, size: int) -> tuple[Tensor, Tensor, slice]:
     return x - 5, dy, slice(2 * rank, 2 * rank + 2 + (rank == size - 1))  # small, for exp
 
 
-def losses_of_different_branches(rank: int, size: int, check: bool) -> None:
+@on_ranks(2, 3)
+def test_losses_of_different_branches_are_told_to_every_rank_and_the_next_step_is_right(
+    rank: int, size: int
+) -> None:
     """Rank 0 takes branch a into its loss, the others take branch b."""
     x, dy, rows = batch_of_ranks(rank, size)
-    group = DistributedCommunicator(check_order=check)
+    group = DistributedCommunicator()
     model = Branches(group).double()
     bare = [SynchronizedBatchNorm1d(3, process_group=group).double() for _ in range(2)]
     forwards: dict[str, Any] = {
@@ -149,34 +148,25 @@ def losses_of_different_branches(rank: int, size: int, check: bool) -> None:
         "bare": lambda x: (bare[0](x), bare[1](x.exp())),
         "threads": DataParallelWithCallback(Branches(group).double(), replicas=2),
     }
-    # how often the two bare layers, number 1 and 2, are named: once for each rank
-    of_all, of_rank = [1, size - 1], [int(rank == 0), int(rank != 0)]
+    # how often two bare layers are named: once for each rank, and in the call of this one
+    of_layers = [1 + (rank == 0), size - 1 + (rank != 0)]
 
-    def times_named(message: str) -> list[int]:
-        return [message.count(f"SynchronizedBatchNorm1d, layer {number}") for number in (1, 2)]
+    def times_named(message: str, *numbers: int) -> list[int]:
+        return [message.count(f"SynchronizedBatchNorm1d, layer {number}") for number in numbers]
 
     for kind, forward in forwards.items():
         leaf = x[rows].clone().requires_grad_()
         a, b = forward(leaf)
         loss = (a**3).sum() if rank == 0 else (b**2 * leaf.detach()).sum()
         named = f"{'a' if rank == 0 else 'b'} (" if kind == "model" else ""
-        words = ["rank 0: call", "rank 1: call", f"backward of {named}", "forward in call"]
+        words = ["rank 0: backward of", "rank 1: backward of", f"of {named}", "forward in call"]
         message = raises(ProtocolError, *words, call=loss.backward)
         if kind == "bare":
-            assert times_named(message) == of_all, message
+            assert times_named(message, 3, 4) == of_layers, message
     message = raises(ProtocolError, call=lambda: bare[min(rank, 1)](x[rows]))  # forward too
-    once_more = [0, 0] if check else of_rank  # in the description of the call
-    assert times_named(message) == [a + b for a, b in zip(of_all, once_more, strict=True)], message
+    assert times_named(message, 3, 4) == of_layers, message
     layer = SynchronizedBatchNorm1d(3, process_group=group).double()
     equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows)
-
-
-@on_ranks(2, 3)
-def test_losses_of_different_branches_are_told_to_every_rank_and_the_next_step_is_right(
-    rank: int, size: int
-) -> None:
-    for check in (False, True):
-        losses_of_different_branches(rank, size, check)
 
 
 @on_ranks(2, 3)
@@ -184,23 +174,8 @@ def test_backward_of_different_calls_of_one_layer_is_told_to_every_rank(
     rank: int, size: int
 ) -> None:
     x, dy, rows = batch_of_ranks(rank, size)
-    for check in (False, True):
-        model = Branches(DistributedCommunicator(check_order=check)).double()
-        ys = [model.a(x[rows].clone().requires_grad_()) for _ in range(2)]
-        y = ys[min(rank, 1)]
-        raises(ProtocolError, "backward of a (", call=lambda y=y: y.backward(dy[rows]))
-
-
-@on_ranks(2, 3)
-def test_the_sums_of_a_layer_are_never_added_to_other_sums(rank: int, size: int) -> None:
-    x, dy, rows = batch_of_ranks(rank, size)
-    for check in (False, True):
-        group = DistributedCommunicator(check_order=check)
-        model = Branches(group).double()
-        y = model.a(x[rows].clone().requires_grad_())
-        if rank == 0:
-            zeros = torch.zeros(2, 3).double()
-            raises(ProtocolError, "all", call=lambda z=zeros, g=group: g.all_reduce_sums(z))
-        else:
-            raises(ProtocolError, "backward of a (", call=lambda y=y: y.backward(dy[rows]))
-        assert group.all_reduce_sums(torch.ones(2, 3)).tolist() == [[size] * 3] * 2
+    model = Branches().double()
+    ys = [model.a(x[rows].clone().requires_grad_()) for _ in range(2)]
+    y = ys[min(rank, 1)]
+    words = ("backward of a (", "forward in call 1", "forward in call 2")
+    raises(ProtocolError, *words, call=lambda: y.backward(dy[rows]))

@@ -71,7 +71,6 @@ def _call(path: str, name: str, rank: int, size: int, folder: Path, *arguments: 
     warnings.filterwarnings("ignore", r"`torch\.jit\.", FutureWarning)  # also by torch itself
     logging.getLogger("syncbn").setLevel(logging.ERROR)  # not that it compiles kernels
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["SYNCBN_CHECK_ORDER"] = "0"  # unless a test sets it before its first call
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None

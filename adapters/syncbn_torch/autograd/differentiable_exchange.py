@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from syncbn_core.comm import CommunicatorBase
-from syncbn_core.moment_exchange import OF_MOMENTS, OF_SUMS, OF_TANGENTS, WITH_GRAPH
+from syncbn_core.exchange import OF_MOMENTS, OF_SUMS, OF_TANGENTS, WITH_GRAPH
 from syncbn_core.moments import Moments
 from syncbn_torch._torch_private import forward_ad_active
 from syncbn_torch.autograd.exchange import Processes
@@ -28,10 +27,10 @@ __all__ = ["sum_over_processes", "total_moments"]
 
 
 def sum_over_processes(
-    sums: Tensor, processes: Processes, call: int, purpose: int = WITH_GRAPH
+    sums: Tensor, processes: Processes, call: int, kind: int = WITH_GRAPH
 ) -> Tensor:
     """`sums` (2, C) of the backward of `call`, added up over all processes; differentiable."""
-    total: Tensor = SumOverProcesses.apply(_input(sums, False), processes, call, purpose)
+    total: Tensor = SumOverProcesses.apply(_input(sums, False), processes, call, kind)
     return total
 
 
@@ -62,11 +61,9 @@ class SumOverProcesses(Function):
     """`values` (2, C), added up over all processes; the gradient is the sum of all gradients."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, processes: Processes, call: int, purpose: int) -> Tensor:
-        total: Tensor = processes.all_reduce(values, call, None, purpose)
-        communicator = processes.communicator
-        number = communicator.calls if isinstance(communicator, CommunicatorBase) else 0
-        ctx.processes, ctx.number = processes, number
+    def forward(ctx: Any, values: Tensor, processes: Processes, call: int, kind: int) -> Tensor:
+        total: Tensor = processes.sums(values, call, None, kind)
+        ctx.processes, ctx.number = processes, processes.member.exchanges
         return total
 
     @staticmethod

@@ -6,21 +6,14 @@ Backward of a node uses plain differentiable operations if its result must be di
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from syncbn_core.comm import Communicator
 from syncbn_core.errors import StateError
-from syncbn_core.moment_exchange import (
-    BACKWARD,
-    CallSite,
-    PartMoments,
-    exchange_moments,
-    exchange_sums,
-)
+from syncbn_core.exchange import BACKWARD, Exchange, PartMoments
 from syncbn_torch.autograd.transforms import has_tangent_or_wrapper, refuse_over_processes
 
 __all__ = [
@@ -30,24 +23,18 @@ __all__ = [
 ]
 
 
-class Processes(NamedTuple):
-    """The processes that a layer synchronizes over, and the layer's identity among them."""
+class Processes(Exchange):
+    """`Exchange` over processes, which torch's profiler shows."""
 
-    communicator: Communicator
-    site: CallSite
+    __slots__ = ()
 
-    def exchange_moments(self, part: PartMoments) -> tuple[PartMoments, int]:
-        """The moments of the whole batch, given those of a part, and the number of the exchange."""
+    def moments(self, own: PartMoments) -> tuple[PartMoments, int]:
         with record_function("syncbn.exchange"):
-            (total,), number = exchange_moments(self.communicator, [part], self.site)
-        return total, number
+            return super().moments(own)
 
-    def all_reduce(
-        self, sums: Any, call: int, statistics: Any = None, purpose: int = BACKWARD
-    ) -> Any:
-        """Add up `sums` over all processes; arguments as of `exchange_sums`."""
+    def sums(self, sums: Any, forward: int, statistics: Any = None, kind: int = BACKWARD) -> Any:
         with record_function("syncbn.exchange"):
-            return exchange_sums(self.communicator, sums, self.site, call, statistics, purpose)
+            return super().sums(sums, forward, statistics, kind)
 
 
 def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:

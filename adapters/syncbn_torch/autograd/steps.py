@@ -21,7 +21,6 @@ from torch.autograd import forward_ad
 
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import StateError
-from syncbn_core.moment_exchange import labelled
 from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Operations, RunningStatistics, Sums
 from syncbn_torch.arrays import as_tensor
@@ -114,11 +113,11 @@ class Call:
         processes, do = self.processes, self.operations
         if do is plain.DIFFERENTIABLE:  # by choice, so no warning about missing kernels
             values = Moments(own.count, _value(own.mean), _value(own.m2))
-            total, self.number = processes.exchange_moments(values)
+            total, self.number = processes.moments(values)
             operands = parts.x[0], *parts.affine[0]
             needs_grad = any(t is not None and t.requires_grad for t in operands)
             return total_moments(own, total, processes, self.number, needs_grad and parts.graph[0])
-        total, self.number = processes.exchange_moments(own)
+        total, self.number = processes.moments(own)
         return total
 
     def forward(self, parts: Columns, last: bool) -> list[Tensor]:
@@ -178,7 +177,7 @@ class Call:
         if needs_plain_backward(self.processes, *dys):
             do, statistics = plain.DIFFERENTIABLE, self._differentiable(xs)
         elif len(xs) == 1 and self.processes is not None:
-            statistics = [labelled(self.processes.communicator, statistics[0], self.number)]
+            statistics = [self.processes.labelled(statistics[0], self.number)]
         operands = xs, filled, statistics, affines, repeat(rule)
         sums: list[Sums | None] = _of_some(given, do.backward_reduce, *operands)
         total = self._total(sums, statistics[0])
@@ -202,7 +201,7 @@ class Call:
             return own
         if torch.is_grad_enabled():
             return sum_over_processes(as_tensor(own), self.processes, self.number)
-        return self.processes.all_reduce(own, self.number, statistics)
+        return self.processes.sums(own, self.number, statistics)
 
 
 def _first(one: Any, other: Any) -> Any:

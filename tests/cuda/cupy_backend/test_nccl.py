@@ -84,6 +84,7 @@ def test_the_host_takes_no_part_in_nccl(rng):
 
     def member(rank, own):
         layer, part = BatchNorm(3, device="cuda", communicator=own), to_device(x)
+        layer.backward(layer(part))  # in the first call the host waits for labels
         races.transfers.clear()
         layer.backward(layer(part))
         assert not races.transfers
@@ -106,29 +107,43 @@ def test_nccl_takes_arrays_of_the_host_there_and_back():
 
 def test_nccl_ranks_in_different_layers_are_told_so():
     def member(rank, own):
-        layers = [BatchNorm(c, device="cuda", communicator=own, name=f"layer {c}") for c in (3, 4)]
-        with pytest.raises(ProtocolError, match=r"rank 1: call 1 .forward of layer 4, layer 1: 10"):
-            layers[rank](to_device(np.ones((2, 3 + rank), "float32")))
-        layers[0](to_device(np.ones((2, 3), "float32")))
+        layers = [BatchNorm(3, device="cuda", communicator=own, name=name) for name in "ab"]
+        x = to_device(np.ones((2, 3), "float32"))
+        for layer in (*layers, layers[rank]):
+            layer(x)
+        told = TOLD.format("forward", "ab"[rank], 1 + rank, "8 numbers")
+        with pytest.raises(ProtocolError, match=told):
+            own.synchronize()
 
-    in_group(2, streams, member, nccl=True, check_order=True)
+    in_group(2, streams, member, nccl=True)
 
 
-def unlike_branches(own, rank):
-    """A backward of another layer on each rank: its dx."""
+def test_nccl_ranks_whose_first_calls_differ_in_dtype_are_told_at_once():
+    def member(rank, own):
+        layer = BatchNorm(3, device="cuda", communicator=own)
+        x = np.ones((2, 3), "float32" if rank else "float16")
+        with pytest.raises(DTypeError, match="0: 'float16', 1: 'float32'"):
+            layer(to_device(x))
+
+    in_group(2, streams, member, nccl=True)
+
+
+def unlike_branches(own, rank, between=lambda: None):
+    """A backward of another layer on each rank: its dx. Calls `between` before it."""
     layers = [BatchNorm(3, device="cuda", communicator=own, name=name) for name in "ab"]
     ys = [layer(to_device(np.ones((2, 3), "float32") + rank)) for layer in layers]
+    between()
     return layers[rank].backward(ys[rank]), ys
 
 
-TOLD = r"different ones in call 3 .backward of {}, layer {}, forward in call {}: 6 numbers"
+TOLD = r"different ones in call 3 .{} of {}, layer {}.*: {}"
 
 
 @pytest.mark.parametrize("looks", ["the next call", "synchronize"])
 def test_nccl_ranks_in_backward_of_other_layers_get_nan_and_are_told_later(looks):
     def member(rank, own):
         dx, ys = unlike_branches(own, rank)
-        told = TOLD.format("ab"[rank], 1 + rank, 1 + rank)
+        told = TOLD.format("backward", "ab"[rank], 1 + rank, "6 numbers")
         with pytest.raises(ProtocolError, match=told):
             own.synchronize() if looks == "synchronize" else own.all_reduce_sums(ys[0])
         assert np.isnan(to_host(dx)).all()
@@ -140,12 +155,13 @@ def test_nccl_ranks_in_backward_of_other_layers_get_nan_and_are_told_later(looks
 
 def test_nobody_waits_to_be_told_of_nccl_ranks_in_other_layers():
     def member(rank, own):
-        fake_cupy.stuck.append(True)
-        dx, ys = unlike_branches(own, rank)
+        every = own._nccl._comm._shared.barrier
+        dx, ys = unlike_branches(own, rank, lambda: fake_cupy.stuck.append(every.wait()))
         total = own.all_reduce_sums(ys[0])
-        own._nccl._comm._shared.barrier.wait()
+        every.wait()
         fake_cupy.stuck.clear()
-        with pytest.raises(ProtocolError, match=TOLD.format("ab"[rank], 1 + rank, 1 + rank)):
+        told = TOLD.format("backward", "ab"[rank], 1 + rank, "6 numbers")
+        with pytest.raises(ProtocolError, match=told):
             own.synchronize()
         return to_host(dx), to_host(total)
 

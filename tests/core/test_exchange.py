@@ -17,7 +17,7 @@ from syncbn_core.comm import Communicator, SingleCommunicator, ThreadCommunicato
 from syncbn_core.comm.message_arrays import NumpyArrays, arrays_of, register_arrays
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
-from syncbn_core.moment_exchange import CallSite, MomentsRow, exchange_moments, exchange_sums
+from syncbn_core.exchange import Exchange, LayerNames
 from syncbn_core.moments import Moments
 
 SCRIPT = str(Path(__file__).with_name("exchange_members.py"))
@@ -30,8 +30,8 @@ class Layer:
     """Something to be numbered."""
 
 
-def site(name: str = "bn", *dtypes: str, layer: Any = None) -> CallSite:
-    return CallSite(lambda: name, dtypes, () if layer is None else (layer,))
+def exchange(group: Any, dtype: str = "float32", layer: Any = None) -> Exchange:
+    return Exchange(group, lambda: "bn", dtype, layer)
 
 
 def part_of(rank: int, channels: int = 3) -> Moments:
@@ -100,33 +100,16 @@ def test_ranks_of_gloo_merge_to_the_bits_of_one_process(
 def test_a_group_of_one_gets_its_own_part() -> None:
     for communicator in (SingleCommunicator(), *thread_group(1)):
         part = part_of(0)
-        (total,), number = exchange_moments(communicator, [part], site())
+        total, number = exchange(communicator).moments(part)
         assert total is part
-        assert number == communicator.calls
         sums = np.ones((2, 3))
-        np.testing.assert_array_equal(exchange_sums(communicator, sums, site(), number), sums)
-
-
-# --------------------------------------------------------------------------------------- the row
-
-
-def test_a_row_names_its_fields() -> None:
-    rows = np.empty((2, 6))
-    for index, row in enumerate(rows):
-        MomentsRow(4 + index, np.array([1.0, 2.0]), np.array([3.0, 4.0]), 5).write(row)
-    np.testing.assert_array_equal(rows[0], [4, 1, 2, 3, 4, 5])
-    columns = MomentsRow.columns(rows)
-    assert columns.count.tolist() == [[4], [5]]
-    assert columns.counts == [4, 5]
-    assert columns.mean.tolist() == [[1, 2]] * 2
-    assert columns.m2.tolist() == [[3, 4]] * 2
-    assert columns.label == [5, 5]
+        np.testing.assert_array_equal(exchange(communicator).sums(sums, number), sums)
 
 
 def test_large_counts_are_exact(in_group: InGroup) -> None:
     def member(rank: int, own: ThreadCommunicator) -> Any:
         part = Moments(2**50 + rank, np.ones(2), np.ones(2))
-        return exchange_moments(own, [part], site(layer=Layer()))[0][0].count
+        return exchange(own, layer=Layer()).moments(part)[0].count
 
     assert in_group(3, member) == [3 * 2**50 + 3] * 3
 
@@ -138,14 +121,13 @@ def test_members_in_different_layers_are_told_and_can_go_on(in_group: InGroup) -
     layers = [[Layer() for _ in range(2)] for _ in range(3)]
 
     def member(rank: int, own: ThreadCommunicator) -> Any:
-        a, b = layers[rank]
-        for layer in (a, b):
-            exchange_moments(own, [part_of(rank)], site("bn", layer=layer))
-        wrong = b if rank == 1 else a
-        with pytest.raises(ProtocolError, match=r"different ones in call 3 \(forward of bn, layer"):
-            exchange_moments(own, [part_of(rank)], site("bn", layer=wrong))
-        (total,), _ = exchange_moments(own, [part_of(rank)], site("bn", layer=b))
-        return total.count
+        a, b = (exchange(own, layer=layer) for layer in layers[rank])
+        for each in (a, b):
+            each.moments(part_of(rank))
+        told = r"ones in call 3 \(forward of bn, layer .*rank 1: forward of bn, layer 2; rank 2: f"
+        with pytest.raises(ProtocolError, match=told):
+            (b if rank == 1 else a).moments(part_of(rank))
+        return b.moments(part_of(rank))[0].count
 
     assert in_group(3, member) == [9] * 3
 
@@ -154,57 +136,92 @@ def test_a_layer_that_came_first_where_members_disagreed_is_numbered_anew(
     in_group: InGroup,
 ) -> None:
     def member(rank: int, own: ThreadCommunicator) -> Any:
-        old, new = Layer(), Layer()
-        exchange_moments(own, [part_of(rank)], site("bn", layer=old))
+        old, new, third = (exchange(own, layer=Layer()) for _ in range(3))
+        old.moments(part_of(rank))
         with pytest.raises(ProtocolError, match="same layer"):
-            exchange_moments(own, [part_of(rank)], site("bn", layer=old if rank == 0 else new))
-        third = Layer()
-        for layer in (third, new, old):
-            (total,), _ = exchange_moments(own, [part_of(rank)], site("bn", layer=layer))
-        return total.count
+            (old if rank == 0 else new).moments(part_of(rank))
+        return [each.moments(part_of(rank))[0].count for each in (third, new, old)]
 
-    assert in_group(3, member) == [9] * 3
+    assert in_group(3, member) == [[9] * 3] * 3
 
 
-def test_a_call_without_a_layer_goes_with_any(in_group: InGroup) -> None:
-    def member(rank: int, own: ThreadCommunicator) -> Any:
-        layer = Layer() if rank else None
-        return exchange_moments(own, [part_of(rank)], site("bn", layer=layer))[0][0].count
+def test_backward_tells_calls_and_directions_apart(in_group: InGroup) -> None:
+    def member(rank: int, group: ThreadCommunicator) -> Any:
+        own = exchange(group, layer=Layer())
+        calls = [own.moments(part_of(rank))[1] for _ in range(2)]
+        sums = np.full((2, 3), rank + 1.0)
+        told = "rank 0: backward of bn, layer 1, forward in call 1; rank 1: .*forward in call 2; r"
+        with pytest.raises(ProtocolError, match=told):
+            own.sums(sums, calls[rank == 1])
+        told = "rank 0: forward of bn, layer 1; rank 1: backward of bn"
+        with pytest.raises(ProtocolError, match=told):
+            own.moments(part_of(rank)) if rank == 0 else own.sums(sums, calls[0])
+        return own.sums(sums, calls[0]).tolist()
 
-    assert in_group(2, member) == [5] * 2
+    assert in_group(3, member) == [[[6.0] * 3] * 2] * 3
 
 
 def test_inputs_of_different_dtypes_are_told_to_all(in_group: InGroup) -> None:
     def member(rank: int, own: ThreadCommunicator) -> Any:
         dtype = "float16" if rank == 1 else "float32"
-        told = r"{0: 'float32', 1: 'float16', 2: 'float32'} in call 1 \(forward of bn: 16 numbers, "
+        told = r"{0: 'float32', 1: 'float16', 2: 'float32'} in call 1 \(forward of bn: 8 numbers, "
         with pytest.raises(DTypeError, match=told + dtype):
-            exchange_moments(own, [part_of(rank), part_of(rank)], site("bn", dtype, dtype))
-        known = ("float32",) if rank else ("something else",)  # which is not compared
-        return exchange_moments(own, [part_of(rank)], site("bn", *known))[0][0].count
+            exchange(own, dtype).moments(part_of(rank))
+        return exchange(own).moments(part_of(rank))[0].count
 
     assert in_group(3, member) == [9] * 3
 
 
 def test_members_with_different_channels_are_told_so(in_group: InGroup) -> None:
     def member(rank: int, own: ThreadCommunicator) -> None:
-        exchange_moments(own, [part_of(rank, channels=2 + rank)], site("bn"))
+        exchange(own).moments(part_of(rank, channels=2 + rank))
 
     with pytest.raises(ShapeError, match=r"same number of channels .* in forward of bn"):
         in_group(2, member)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 0.0])
 def test_something_else_of_the_size_of_a_row_is_no_row(value: float, in_group: InGroup) -> None:
     def member(rank: int, own: "Described") -> Any:
         if rank == 1:
             own.all_gather(np.full(8, value))
             return None
         with pytest.raises(ProtocolError, match="same layer"):
-            exchange_moments(own, [part_of(rank)], site("bn"))
+            exchange(own).moments(part_of(rank))
         return None
 
     in_group(3, lambda rank, group: member(rank, Described(group)))
+
+
+NAMES = {  # the layer of rank 0, that of rank 1, what else their models hold -> right
+    "the same": ("a", "a", ["b"], ["b"], True),
+    "the other way round": ("a", "b", ["b"], ["a"], False),
+    "each always another": ("a", "b", ["b"], ["a"], False),
+    "wrapped on one": ("net.a", "a", ["net.b", "ema.a", "ema.b"], ["b"], True),
+    "wrapped and the other way round": ("net.a", "b", ["net.b"], ["a"], False),
+    "one container below": ("bn", "a.bn", ["a.bn"], ["bn"], False),
+    "a renamed part": ("stage1.bn", "layer1.bn", ["bn"], ["bn"], True),
+    "no model on one": ("", "a", [], ["b"], True),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_are_compared_in_the_first_call(case: str, in_group: InGroup) -> None:
+    *own_names, others, others_1, right = NAMES[case]
+
+    def member(rank: int, group: ThreadCommunicator) -> Any:
+        own, rest = own_names[rank], (others, others_1)[rank]
+        held = [(own, True), *((name, False) for name in rest)]
+        names = LayerNames(lambda layer: own, lambda layer: held)
+        each = Exchange(group, lambda: f"{own} (Layer)", "float32", Layer(), names)
+        if not right:
+            with pytest.raises(ProtocolError, match=rf"rank 1: forward of {own_names[1]} \(Layer"):
+                each.moments(part_of(rank))
+            return 5
+        each.moments(part_of(rank))
+        return each.moments(part_of(rank))[0].count
+
+    assert in_group(2, member) == [5] * 2
 
 
 class Described:
@@ -235,18 +252,16 @@ class Described:
 
 def test_a_communicator_of_the_user_exchanges_like_ours(in_group: InGroup) -> None:
     def member(rank: int, group: ThreadCommunicator) -> Any:
-        own = Described(group)
+        own, layer = Described(group), Layer()
         assert isinstance(own, Communicator)
-        place = site("bn", "float32", layer=Layer())
-        (total,), number = exchange_moments(own, [part_of(rank)], place)
-        assert number == 0
-        exchange_sums(own, np.ones((2, 3)), place, number)
+        each = exchange(own, layer=layer)
+        total, number = each.moments(part_of(rank))
+        each.sums(np.ones((2, 3)), number)
         forward, backward = own.calls
         assert forward.what() == "forward of bn, layer 1"
         assert forward.details == "8 numbers, float32"
-        assert backward.name() == "backward of bn"
-        assert backward.details == "6 numbers, float32"
-        (again,), _ = exchange_moments(group, [part_of(rank)], place)
+        assert backward.name() == "backward of bn, layer 1"
+        again, _ = exchange(group, layer=layer).moments(part_of(rank))
         return total.count, total.m2.tobytes() == again.m2.tobytes()
 
     assert in_group(3, member) == [(9, True)] * 3
@@ -261,9 +276,6 @@ class Foreign:
     def __init__(self, values: Any) -> None:
         self.values = np.asarray(values)
         self.shape = self.values.shape
-
-    def reshape(self, *shape: int) -> "Foreign":
-        return Foreign(self.values.reshape(*shape))
 
 
 class ForeignArrays(NumpyArrays):
@@ -287,70 +299,41 @@ def test_arrays_of_a_registered_library_go_to_the_host_and_back(in_group: InGrou
     def member(rank: int, own: ThreadCommunicator) -> Any:
         part = part_of(rank)
         foreign = Moments(part.count, Subclass(part.mean), Subclass(part.m2))
-        (total, plain), _ = exchange_moments(own, [foreign, part], site())
+        total, number = exchange(own).moments(foreign)
+        plain, _ = exchange(own).moments(part)
         assert type(total.mean) is type(total.m2) is Subclass
         np.testing.assert_array_equal(total.mean.values, plain.mean)
         np.testing.assert_array_equal(total.m2.values, plain.m2)
+        sums = exchange(own).sums(Subclass(np.ones((2, 3))), number)
+        assert sums.values.tolist() == [[2.0] * 3] * 2
         return total.count
 
     assert in_group(2, member) == [5] * 2
 
 
-def on_device(rank: int, channels: int = 3) -> DeviceMoments:
+def on_device(rank: int) -> DeviceMoments:
     """Moments as a device has them, in a NumPy array."""
-    part = part_of(rank, channels)
+    part = part_of(rank)
     row = np.concatenate([[part.count], part.mean, part.m2, [np.nan]])
     return DeviceMoments(row[None], part.count, np.concatenate)
 
 
-def test_rows_of_a_device_stay_rows_and_threads_know_the_count(in_group: InGroup) -> None:
-    def member(rank: int, own: ThreadCommunicator) -> Any:
-        parts = [on_device(rank), on_device(rank, 5)]
-        totals, number = exchange_moments(own, parts, site())
-        for total, channels in zip(totals, (3, 5), strict=True):
-            rows = np.concatenate([on_device(other, channels).rows for other in range(3)])
-            np.testing.assert_array_equal(total.rows[:, :-1], rows[:, :-1])
-            assert total.known_count == 9
-        (unknown,), _ = exchange_moments(Described(own), [on_device(rank)], site())
-        assert unknown.rows.shape == (3, 8)
-        assert unknown.known_count is None
-        silent = on_device(rank)._replace(known_count=None if rank == 1 else 5)
-        (total,), _ = exchange_moments(own, [silent], site())
-        assert total.known_count is None
-        return number
-
-    assert in_group(3, member) == [1] * 3
-
-
-def test_parts_on_host_and_device_share_a_message(in_group: InGroup) -> None:
-    def member(rank: int, own: ThreadCommunicator) -> Any:
-        parts = [part_of(rank), on_device(rank)]
-        (host, device), number = exchange_moments(own, parts, site("bn", "float32", "float16"))
-        assert isinstance(host, Moments)
-        assert isinstance(device, DeviceMoments)
-        np.testing.assert_array_equal(device.rows[0, 1:4], host.mean)
-        return host.count, device.known_count, number
-
-    assert in_group(3, member) == [(9, 9, 1)] * 3
-
-
 def test_a_member_with_rows_on_a_device_goes_with_members_on_the_host(in_group: InGroup) -> None:
     def member(rank: int, own: ThreadCommunicator) -> Any:
-        group, layer = Described(own), Layer()
-        parts = [part_of(rank)] if rank else [on_device(rank)]
-        (total,), _ = exchange_moments(group, parts, site("bn", "float32", layer=layer))
-        if rank:
-            return total.mean.tobytes(), total.m2.tobytes()
-        merged = total.merged()
-        return merged.mean.tobytes(), merged.m2.tobytes()
+        total, _ = exchange(own).moments(part_of(rank) if rank else on_device(rank))
+        if rank == 0:
+            assert isinstance(total, DeviceMoments)
+            assert total.known_count == 9
+            total = total.merged()
+        return total.count, total.mean.tobytes(), total.m2.tobytes()
 
     results = in_group(3, member)
     assert results == [results[0]] * 3
 
 
 def test_a_group_is_not_kept_alive() -> None:
-    group = thread_group(1)
-    exchange_moments(group[0], [part_of(0)], site("bn", layer=Layer()))
+    group = thread_group(2)
+    assert exchange(group[0]).member.exchanges == 0
     kept = weakref.ref(group[0])
     del group
     gc.collect()
@@ -359,7 +342,8 @@ def test_a_group_is_not_kept_alive() -> None:
 
 def test_members_that_are_threads_may_write_to_their_totals(in_group: InGroup) -> None:
     def member(rank: int, own: ThreadCommunicator) -> Any:
-        (total,), _ = exchange_moments(own, [part_of(rank)], site())
+        total, _ = exchange(own).moments(part_of(rank))
+        assert isinstance(total, Moments)
         total.mean[:] = rank
         own.all_gather(np.zeros(1))  # all have written
         return total.mean.tolist() == [rank] * len(total.mean)
