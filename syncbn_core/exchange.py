@@ -57,7 +57,6 @@ __all__ = [
     "BACKWARD",
     "OF_MOMENTS",
     "OF_SUMS",
-    "OF_TANGENTS",
     "WITH_GRAPH",
     "Exchange",
     "LayerNames",
@@ -67,19 +66,18 @@ __all__ = [
 Array = Any
 PartMoments = Moments | DeviceMoments
 
-FORWARD, BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS, OF_TANGENTS = range(6)
+FORWARD, BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS = range(5)
 KINDS = (
     "forward",
     "backward",
     "backward with create_graph=True",
     "second derivative, by moments,",
     "second derivative, by sums,",
-    "forward-mode derivative",
 )
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 REMEDY = (
     "all members have to run the same layers in the same order, use them in the loss, and agree on "
-    "create_graph and forward-mode AD"
+    "create_graph"
 )
 _NUMBERS, _EXTRAS = 1 << 19, 1 << 28
 _NAMES = 8192  # bytes of the message with a member's names
@@ -148,9 +146,12 @@ class Exchange(NamedTuple):
     def member(self) -> Member:
         """What this member counts; nothing with a class of the user's that takes no references."""
         try:
-            return _members.setdefault(self.communicator, Member())
+            member = _members.get(self.communicator)
+            if member is None:
+                member = _members[self.communicator] = Member()
         except TypeError:
             return Member()
+        return member
 
     def moments(self, own: PartMoments) -> tuple[PartMoments, int]:
         """`(moments of the whole batch, number of the call)`, given those of this member's part.
@@ -167,11 +168,11 @@ class Exchange(NamedTuple):
             return own, 0
         member = self.member
         number, new = member.number_of(self.layer)
-        extra = _hash(self.names.name(self.layer)) if new else 0
-        label = self._label(FORWARD, number, extra)
-        size = 2 * own.num_features + 2
-        call = self._call(FORWARD, size)
         try:
+            extra = _hash(self.names.name(self.layer)) if new else 0
+            label = self._label(FORWARD, number, extra)
+            size = 2 * own.num_features + 2
+            call = self._call(FORWARD, size)
             if isinstance(own, DeviceMoments) and _stays_on_device(self.communicator, own.rows):
                 total: PartMoments = self._on_device(own, label, new, call)
             else:

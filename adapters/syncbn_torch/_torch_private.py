@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import wraps
 from inspect import signature
 from types import SimpleNamespace
@@ -44,7 +43,6 @@ __all__ = [
     "register_group",
     "registered_node",
     "resolve_group",
-    "restored_forward_ad",
     "saving_runs_hooks",
     "transforming",
     "untraced",
@@ -159,12 +157,6 @@ def transforming() -> bool:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a function transform, or the older vmap of is_grads_batched, wraps `tensor`."""
     return _is_functorch_wrapped(tensor) or _is_legacy_batched(tensor)
-
-
-def restored_forward_ad() -> Callable[[], AbstractContextManager[Any]]:
-    """Returns a function that makes context managers: they set forward AD as in this thread."""
-    enabled = torch._C._is_fwd_grad_enabled()
-    return lambda: forward_ad._set_fwd_grad_enabled(enabled)
 
 
 class InheritedModes:

@@ -11,7 +11,7 @@ Where the node computes, one of these implementations does:
     plain CPU tensor of 64, 32 or 16 bits         `backends.cpu`
     plain CUDA tensor, where our kernels can run  `backends.cuda`
     any other tensor                              `backends.plain`
-    tangents; "clamp" in transforms and modes     `backends.plain`, differentiated by torch
+    "clamp" in transforms and modes               `backends.plain`, differentiated by torch
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ from syncbn_torch._torch_private import (
 )
 from syncbn_torch.autograd import node
 from syncbn_torch.autograd import traced as traced_node
-from syncbn_torch.autograd.exchange import Processes
+from syncbn_torch.autograd.exchange import Processes, refuse_transforms
 from syncbn_torch.autograd.steps import Part
-from syncbn_torch.autograd.transforms import needs_plain_forward
 from syncbn_torch.backends import cuda, plain
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
@@ -159,18 +158,14 @@ def _checked_by_node(layer: LayerState, x: Tensor, processes: Processes | None) 
         return handle_torch_function(_as_tensor, (x,), x, layer, processes)
     part = checked_part(layer, x, affine, processes)
     if alone:
-        by_torch = _is_watched()
+        if _is_watched():
+            part = part._replace(operations=plain.DIFFERENTIABLE)
         if part.running is not None:  # without telling graphs of torch's layer that have saved them
             mean, var, *rest = part.running
             data = (None if t is None else t.data for t in (mean, var))
             part = part._replace(running=RunningStatistics(*data, *rest))
-    else:
-        who = partial(name_of, layer)
-        by_torch = transforming() and needs_plain_forward(
-            who, sync is not None, processes is not None, x, *affine
-        )
-    if by_torch:
-        part = part._replace(operations=plain.DIFFERENTIABLE)
+    elif transforming():
+        refuse_transforms(partial(name_of, layer._original), x, *affine)
     if sync is not None:
         return sync.forward(part)
     _, (y,) = node.batch_norm([part])

@@ -134,101 +134,17 @@ def test_function_transforms_are_refused_and_the_next_forward_succeeds(
 ) -> None:
     x, tangent = (values[rows_of(rank, (0, 3, 8))] for values in whole_batch((8, 3, 4, 4)))
     layer = SynchronizedBatchNorm2d(3).double()
-    refused = (StateError, "SynchronizedBatchNorm2d", "over processes")
+    refused = (StateError, "SynchronizedBatchNorm2d", "replicas or processes")
     raises(*refused, call=lambda: torch.func.jvp(layer, (x,), (tangent,)))
     traced = (StateError, "torch.jit.trace", "SynchronizedBatchNorm2d", "model.eval()")
     raises(*traced, call=lambda: torch.jit.trace(layer, x))
     parallel = DataParallelWithCallback(layer, replicas=2)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, tangent)
-        raises(StateError, "replicas", "over processes", call=lambda: parallel(dual))
+        for module in (layer, parallel):
+            raises(*refused, call=lambda module=module: module(dual))
     layer(x)
     assert int(layer.num_batches_tracked) == 1
-
-
-class Directional(nn.Module):
-    """`module`, and its derivative at x along `tangent`, and at its weight along 2; `(2, *)`."""
-
-    def __init__(self, module: Any, tangents: Sequence[Tensor | None]) -> None:
-        super().__init__()
-        self.module, self.tangents = module, tangents
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        by_x, by_weight = self.tangents
-        if by_x is not None:
-            x = forward_ad.make_dual(x, by_x)
-        values = dict(self.module.named_parameters())
-        if by_weight is not None:
-            values["weight"] = forward_ad.make_dual(values["weight"], by_weight)
-        y, tangent = forward_ad.unpack_dual(torch.func.functional_call(self.module, values, x))
-        assert tangent is not None
-        return y, tangent
-
-
-@on_ranks(3)
-def test_forward_mode_derivatives_equal_those_of_the_undivided_batch(rank: int, size: int) -> None:
-    for bounds in ((0, 1, 3, 6), (0, 3, 3, 6)):  # uneven, and one rank without samples
-        for mode in ("plus", "clamp"):
-            mine = rows_of(rank, bounds)
-            x, direction = whole_batch((6, 3, 2, 2))
-            weights = torch.linspace(0.5, 2, 12, dtype=x.dtype).view(3, 2, 2)
-            by_weight = torch.full((3,), 2.0, dtype=x.dtype)
-            leaf, whole = x[mine].requires_grad_(), x.clone().requires_grad_()
-            layer, twin = layer_and_twin(mode)
-            with forward_ad.dual_level():
-                y, tangent = Directional(layer, (direction[mine], by_weight))(leaf)
-                of_all = Directional(twin, (direction, by_weight))(whole)
-                close(y, of_all[0][mine])
-                close(tangent, of_all[1][mine])
-                # the Hessian times a vector, forward over reverse
-                pairs = []
-                for part, along, module in (
-                    (leaf, direction[mine], layer),
-                    (whole, direction, twin),
-                ):
-                    dual = forward_ad.make_dual(part, along)
-                    loss = (module(dual).pow(3) * weights).sum()
-                    (dx,) = torch.autograd.grad(loss, dual, create_graph=True)
-                    pairs.append(forward_ad.unpack_dual(dx))
-                close(pairs[0].primal, pairs[1].primal[mine])
-                close(pairs[0].tangent, pairs[1].tangent[mine])
-            # and reverse over forward
-            for values, slopes in ((y, tangent), of_all):
-                ((slopes.square() + values.pow(3)) * weights).sum().backward()
-            assert leaf.grad is not None
-            assert whole.grad is not None
-            close(leaf.grad, whole.grad[mine])
-            gradients_equal(layer, twin)
-
-
-@on_ranks(2)
-def test_ranks_with_and_without_a_tangent_go_together_within_forward_mode(
-    rank: int, size: int
-) -> None:
-    x, direction = whole_batch((6, 3, 2, 2))
-    mine = rows_of(rank, (0, 2, 6))
-    direction[2:] = 0
-    layer, twin = layer_and_twin("plus")
-    with forward_ad.dual_level():
-        of_all = forward_ad.unpack_dual(twin(forward_ad.make_dual(x, direction)))
-        own = forward_ad.make_dual(x[mine], direction[mine]) if rank == 0 else x[mine]
-        y = forward_ad.unpack_dual(layer(own))
-        close(y.tangent, of_all.tangent[mine])
-        close(y.primal, of_all.primal[mine])
-        assert forward_ad.unpack_dual(layer.running_mean).tangent is None
-
-
-@on_ranks(2)
-def test_forward_mode_on_one_rank_alone_is_an_error(rank: int, size: int) -> None:
-    x, direction = (values[rows_of(rank, (0, 2, 6))] for values in whole_batch((6, 3)))
-    layer = SynchronizedBatchNorm1d(3).double()
-    if rank == 0:
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, direction)
-            raises(ProtocolError, "forward-mode derivative", call=lambda: layer(dual))
-    else:
-        y = layer(x.requires_grad_())
-        raises(ProtocolError, "agree on create_graph and forward-mode AD", call=y.sum().backward)
 
 
 @on_ranks(2)
@@ -242,7 +158,7 @@ def test_batched_gradients_are_refused_and_plain_ones_of_the_same_graph_succeed(
     for y in (layer(leaf), DataParallelWithCallback(layer, replicas=2)(leaf)):
         grad = partial(torch.autograd.grad, y, leaf, retain_graph=True)
         batched = partial(grad, dys, is_grads_batched=True)
-        raises(StateError, "over processes", call=batched)
+        raises(StateError, "SynchronizedBatchNorm2d", "replicas or processes", call=batched)
         grad(dy)
 
 

@@ -188,19 +188,6 @@ def test_is_wrapped_sees_tensors_of_batched_gradients() -> None:
     assert seen == [(True, False)]
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_restored_forward_ad_gives_a_thread_the_mode_of_its_caller(enabled: bool) -> None:
-    """Without it, replica threads compute tangents where the caller has turned forward AD off."""
-
-    def enabled_there() -> bool:
-        with mode():
-            return torch._C._is_fwd_grad_enabled()
-
-    with forward_ad._set_fwd_grad_enabled(enabled):
-        mode = private.restored_forward_ad()
-        assert in_thread(enabled_there) == enabled
-
-
 def test_watch_saving_checks_before_the_hook_and_ends_with_it() -> None:
     calls: list[str] = []
     x = torch.ones(1, requires_grad=True)

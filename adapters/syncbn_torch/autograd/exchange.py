@@ -1,26 +1,19 @@
-"""What the autograd nodes share: the exchange over processes, and checks in backward.
-
-Backward of a node uses plain differentiable operations if its result must be differentiable
-(`create_graph=True`) or a tensor has a tangent or is wrapped (`transforms.py`).
-"""
+"""What the autograd nodes share: the exchange over processes, and checks of their tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.profiler import record_function
 
 from syncbn_core.errors import StateError
 from syncbn_core.exchange import BACKWARD, Exchange, PartMoments
-from syncbn_torch.autograd.transforms import has_tangent_or_wrapper, refuse_over_processes
+from syncbn_torch._torch_private import forward_ad_active, function_transforms_active, is_wrapped
 
-__all__ = [
-    "Processes",
-    "check_unchanged",
-    "needs_plain_backward",
-]
+__all__ = ["Processes", "check_unchanged", "has_tangent_or_wrapper", "refuse_transforms"]
 
 
 class Processes(Exchange):
@@ -37,12 +30,32 @@ class Processes(Exchange):
             return super().sums(sums, forward, statistics, kind)
 
 
-def needs_plain_backward(processes: Processes | None, *tensors: Any) -> bool:
-    """Whether backward on `tensors` needs plain operations; `StateError` if they can't be sent."""
-    beyond = has_tangent_or_wrapper(*tensors)
-    if beyond and processes is not None:
-        refuse_over_processes("the backward of a layer")
-    return beyond or torch.is_grad_enabled()
+def has_tangent_or_wrapper(*tensors: Tensor | None) -> bool:
+    """Whether one has a tangent of forward-mode AD, or is wrapped by a transform or batched.
+
+    Our kernels only see memory addresses, and would miss both.
+    """
+    dual = forward_ad_active()
+    for tensor in tensors:
+        if tensor is not None and (
+            is_wrapped(tensor) or (dual and forward_ad.unpack_dual(tensor).tangent is not None)
+        ):
+            return True
+    return False
+
+
+def refuse_transforms(name: Callable[[], str], *tensors: Tensor | None) -> None:
+    """Raise `StateError` in a function transform, or if a tensor has a tangent or is wrapped.
+
+    For what synchronizes, which errors call `name()`: messages and threads don't take such tensors.
+    """
+    if function_transforms_active() or has_tangent_or_wrapper(*tensors):
+        raise StateError(
+            f"expected plain tensors in {name()}, which synchronizes over replicas or processes, "
+            "got a function transform (torch.func), batched gradients (is_grads_batched, "
+            "vectorize=True) or forward-mode AD; compute these derivatives in one process without "
+            "replicas, or higher ones by create_graph=True"
+        )
 
 
 def check_unchanged(x: Tensor, dy: Tensor) -> None:

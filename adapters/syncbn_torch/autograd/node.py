@@ -8,7 +8,7 @@ Each replica leaves its part with the master, which applies the node, and gets i
 all dy at once, so that no replica waits there. A loss may use any of the outputs. Hooks on saved
 tensors belong to the thread of a replica. Where it has some, `Keep` saves x there.
 
-In forward-mode AD differentiable operations take the place of the node.
+In transforms of a layer alone differentiable operations take the place of the node.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def batch_norm(parts: Sequence[Part]) -> tuple[Call, Sequence[Tensor]]:
     # not in the modes of any one replica; `_same` in place of the hooks of the master's own thread
     inference, graph = all(part.inference for part in parts), any(part.graph for part in parts)
     with torch.inference_mode(inference), torch.set_grad_enabled(graph):
-        if not saving_runs_hooks() or parts[0].operations is plain.DIFFERENTIABLE:
+        if not saving_runs_hooks():
             return _batch_norm(parts)
         with saved_tensors_hooks(_same, _same):
             return _batch_norm(parts)

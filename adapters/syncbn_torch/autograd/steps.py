@@ -4,8 +4,8 @@
     backward   sums of each part, added; exchanged; dx of each part
 
 Over several processes there is one message per direction. Backward computes by plain differentiable
-operations if its result must be differentiable (`create_graph=True`), or a tensor
-has a tangent or is wrapped (`transforms`).
+operations if its result must be differentiable (`create_graph=True`), or, in a layer alone, dy has
+a tangent or is wrapped by a transform.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import StateError
-from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
+from syncbn_core.moments import NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Operations, RunningStatistics, Sums
 from syncbn_torch.arrays import as_tensor
-from syncbn_torch.autograd.differentiable_exchange import sum_over_processes, total_moments
-from syncbn_torch.autograd.exchange import Processes, check_unchanged, needs_plain_backward
+from syncbn_torch.autograd.derivatives import sum_over_processes, total_moments
+from syncbn_torch.autograd.exchange import (
+    Processes,
+    check_unchanged,
+    has_tangent_or_wrapper,
+    refuse_transforms,
+)
 from syncbn_torch.backends import plain
 
 __all__ = ["Call", "Columns", "Part", "columns_of"]
@@ -97,7 +101,7 @@ class Call:
         own = [*map(_first, parts.moments, found)]
         total = self.operations.merge(own)
         if self.processes is not None:
-            total = self._of_all_processes(total, parts)
+            total, self.number = self.processes.moments(total)
         members = 1 if self.processes is None else self.processes.communicator.size
         require_more_than_one_value(total.known_count, parts.x[0].shape, members)
         known = self.operations.statistics(total, self.rule)
@@ -107,18 +111,6 @@ class Call:
         self.statistics = [*map(by_device.__getitem__, devices)]
         if self.context is not None:
             self.parts, self.total, self.by_device = own, total, by_device
-
-    def _of_all_processes(self, own: Any, parts: Columns) -> Any:
-        """`own`, the moments of this process, merged with those of the others."""
-        processes, do = self.processes, self.operations
-        if do is plain.DIFFERENTIABLE:  # by choice, so no warning about missing kernels
-            values = Moments(own.count, _value(own.mean), _value(own.m2))
-            total, self.number = processes.moments(values)
-            operands = parts.x[0], *parts.affine[0]
-            needs_grad = any(t is not None and t.requires_grad for t in operands)
-            return total_moments(own, total, processes, self.number, needs_grad and parts.graph[0])
-        total, self.number = processes.moments(own)
-        return total
 
     def forward(self, parts: Columns, last: bool) -> list[Tensor]:
         """y of each part, after updating its running statistics.
@@ -174,7 +166,9 @@ class Call:
         for x, dy in zip(xs, filled, strict=True):
             check_unchanged(x, dy)
         do, rule, statistics = self.operations, self.rule, self.statistics
-        if needs_plain_backward(self.processes, *dys):
+        if not self.alone:
+            refuse_transforms(self._name, *dys)
+        if torch.is_grad_enabled() or has_tangent_or_wrapper(*dys):
             do, statistics = plain.DIFFERENTIABLE, self._differentiable(xs)
         elif len(xs) == 1 and self.processes is not None:
             statistics = [self.processes.labelled(statistics[0], self.number)]
@@ -184,13 +178,16 @@ class Call:
         here = [total.to(x.device) if isinstance(total, Tensor) else total for x in xs]
         return _of_some(by_x, do.backward_input, *operands, here), sums
 
+    def _name(self) -> str:
+        return str(self.context.name) if self.processes is None else self.processes.name()
+
     def _differentiable(self, xs: Sequence[Tensor]) -> list[Any]:
         """The statistics as differentiable functions of `xs`."""
         do = plain.DIFFERENTIABLE
         total = part = do.merge([do.moments(x) for x in xs])
         if self.processes is not None:
             known = plain.plain_moments(self.statistics[0].moments, xs[0].device)
-            total = total_moments(part, known, self.processes, self.number, True)
+            total = total_moments(part, known, self.processes, self.number)
         statistics = do.statistics(total, self.rule)
         return [plain.plain_statistics(statistics, x.device) for x in xs]
 
@@ -207,12 +204,6 @@ class Call:
 def _first(one: Any, other: Any) -> Any:
     """The first that is not None."""
     return other if one is None else one
-
-
-def _value(values: Tensor) -> Tensor:
-    """`values` without tangent and graph."""
-    primal: Tensor = forward_ad.unpack_dual(values).primal
-    return primal.detach()
 
 
 def _of_some(wanted: Sequence[bool], compute: Callable[..., Any], *columns: Any) -> list[Any]:

@@ -16,7 +16,6 @@ from syncbn_torch.arrays import empty_like
 from syncbn_torch.autograd.node import Keep, Recomputed, normalize_replicas
 from syncbn_torch.autograd.steps import Part
 from syncbn_torch.autograd.streams import stream_of
-from syncbn_torch.backends import plain
 from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
 from syncbn_torch.module_names import name_of
 
@@ -59,21 +58,15 @@ class ReplicaSync:
         """y by the statistics of all replicas; each updates its own running statistics."""
         operations, x, affine, running, rule, _, graph, *_ = part
         over = self.shared.is_over()
-        in_thread, by_torch = operations.serial, operations is plain.DIFFERENTIABLE
+        in_thread = operations.serial
         if over:
-            if by_torch:
-                raise CheckpointError(
-                    f"{self.shared.name} was recomputed by a checkpoint in forward-mode AD, which "
-                    "can't be synchronized among replicas; leave the checkpoint out, or use one "
-                    "replica"
-                )
             with torch.no_grad():
                 moments = in_thread.moments(x)
             call = self._earlier_exchange(moments)
             known = call.by_device[x.device]
             if running is not None:  # before x is saved, where a checkpoint may end
                 in_thread.update_running(running, known)
-        kept: list[Any] = [] if graph and saving_runs_hooks() and not by_torch else [None]
+        kept: list[Any] = [] if graph and saving_runs_hooks() else [None]
         if not kept:
             x = Keep.apply(x, kept)
         ctx = kept[0] if x.requires_grad else None

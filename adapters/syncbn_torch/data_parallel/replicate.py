@@ -27,7 +27,6 @@ from syncbn_torch._torch_private import (
     HOOKS,
     InheritedModes,
     records_a_graph,
-    restored_forward_ad,
     untraced,
 )
 from syncbn_torch.conversion.registry import conversion_of
@@ -475,14 +474,13 @@ Modes = list[Callable[[], AbstractContextManager[Any]]]
 def modes_of_caller() -> tuple[Modes, Modes]:
     """The modes for all replicas, and those for replica 0 alone, which other threads don't inherit.
 
-    All have the gradient, inference, forward AD and autocast modes. Torch's function and dispatch
+    All have the gradient, inference and autocast modes. Torch's function and dispatch
     modes and hooks for saved tensors need not be safe in several threads at the same time.
     """
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     modes: Modes = [
         partial(torch.inference_mode, torch.is_inference_mode_enabled()),
         partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-        restored_forward_ad(),
     ]
     for kind in kinds:
         settings: dict[str, Any] = {

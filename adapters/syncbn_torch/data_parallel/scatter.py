@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_core.errors import ArgumentError, ShapeError
 from syncbn_torch._torch_private import forward_ad_active
-from syncbn_torch.autograd.transforms import refuse_in_replicas
+from syncbn_torch.autograd.exchange import refuse_transforms
 from syncbn_torch.data_parallel.containers import PLAIN, Node, find_tensor, is_iterator, node
 
 __all__ = [
@@ -132,7 +132,7 @@ def split(
         sizes = sizes_of_parts(batch_sizes, _number_of_samples(plan.cuts, dim), len(devices))
         count = len(sizes)
     if count > 1:
-        refuse_in_replicas("DataParallelWithCallback")
+        refuse_transforms(lambda: "DataParallelWithCallback")
     for cut in plan.cuts:
         cut.pieces = _pieces(cut, count, sizes, dim, devices)
     samples = {cut.size(dim) for cut in plan.cuts} if count > 1 and sizes is None else set()
