@@ -80,6 +80,7 @@ REMEDY = (
     "create_graph"
 )
 _NUMBERS, _EXTRAS = 1 << 19, 1 << 28
+_FIRST = 32 * _NUMBERS  # labels with an extra are not less
 _NAMES = 8192  # bytes of the message with a member's names
 
 
@@ -293,20 +294,26 @@ class Exchange(NamedTuple):
             wait = getattr(self.communicator, "wait_until", None)  # with a deadline
             if wait is not None:
                 wait(copy.done)
-            self._compare(copy.values().tolist(), label, call)
+            labels = copy.values().tolist()
+            self._compare(labels, label, call, all(label >= _FIRST for label in labels))
         elif copy is not None:
             self._processes.look_later(lambda: _are_all(label, copy), call)
         return own.with_rows(rows, None)
 
-    def _compare(self, labels: list[float], own: float, call: CollectiveCall) -> None:
-        """Raise if the labels of the members do not go together; all members raise alike."""
+    def _compare(
+        self, labels: list[float], own: float, call: CollectiveCall, together: bool = True
+    ) -> None:
+        """Raise if the labels of the members do not go together; all members raise alike.
+
+        `together`: whether all members are here, and can send their names.
+        """
         if labels.count(own) == len(labels):
             return
         if not all(label.is_integer() and label >= 32 for label in labels):
             raise ProtocolError(f"{_differ(call)}; {REMEDY}")  # a message of something else
         numbers = [int(label) for label in labels]
-        layers = {label // 4 % (8 * _NUMBERS) for label in numbers}
-        extras = {label // (32 * _NUMBERS) for label in numbers}
+        layers = {label % _FIRST // 4 for label in numbers}
+        extras = {label // _FIRST for label in numbers}
         if len(layers) == 1:
             dtypes = {rank: DTYPES[label % 4] for rank, label in enumerate(numbers)}
             if len(set(dtypes.values())) > 1:
@@ -319,6 +326,8 @@ class Exchange(NamedTuple):
                 return
         else:
             forward = False
+        if not together:
+            raise ProtocolError(f"{_differ(call)}; {REMEDY}")
         held = [] if self.layer is None else self.names.held(self.layer)
         mine = [name for name, is_own in held if is_own]
         every = self._told(json.dumps([mine[:20], call.what()])[:_NAMES], call)
@@ -364,10 +373,10 @@ def _likeness(name: str, other: str) -> int:
 
 
 def _are_all(label: float, copy: HostCopy) -> bool | None:
-    """Whether the copy has arrived and holds only `label`; None before."""
+    """Whether the copy has arrived and holds only `label`, but for hashes; None before."""
     if not (copy.may_wait() and copy.done()):
         return None
-    return bool((copy.values() == label).all())
+    return bool((copy.values() % _FIRST == label % _FIRST).all())
 
 
 def _key(kind: int, forward: int) -> int:

@@ -94,8 +94,6 @@ class Call:
         self.streams = parts.stream
         self.statistics: list[Any] = []
         self.alone = self.processes is None and self.context is None
-        if self.alone:
-            return
         missing = [moments is None for moments in parts.moments]
         found = _of_some(missing, self.operations.moments, parts.x)
         own = [*map(_first, parts.moments, found)]
@@ -120,12 +118,6 @@ class Call:
         """
         do, rule = self.operations, self.rule
         running = [None] * len(parts.x) if last else parts.running
-        if self.alone:
-            (x,), (affine,) = parts.x, parts.affine
-            require_more_than_one_value(x.numel() // max(x.shape[1], 1), x.shape)
-            known = do.statistics(do.moments(x), rule)
-            y, *self.statistics, _ = do.forward(x, known, affine, rule, running[0])
-            return [y]
         missing = [y is None for y in parts.y]
         columns = parts.x, self.statistics, parts.affine, repeat(rule), running
         results = _of_some(missing, do.forward, *columns)

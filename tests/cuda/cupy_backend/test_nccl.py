@@ -118,6 +118,18 @@ def test_nccl_ranks_in_different_layers_are_told_so():
     in_group(2, streams, member, nccl=True)
 
 
+def test_nccl_ranks_of_which_one_is_in_a_new_layer_are_told_at_once_and_later():
+    def member(rank, own):
+        layers = [BatchNorm(3, device="cuda", communicator=own, name=name) for name in "ab"]
+        x = to_device(np.ones((2, 3), "float32"))
+        layers[0](x)
+        call = layers[rank] if rank else lambda x: [layers[0](x), own.synchronize()]
+        with pytest.raises(ProtocolError, match=r"different ones in call 2 .forward of "):
+            call(x)
+
+    in_group(2, streams, member, nccl=True)
+
+
 def test_nccl_ranks_whose_first_calls_differ_in_dtype_are_told_at_once():
     def member(rank, own):
         layer = BatchNorm(3, device="cuda", communicator=own)
