@@ -15,7 +15,8 @@ a further message:
 
     label = ((extra * 2**19 + number) * 8 + kind) * 4 + dtype
 
-`number`: of the layer, by its first call in this group; layers that are not called have none.
+`number`: of the layer, by its first call in this group; calls without a layer have 0, and go with
+any (a graph on a device does not know its layer).
 `kind`: see `KINDS`. `extra`: in backward the number of the call in which the forward was; in
 the first call of a layer a hash of its name, because two members may take their layers in another
 order from the first call on; else 0.
@@ -311,21 +312,17 @@ class Exchange(NamedTuple):
             return
         if not all(label.is_integer() and label >= 32 for label in labels):
             raise ProtocolError(f"{_differ(call)}; {REMEDY}")  # a message of something else
-        numbers = [int(label) for label in labels]
-        layers = {label % _FIRST // 4 for label in numbers}
-        extras = {label // _FIRST for label in numbers}
-        if len(layers) == 1:
-            dtypes = {rank: DTYPES[label % 4] for rank, label in enumerate(numbers)}
+        forward = False
+        if _may_be_one_layer(labels):
+            dtypes = {rank: DTYPES[int(label) % 4] for rank, label in enumerate(labels)}
             if len(set(dtypes.values())) > 1:
                 raise DTypeError(
                     f"expected input of one dtype on all members, got {dtypes} in {call}; check "
                     "autocast and the dtype of the data there"
                 )
-            forward = numbers[0] // 4 % 8 == FORWARD
-            if forward and len(extras - {0}) < 2:  # names of the others are known
+            forward = own // 4 % 8 == FORWARD
+            if len({label // _FIRST for label in labels} - {0.0}) < 2:  # names of others are known
                 return
-        else:
-            forward = False
         if not together:
             raise ProtocolError(f"{_differ(call)}; {REMEDY}")
         held = [] if self.layer is None else self.names.held(self.layer)
@@ -349,6 +346,14 @@ class Exchange(NamedTuple):
         row = np.frombuffer(bytearray(text.encode().ljust(_NAMES)), np.float64)
         rows = self.communicator.all_gather(row, _further(call))
         return [np.asarray(row).tobytes().decode(errors="replace").rstrip() for row in rows]
+
+
+def _may_be_one_layer(labels: Sequence[float]) -> bool:
+    """Whether layers and kinds agree, in backward calls too; what has no layer goes with any."""
+    kinds = {label // 4 % 8 for label in labels}
+    numbers = {label // 32 % _NUMBERS for label in labels} - {1.0}
+    calls = {label // _FIRST for label in labels}
+    return len(kinds) == 1 and len(numbers) < 2 and (kinds == {FORWARD} or len(calls) == 1)
 
 
 def _holds_another(held: Sequence[tuple[str, bool]], others: set[str]) -> bool:
@@ -376,7 +381,8 @@ def _are_all(label: float, copy: HostCopy) -> bool | None:
     """Whether the copy has arrived and holds only `label`, but for hashes; None before."""
     if not (copy.may_wait() and copy.done()):
         return None
-    return bool((copy.values() % _FIRST == label % _FIRST).all())
+    labels: list[float] = copy.values().tolist()
+    return len({label % 4 for label in (label, *labels)}) == 1 and _may_be_one_layer(labels)
 
 
 def _key(kind: int, forward: int) -> int:

@@ -180,7 +180,7 @@ class NumpySteps(Operations):
         counted = np.zeros((), np.int64) if counter is None else counter
         held = [_bits_of(own) for own in (mean, var)]
         in_place = held[0] is not None and held[1] is not None and counted.flags.carray
-        if in_place and counted.dtype.isnative:
+        if in_place and counted.dtype == np.int64:
             channels.update_running(*held, counted, table, count, factor)
             return running
         wide, counted = [_wide(mean), _wide(var)], np.array(counted, np.int64)

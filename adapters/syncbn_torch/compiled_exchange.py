@@ -89,10 +89,20 @@ class _Exchange(dist.ProcessGroup):
         (values,) = tensors
         communicator = communicator_for(resolve_group(self._group))
         assert communicator is not None
-        self._run(values, partial(self._of_layer, communicator))
+        exchange = partial(self._of_layer, communicator)
+        if _on_host(values, communicator):
+            row = values.cpu()
+            self._on_host(row.numpy(), exchange)
+            if row is not values:
+                values.copy_(row)
+        else:
+            self._on_device(values, exchange(0))
         return finished_work(tensors)
 
-    def _run(self, values: Tensor, exchange: Callable[[float], Exchange]) -> None:
+    def _on_host(self, row: Any, exchange: Callable[[float], Exchange]) -> None:
+        raise NotImplementedError
+
+    def _on_device(self, values: Tensor, exchange: Exchange) -> None:
         raise NotImplementedError
 
     def _of_layer(self, communicator: Communicator, number: float) -> Exchange:
@@ -105,34 +115,31 @@ class _Exchange(dist.ProcessGroup):
 class _Moments(_Exchange):
     direction = "moments"
 
-    def _run(self, values: Tensor, exchange: Callable[[float], Exchange]) -> None:
-        part: Any
+    def _on_host(self, row: Any, exchange: Callable[[float], Exchange]) -> None:
+        channels = len(row) // 2 - 1
+        part = Moments(int(row[0]), row[1 : 1 + channels].copy(), row[1 + channels : -1].copy())
         total: Any
-        if _on_host(values):
-            row = values.numpy()
-            channels = len(row) // 2 - 1
-            part = Moments(int(row[0]), row[1 : 1 + channels].copy(), row[1 + channels : -1].copy())
-            total, number = exchange(row[-1]).moments(part)
-            require_more_than_one_value(total.known_count)
-            row[:] = np.concatenate([[total.count], total.mean, total.m2, [number]])
-        else:
-            part = DeviceMoments(values.clone()[None], None, torch.cat)
-            total, number = exchange(0).moments(part)
-            values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(total.rows)))
-            values[-1:].fill_(number)
+        total, number = exchange(row[-1]).moments(part)
+        require_more_than_one_value(total.known_count)
+        row[:] = np.concatenate([[total.count], total.mean, total.m2, [number]])
+
+    def _on_device(self, values: Tensor, exchange: Exchange) -> None:
+        total: Any
+        total, number = exchange.moments(DeviceMoments(values.clone()[None], None, torch.cat))
+        values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(total.rows)))
+        values[-1:].fill_(number)
 
 
 class _Sums(_Exchange):
     direction = "sums"
 
-    def _run(self, values: Tensor, exchange: Callable[[float], Exchange]) -> None:
-        if _on_host(values):
-            row = values.numpy()
-            row[:-2] = exchange(row[-1]).sums(row[:-2].copy(), int(row[-2]))
-        else:
-            total = exchange(0).sums_of_graph(values[:-1].clone())
-            values[:-2] = torch.where(total[-1:] == 0, total[:-1], float("nan"))
+    def _on_host(self, row: Any, exchange: Callable[[float], Exchange]) -> None:
+        row[:-2] = exchange(row[-1]).sums(row[:-2].copy(), int(row[-2]))
+
+    def _on_device(self, values: Tensor, exchange: Exchange) -> None:
+        total = exchange.sums_of_graph(values[:-1].clone())
+        values[:-2] = torch.where(total[-1:] == 0, total[:-1], float("nan"))
 
 
-def _on_host(values: Tensor) -> bool:
-    return values.is_cpu
+def _on_host(values: Tensor, communicator: Communicator) -> bool:
+    return values.is_cpu or not getattr(communicator, "on_device", False)

@@ -161,6 +161,19 @@ def test_backward_tells_calls_and_directions_apart(in_group: InGroup) -> None:
     assert in_group(3, member) == [[[6.0] * 3] * 2] * 3
 
 
+def test_a_call_without_a_layer_goes_with_any(in_group: InGroup) -> None:
+    def member(rank: int, group: ThreadCommunicator) -> Any:
+        own = exchange(group, layer=Layer() if rank else None)
+        for _ in range(2):
+            total, number = own.moments(part_of(rank))
+        own.sums(np.ones((2, 3)), number)
+        with pytest.raises(ProtocolError, match="same layer"):
+            own.sums(np.ones((2, 3)), number - rank)
+        return total.count
+
+    assert in_group(2, member) == [5] * 2
+
+
 def test_inputs_of_different_dtypes_are_told_to_all(in_group: InGroup) -> None:
     def member(rank: int, own: ThreadCommunicator) -> Any:
         dtype = "float16" if rank == 1 else "float32"

@@ -31,6 +31,7 @@ from world import (
     whole_batch,
 )
 
+from syncbn_core import exchange
 from syncbn_core.errors import BatchSizeError, CommAborted, CommTimeout, ProtocolError
 from syncbn_torch import (
     DataParallelWithCallback,
@@ -115,7 +116,10 @@ def test_a_graph_sends_what_ranks_without_a_graph_send(rank: int, size: int) -> 
     )
     for backend, both in ((counting, True), ("inductor", True), ("inductor", False)):
         for on_host in (True, False):
-            with patch.object(compiled_exchange, "_on_host", lambda _: on_host):  # noqa: B023
+            with (
+                patch.object(compiled_exchange, "_on_host", lambda *_: on_host),  # noqa: B023
+                patch.object(exchange, "_stays_on_device", lambda *_: not on_host),  # noqa: B023
+            ):
                 layer, twin = convert_model(Twice()).double(), Twice().double()
                 model = compiled(layer, backend) if both or rank else layer
                 steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
@@ -523,7 +527,10 @@ def test_a_layer_alone_compiles_and_exports_as_nn_batch_norm(rank: int, size: in
 @on_ranks(2)
 def test_messages_that_stay_on_a_device(rank: int, size: int) -> None:
     """On the CPU: there a GPU's messages go the same way."""
-    with patch.object(compiled_exchange, "_on_host", lambda values: False):
+    with (
+        patch.object(compiled_exchange, "_on_host", lambda *_: False),
+        patch.object(exchange, "_stays_on_device", lambda *_: True),
+    ):
         for bounds in (BOUNDS, (0, 0, 6)):
             layer, twin = convert_model(network()), network()
             model = compiled(layer)

@@ -83,9 +83,14 @@ REPLACED: dict[str, Callable[[Any], Any]] = {
     "takes a pickled one": lambda model: pickle.loads(pickle.dumps(model)),
 }
 LATER = ("wraps it after a step", "keeps an average after a step")
-WRONG = ("swaps two layers", "takes one twice", "skips one", "takes another into the loss")
+WRONG = ("swaps two layers", "takes one twice", "skips one", "skips the last one")
+WRONG += ("takes another into the loss",)
 WAYS = (*RIGHT, *REPLACED, *LATER, *WRONG)
 FIRST, LAST = map(int, os.environ.get("SYNCBN_PROGRAMS", f"0 {len(WAYS)}").split())
+
+
+def train_once(model: nn.Module, x: Tensor, order: list[int]) -> None:
+    torch.stack(model(x, order)).sum().backward()
 
 
 def run_program(number: int, rank: int, size: int) -> None:
@@ -117,9 +122,11 @@ def run_program(number: int, rank: int, size: int) -> None:
             order[one] = other
         if wrong and odd and way == "skips one":
             del order[min(one, other)]
+        if wrong and odd and way == "skips the last one":
+            del order[-1]
         if wrong and way != "takes another into the loss":
             words = ("same layer", "rank 0: ", "rank 1: ")
-            raises(ProtocolError, *words, call=lambda p=part, o=order: model(p, o))
+            raises(ProtocolError, *words, call=lambda p=part, o=order: train_once(model, p, o))
             return
         ys = model(part, order)
         if wrong:
