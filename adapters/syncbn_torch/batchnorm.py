@@ -27,9 +27,10 @@ from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.contexts import CallbackContext
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, shared_forward
-from syncbn_torch.forward import always_ours, batch_norm, traced_batch_norm
+from syncbn_torch.forward import always_ours, batch_norm
 from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
 from syncbn_torch.process_group import checked_process_group, communicator_for
+from syncbn_torch.traced import traced_batch_norm
 
 __all__ = [
     "LazySynchronizedBatchNorm1d",

@@ -2,9 +2,9 @@
 
 A compiled graph can hold collectives of torch, but no Python. So each direction of the exchange is
 an `all_reduce` over a process group of our own. It has one rank and sends nothing itself: it calls
-`Exchange` with the communicator of the layer. Ranks that run compiled
-graphs therefore send the same messages, labels included, as ranks that don't, raise the same errors
-and get the same bits. Inductor keeps all collectives of a graph in their order.
+`Exchange` with the communicator of the layer. So ranks that run compiled graphs send the same
+messages, labels included, as ranks that don't, raise the same errors and get the same bits.
+Inductor keeps all collectives of a graph in their order.
 
 What the group must know comes in its name (the direction, the dtype of x, the group that the layer
 synchronizes over) and at the end of the array, float64 (2 C + 2):

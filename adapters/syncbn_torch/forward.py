@@ -1,10 +1,10 @@
 """The forward of a layer: choose how to compute it, once per call.
 
     alone, or in eval with running statistics     torch's layer
-    alone, large planes on the CPU, or "clamp"    `autograd.node`, with one part
-    replica                                       `autograd.node`, with the other replicas
-    several processes                             `autograd.node`, one collective each way
-    several processes, under torch.compile        `autograd.traced`
+    alone, large planes on the CPU, or "clamp"    `node`, with one part
+    replica                                       `node`, with the other replicas
+    several processes                             `node`, one collective each way
+    several processes, under torch.compile        `traced`
 
 Where the node computes, one of these implementations does:
 
@@ -31,41 +31,29 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
-from syncbn_core.steps import Affine, Operations, RunningStatistics
-from syncbn_torch import arrays
+from syncbn_core.steps import Affine, Operations
+from syncbn_torch import arrays, node
 from syncbn_torch._torch_private import (
-    COMPARES_GROUPS_BY_TYPE,
     backward_task,
-    constant_while_tracing,
-    default_group,
-    exporting,
     is_jit_tracing,
     modes_run_other_code,
     records_a_graph,
     transforming,
-    untraced,
 )
-from syncbn_torch.autograd import node
-from syncbn_torch.autograd import traced as traced_node
-from syncbn_torch.autograd.exchange import Processes, refuse_transforms
-from syncbn_torch.autograd.steps import Part
 from syncbn_torch.backends import cuda, plain
+from syncbn_torch.checks import check_operands, checked_running, refuse_transforms
 from syncbn_torch.layer_state import LayerState
-from syncbn_torch.module_names import LAYER_NAMES, name_of
-from syncbn_torch.process_group import communicator_for, is_communicator
-from syncbn_torch.validation import (
-    check_for_processes,
-    check_input,
-    check_operands,
-    checked_running,
-)
+from syncbn_torch.module_names import name_of
+from syncbn_torch.node import Part
+from syncbn_torch.processes import Processes, processes_of
 
 __all__ = [
     "always_ours",
     "batch_norm",
+    "eval_batch_norm",
     "goes_to_kernels",
+    "has_running_statistics",
     "operations_for",
-    "traced_batch_norm",
 ]
 
 LARGE = 50_000  # elements from which our kernels are faster than torch's,
@@ -89,7 +77,7 @@ def always_ours(on: bool = True) -> Iterator[None]:
 def batch_norm(layer: LayerState, x: Tensor) -> Tensor:
     """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`."""
     if not layer.training and has_running_statistics(layer):
-        return _eval(layer, x)
+        return eval_batch_norm(layer, x)
     processes = None
     if layer.training and (layer.process_group is not None or _has_world()):
         processes = processes_of(layer, x)
@@ -137,39 +125,24 @@ def _is_watched() -> bool:
 
 def _by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
     """Normalize x by the statistics of the whole batch, after all checks; errors name the layer."""
+    sync = layer._replica_sync
     try:
-        return _checked_by_node(layer, x, processes)
+        if records_a_graph():
+            _refuse_to_be_recorded(layer, sync is None and processes is None)
+        if _is_named_subclass(x):
+            # its class is restored after the node, so that y is no view made inside of one
+            return handle_torch_function(_as_tensor, (x,), x, layer, processes)
+        part = _checked_part(layer, x, processes)
+        if sync is not None:
+            y: Tensor = sync.forward(part)
+            return y
+        (y,), _ = node.batch_norm([part])
+        return y
     except (BatchSizeError, DeviceError, DTypeError, ShapeError) as error:
         name, text = name_of(layer._original), str(error)
         if name not in text:
             error.args = (f"{name}: {text}",)
         raise
-
-
-def _checked_by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
-    affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
-    check_input(layer, x, affine.weight)
-    sync = layer._replica_sync
-    alone = sync is None and processes is None
-    if records_a_graph():
-        _refuse_to_be_recorded(layer, alone)
-    if _is_named_subclass(x):
-        # its class is restored after the node, so that y is no view made inside of one
-        return handle_torch_function(_as_tensor, (x,), x, layer, processes)
-    part = checked_part(layer, x, affine, processes)
-    if alone:
-        if _is_watched():
-            part = part._replace(operations=plain.DIFFERENTIABLE)
-        if part.running is not None:  # without telling graphs of torch's layer that have saved them
-            mean, var, *rest = part.running
-            data = (None if t is None else t.data for t in (mean, var))
-            part = part._replace(running=RunningStatistics(*data, *rest))
-    elif transforming():
-        refuse_transforms(partial(name_of, layer._original), x, *affine)
-    if sync is not None:
-        return sync.forward(part)
-    _, (y,) = node.batch_norm([part])
-    return y
 
 
 def _is_named_subclass(x: Tensor) -> bool:
@@ -186,17 +159,25 @@ def _as_tensor(input: Tensor, layer: LayerState, processes: Processes | None) ->
     return _by_node(layer, input.as_subclass(Tensor), processes)
 
 
-def checked_part(layer: LayerState, x: Tensor, affine: Affine, processes: Processes | None) -> Part:
+def _checked_part(layer: LayerState, x: Tensor, processes: Processes | None) -> Part:
     """The part of a layer in training with input x; raises the errors of a layer's forward."""
-    operations = operations_for(x)
-    running = checked_running(layer)
+    affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
+    operations, running = operations_for(x), checked_running(layer)
+    by_address, sends = operations is not plain.OPERATIONS, processes is not None
+    check_operands(layer, x, affine, running, by_address, sends)
     if not _updates(layer, running is not None):
         running = None
-    rule, by_address = layer._rule, operations is not plain.OPERATIONS
-    check_operands(x, layer.num_features, affine, running, rule, by_address)
-    if processes is not None:
-        check_for_processes(partial(name_of, layer), x, affine)
-    return Part(operations, x, affine, running, rule, processes, torch.is_grad_enabled())
+    if sends or layer._replica_sync is not None:
+        if transforming():
+            refuse_transforms(partial(name_of, layer._original), x, *affine)
+    else:
+        if _is_watched():
+            operations = plain.DIFFERENTIABLE
+        if running is not None:  # without telling graphs of torch's layer that have saved them
+            mean, var = (None if t is None else t.data for t in running[:2])
+            running = running._replace(mean=mean, var=var)
+    graph = torch.is_grad_enabled()
+    return Part(operations, x, affine, running, layer._rule, processes, graph)
 
 
 def _updates(layer: LayerState, tracks: bool) -> bool:
@@ -238,77 +219,12 @@ def _cpu() -> Operations:
     return operations
 
 
-def processes_of(layer: LayerState, x: Tensor) -> Processes | None:
-    """The processes to synchronize with; None in eval, where each may run any number of batches."""
-    communicator = communicator_for(layer.process_group) if layer.training else None
-    if communicator is None:
-        return None
-    original = layer._original
-    dtype = str(x.dtype).removeprefix("torch.")  # as NumPy calls it
-    return Processes(communicator, partial(name_of, original), dtype, original, LAYER_NAMES)
-
-
-def traced_batch_norm(layer: LayerState, x: Tensor) -> Tensor:
-    """`batch_norm` while torch.compile traces it."""
-    if not layer.training and has_running_statistics(layer):
-        return _eval(layer, x)
-    if layer._replica_sync is not None or is_communicator(type(layer.process_group)):
-        return _with_messages_of_python(layer, x)  # type: ignore[no-any-return]
-    group, rule = "", layer._rule
-    processes = layer.training and (layer.process_group is not None or default_group() is not None)
-    if not traced_node.TRACES_LAYERS and (processes or rule.clamps):
-        return _for_newer_torch(layer, x)  # type: ignore[no-any-return]
-    if processes:
-        group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
-    if not group and not rule.clamps:
-        return _torch_forward(layer, x)
-    affine = Affine(layer.weight, layer.bias)
-    check_input(layer, x, affine.weight)
-    running = checked_running(layer)
-    check_operands(x, layer.num_features, affine, running, rule, False)
-    if group and exporting():
-        raise StateError(
-            "expected a model in eval for torch.export, got a layer in training that synchronizes "
-            "over processes: the exported program would compute wrong gradients; call "
-            "model.eval(), or export revert_model(copy.deepcopy(model))"
-        )
-    if not group and x.numel() <= x.shape[1]:
-        return _of_one_value(layer, x)  # type: ignore[no-any-return]
-    return traced_node.batch_norm(x, affine, running, rule, layer._number, group)
-
-
-# What torch.compile can't trace, and why.
-_with_messages_of_python = untraced(
-    "a layer in replicas, or with a communicator as its process_group, sends messages by Python"
-)(batch_norm)
-_for_newer_torch = untraced(
-    "a graph with a layer over processes, or in mode 'clamp', needs torch 2.10 or newer"
-)(batch_norm)
-_of_one_value = untraced("the layer raises an error: expected more than 1 value per channel")(
-    batch_norm
-)
-
-
-def _guarded(process_group: Any) -> int:
-    """A number by which torch.compile tells groups apart; before torch 2.12 it does by itself."""
-    group = default_group() if process_group is None else process_group
-    return id(group) if COMPARES_GROUPS_BY_TYPE else 0
-
-
-@constant_while_tracing
-def _group_for(process_group: Any, dtype: torch.dtype, guarded: int) -> str:
-    """`compiled_exchange.group_for`, a constant in the graph."""
-    # imported on first use: there are builds of torch without process groups
-    name: str = import_module("syncbn_torch.compiled_exchange").group_for(process_group, dtype)
-    return name
-
-
 def has_running_statistics(layer: LayerState) -> bool:
     """Whether eval uses running statistics, not those of the batch."""
     return layer.running_mean is not None and layer.running_var is not None
 
 
-def _eval(layer: LayerState, x: Tensor) -> Tensor:
+def eval_batch_norm(layer: LayerState, x: Tensor) -> Tensor:
     """y in eval, by torch's layer; "clamp" passes the clamped variance and a negligible eps."""
     if layer.effective_eps_mode != "clamp":
         return _torch_forward(layer, x)

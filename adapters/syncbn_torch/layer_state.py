@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn_core.checks import check_eps_mode
 from syncbn_core.errors import StateError
 from syncbn_core.moments import EpsMode, NormRule
-from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected
 from syncbn_torch.module_names import name_of
 
 __all__ = ["LayerState", "give_number", "layer_of", "set_sbn_eps_mode"]
@@ -83,7 +82,7 @@ class LayerState(_BatchNorm):
     # Class-level defaults: converted layers and old pickles never ran __init__.
     process_group: Any = None
     eps_mode: EpsMode | None = None
-    _replica_sync: ReplicaSync | Unconnected | None = None
+    _replica_sync: Any = None  # in replicas the link to the others
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
     # whether the last forward in training outside of backward updated the running statistics
     _tracked: bool = True

@@ -40,8 +40,8 @@ from syncbn_torch import (
     SynchronizedBatchNorm2d,
     compiled_exchange,
     convert_model,
+    traced,
 )
-from syncbn_torch.autograd import traced
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 BOUNDS = (0, 2, 6)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncbn_torch.autograd import streams
+from syncbn_torch import streams
 
 
 class Stream:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 from syncbn_core.comm import SyncMaster
 from syncbn_core.device_moments import DeviceMoments
-from syncbn_core.errors import CheckpointError, CommAborted, StateError
+from syncbn_core.errors import CheckpointError, CommAborted, ShapeError, StateError
 from syncbn_torch._torch_private import saving_runs_hooks, watch_saving
-from syncbn_torch.arrays import empty_like
-from syncbn_torch.autograd.node import Keep, Recomputed, normalize_replicas
-from syncbn_torch.autograd.steps import Part
-from syncbn_torch.autograd.streams import stream_of
+from syncbn_torch.backends import plain
 from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
 from syncbn_torch.module_names import name_of
+from syncbn_torch.node import Call, Part, batch_norm
+from syncbn_torch.streams import of_replicas, stream_of
 
 __all__ = ["ReplicaSync", "Unconnected", "shared_forward"]
-
-# Numbers in a part from which on its replica computes moments and y on a CPU, beside the others.
-# Below, the master is quicker with all parts than the replicas with waking up.
-APART = 1 << 16
 
 _OURS = "master of the layer"  # among the attributes of a context: no name that one could have
 
@@ -39,7 +37,7 @@ class ReplicaSync:
             shared.begin(_OURS, self.master)
         else:
             self.pipe = shared.master(_OURS).register_slave(copy_id)
-        self._history: list[tuple[Any, Any, bool]] = []
+        self._history: list[tuple[Any, Call, bool]] = []
         self._index = 0  # of this replica's part among all
 
     def check(self) -> None:
@@ -56,52 +54,35 @@ class ReplicaSync:
 
     def forward(self, part: Part) -> Tensor:
         """y by the statistics of all replicas; each updates its own running statistics."""
-        operations, x, affine, running, rule, _, graph, *_ = part
-        over = self.shared.is_over()
-        in_thread = operations.serial
+        x, graph, over = part.x, part.graph, self.shared.is_over()
+        part = part._replace(context=self.shared)
         if over:
             with torch.no_grad():
-                moments = in_thread.moments(x)
-            call = self._earlier_exchange(moments)
-            known = call.by_device[x.device]
-            if running is not None:  # before x is saved, where a checkpoint may end
-                in_thread.update_running(running, known)
+                call = self._earlier_call(part.operations.moments(x))
+                known = call.known[x.device]
+                if part.running is not None:  # before x is saved, where a checkpoint may end
+                    part.operations.update_running(part.running, known)
         kept: list[Any] = [] if graph and saving_runs_hooks() else [None]
         if not kept:
             x = Keep.apply(x, kept)
-        ctx = kept[0] if x.requires_grad else None
         if over:
-            part = part._replace(context=self.shared)
-            recomputed: Tensor = Recomputed.apply(x, *affine, known, part)
+            recomputed: Tensor = Recomputed.apply(x, *part.affine, known, part)
             # a GPU of one replica alone has a generator of its own, which the checkpoint restores
-            shared = len(call.by_device) < len(call.parts)
+            shared = len(call.known) < len(call.moments)
             devices = [torch.device("cpu"), *[x.device] * shared]
             states = _random_states(devices)
             watch_saving(lambda: self._check_random_states(states, devices))
             return recomputed
-        apart = in_thread is not operations and x.numel() >= APART
-        moments = room = None
-        if apart:
-            with torch.no_grad():
-                moments = in_thread.moments(x)
-            room = empty_like(x)
         part = part._replace(
             x=x,
             inference=torch.is_inference_mode_enabled(),
-            context=self.shared,
-            kept=ctx,
-            moments=moments,
-            y=room,
+            kept=kept[0] if x.requires_grad else None,
             stream=stream_of(x),
         )
         exchange = self.master.run_master if self.is_master else self.pipe.run_slave
-        result: tuple[Tensor, Any, int] = exchange(part)
+        result: tuple[Tensor, Call, int] = exchange(part)
         y, call, self._index = result
-        if apart and call.operations is operations:
-            known = call.by_device[x.device]
-            with torch.no_grad():
-                in_thread.forward(x, known, affine, rule, running, out=y)
-        self._history.append((call.parts[self._index], call, graph))
+        self._history.append((call.moments[self._index], call, graph))
         return y
 
     def _check_random_states(self, states: list[Tensor], devices: list[torch.device]) -> None:
@@ -117,8 +98,8 @@ class ReplicaSync:
                 "move them out of the checkpoint, or use one replica per process"
             )
 
-    def _earlier_exchange(self, part: Any) -> Any:
-        found = [(one, graph) for seen, one, graph in self._history if _same_bits(seen, part)]
+    def _earlier_call(self, moments: Any) -> Call:
+        found = [(one, graph) for seen, one, graph in self._history if _same_bits(seen, moments)]
         if not found:
             raise CheckpointError(
                 f"{self.shared.name} of a replica was called after the forward of its "
@@ -132,27 +113,102 @@ class ReplicaSync:
                 "replica at a time and can't be synchronized; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        exchange: Any = found[0][0]
-        if part.known_count == 0:  # for an empty part any statistics are right
-            return exchange
-        if not all(_same_bits(exchange.total, other.total) for other, _ in found):
+        call = found[0][0]
+        if moments.known_count == 0:  # for an empty part any statistics are right
+            return call
+        if not all(_same_bits(call.total, other.total) for other, _ in found):
             raise CheckpointError(
                 f"{self.shared.name} was recomputed with an input that this replica had in "
                 "several calls with different statistics over all replicas; use a separate layer "
                 "for each of these calls, or do not checkpoint them"
             )
-        return exchange
+        return call
+
+
+class Keep(Function):
+    """x -> x; saves x in the thread of its replica, and puts its ctx into `kept`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Any]) -> Tensor:
+        ctx.save_for_backward(x)
+        kept.append(ctx)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
+
+
+class Recomputed(Function):
+    """x, weight, bias -> y of an earlier call, while a checkpoint fills in what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, statistics: Any, part: Part) -> Tensor:
+        ctx.name = str(part.context.name)
+        y: Tensor = part.operations.forward(x, statistics, part.affine, part.rule).y
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        raise CheckpointError(
+            f"{ctx.name} was recomputed by a checkpoint, and backward() was called on that "
+            "recomputation, which can't be synchronized; use "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
 
 
 def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """The `SyncMaster` callback.
+    """The `SyncMaster` callback: turns each `Part` into `(y, call, index)`.
 
-    When a forward is given up, all slaves are forgotten; a master that comes then would be alone.
+    Settings come from the first part, the master's. Raises `BatchSizeError` for one value per
+    channel in all, `ShapeError` for unequal channels.
     """
-    context = messages[0][1].context
+    parts: list[Part] = [part for _, part in messages]
+    context = parts[0].context
+    # When a forward is given up, all slaves are forgotten; a master that comes then would be alone.
     if context.closed:
         raise CommAborted(f"{context.name}: the forward of this replica has ended")
-    return normalize_replicas(messages)
+    if len({part.x.shape[1] for part in parts}) > 1:
+        channels = {identifier: part.x.shape[1] for identifier, part in messages}
+        raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
+    if any(part.operations is not parts[0].operations for part in parts):
+        # such as a tensor of a subclass in one replica
+        parts = [part._replace(operations=plain.OPERATIONS) for part in parts]
+    # not in the modes of any one replica
+    inference, graph = all(part.inference for part in parts), any(part.graph for part in parts)
+    with (
+        of_replicas([part.stream for part in parts]) as record,
+        torch.inference_mode(inference),
+        torch.set_grad_enabled(graph),
+        _without_hooks(context),
+    ):
+        ys, call = batch_norm(parts)
+        record(ys)
+    indexed = enumerate(zip(messages, ys, strict=True))
+    return [(identifier, (y, call, n)) for n, ((identifier, _), y) in indexed]
+
+
+def _without_hooks(context: SharedForward) -> Any:
+    """Save tensors as they are, in place of the hooks of the master's own thread."""
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
+        return tensor, _version(tensor)
+
+    def unpack(saved: tuple[Tensor, int | None]) -> Tensor:
+        tensor, version = saved
+        if _version(tensor) != version:
+            raise StateError(  # torch does not see it past hooks
+                f"expected the weight and input of {context.name} as they were in forward, "
+                "one has been modified by an inplace operation; do that after backward"
+            )
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack) if saving_runs_hooks() else nullcontext()
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor has been written in place."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:

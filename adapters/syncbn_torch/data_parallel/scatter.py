@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from syncbn_core.errors import ArgumentError, ShapeError
 from syncbn_torch._torch_private import forward_ad_active
-from syncbn_torch.autograd.exchange import refuse_transforms
+from syncbn_torch.checks import refuse_transforms
 from syncbn_torch.data_parallel.containers import PLAIN, Node, find_tensor, is_iterator, node
 
 __all__ = [

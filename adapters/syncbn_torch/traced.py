@@ -1,27 +1,93 @@
-"""The autograd node of a layer in a graph of torch.compile: plain operations and two collectives.
+"""A layer in a graph of torch.compile: plain operations and two collectives.
 
 torch.compile traces both directions, and joins the operations with those beside the layer.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn_core.errors import StateError
 from syncbn_core.moments import EpsMode, Moments, NormRule
 from syncbn_core.steps import Affine, RunningStatistics
-from syncbn_torch._torch_private import constant_while_tracing
+from syncbn_torch._torch_private import (
+    COMPARES_GROUPS_BY_TYPE,
+    constant_while_tracing,
+    default_group,
+    exporting,
+    untraced,
+)
 from syncbn_torch.backends import plain
+from syncbn_torch.checks import check_operands, checked_running
+from syncbn_torch.forward import batch_norm, eval_batch_norm, has_running_statistics
+from syncbn_torch.layer_state import LayerState
+from syncbn_torch.process_group import is_communicator
 
-__all__ = ["TRACES_LAYERS", "batch_norm"]
+__all__ = ["TRACES_LAYERS", "traced_batch_norm"]
 
 # Whether torch.compile can trace our layers, over processes and in the mode "clamp". In torch 2.8
 # a graph updated running statistics wrongly within a checkpoint.
 TRACES_LAYERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+
+
+def traced_batch_norm(layer: LayerState, x: Tensor) -> Tensor:
+    """`batch_norm` while torch.compile traces it."""
+    if not layer.training and has_running_statistics(layer):
+        return eval_batch_norm(layer, x)
+    if layer._replica_sync is not None or is_communicator(type(layer.process_group)):
+        return _with_messages_of_python(layer, x)  # type: ignore[no-any-return]
+    group, rule = "", layer._rule
+    processes = layer.training and (layer.process_group is not None or default_group() is not None)
+    if not TRACES_LAYERS and (processes or rule.clamps):
+        return _for_newer_torch(layer, x)  # type: ignore[no-any-return]
+    if processes:
+        group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
+    if not group and not rule.clamps:
+        return _BatchNorm.forward(layer, x)
+    affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
+    check_operands(layer, x, affine, running)
+    if group and exporting():
+        raise StateError(
+            "expected a model in eval for torch.export, got a layer in training that synchronizes "
+            "over processes: the exported program would compute wrong gradients; call "
+            "model.eval(), or export revert_model(copy.deepcopy(model))"
+        )
+    if not group and x.numel() <= x.shape[1]:
+        return _of_one_value(layer, x)  # type: ignore[no-any-return]
+    return _in_graph(x, affine, running, rule, layer._number, group)
+
+
+# What torch.compile can't trace, and why.
+_with_messages_of_python = untraced(
+    "a layer in replicas, or with a communicator as its process_group, sends messages by Python"
+)(batch_norm)
+_for_newer_torch = untraced(
+    "a graph with a layer over processes, or in mode 'clamp', needs torch 2.10 or newer"
+)(batch_norm)
+_of_one_value = untraced("the layer raises an error: expected more than 1 value per channel")(
+    batch_norm
+)
+
+
+def _guarded(process_group: Any) -> int:
+    """A number by which torch.compile tells groups apart; before torch 2.12 it does by itself."""
+    group = default_group() if process_group is None else process_group
+    return id(group) if COMPARES_GROUPS_BY_TYPE else 0
+
+
+@constant_while_tracing
+def _group_for(process_group: Any, dtype: torch.dtype, guarded: int) -> str:
+    """`compiled_exchange.group_for`, a constant in the graph."""
+    # imported on first use: there are builds of torch without process groups
+    name: str = import_module("syncbn_torch.compiled_exchange").group_for(process_group, dtype)
+    return name
 
 
 class TracedBatchNorm(Function):
@@ -69,7 +135,7 @@ class TracedBatchNorm(Function):
         return dx, grad_weight, sums.grad_bias if by_bias else None, None, None, None, None
 
 
-def batch_norm(
+def _in_graph(
     x: Tensor,
     affine: Affine,
     running: RunningStatistics | None,

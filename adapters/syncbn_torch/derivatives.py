@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from syncbn_core.exchange import OF_MOMENTS, OF_SUMS, WITH_GRAPH
 from syncbn_core.moments import Moments
-from syncbn_torch.autograd.exchange import Processes
+from syncbn_torch.processes import Processes
 
 __all__ = ["sum_over_processes", "total_moments"]
 
