@@ -321,7 +321,8 @@ class Exchange(NamedTuple):
                     "autocast and the dtype of the data there"
                 )
             forward = own // 4 % 8 == FORWARD
-            if len({label // _FIRST for label in labels} - {0.0}) < 2:  # names of others are known
+            hashes = {label // _FIRST for label in labels} - {0.0}  # of names; 0 after first calls
+            if len(hashes) < 2:
                 return
         if not together:
             raise ProtocolError(f"{_differ(call)}; {REMEDY}")
@@ -349,7 +350,7 @@ class Exchange(NamedTuple):
 
 
 def _may_be_one_layer(labels: Sequence[float]) -> bool:
-    """Whether layers and kinds agree, in backward calls too; what has no layer goes with any."""
+    """Whether kinds and layers agree, in backward the calls too; no layer agrees with every one."""
     kinds = {label // 4 % 8 for label in labels}
     numbers = {label // 32 % _NUMBERS for label in labels} - {1.0}
     calls = {label // _FIRST for label in labels}
