@@ -15,7 +15,6 @@ from syncbn_core.comm.protocol import (
     CommunicatorBase,
     SingleCommunicator,
 )
-from syncbn_core.comm.rounds import Siblings
 from syncbn_core.comm.thread_group import ThreadCommunicator, thread_group
 from syncbn_core.comm.threads import run_in_threads
 from syncbn_core.comm.timeouts import get_default_timeout, set_default_timeout
@@ -32,7 +31,6 @@ __all__ = [
     "MPICommunicator",
     "NCCLCommunicator",
     "ProcessCommunicator",
-    "Siblings",
     "SingleCommunicator",
     "SlavePipe",
     "SyncMaster",

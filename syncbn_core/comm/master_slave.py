@@ -22,23 +22,167 @@ Registering a slave after the first call starts a new round and closes all earli
 
 from __future__ import annotations
 
-import _thread
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from syncbn_core.comm.future import NOTHING, FutureResult, Gate
-from syncbn_core.comm.rounds import MASTER, Cause, Round, Siblings, Slave, named, shown
 from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout, ProtocolError
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
-# A waiting member checks for a deadlock after these seconds. Most waits are shorter than the first.
-DEADLOCK_CHECKS = (0.1, 1.0, 1.2)
+T = TypeVar("T")
+Messages = list[tuple[Hashable, Any]]
+MasterCallback = Callable[[Messages], Iterable[tuple[Hashable, Any]]]
 
-MasterCallback = Callable[[list[tuple[Hashable, Any]]], Iterable[tuple[Hashable, Any]]]
+MASTER = 0
+
+
+class Round:
+    """One registration of slaves: what each member has sent, and what it gets.
+
+    Every call has a number. So a message that comes after its call has failed is never mistaken
+    for a message of the next call.
+
+    Attributes:
+        calls: by member, master first: how many it has begun.
+        bells: by member; it waits until something is put into its own, and then looks again.
+        messages: of the members in a call, each with the thread it came from.
+        replies: that slaves have yet to take.
+        failures: by call: a text, and the error that caused it.
+        left: members that make no more calls.
+        ended: as in `failures`, for all later calls; None while the round goes on.
+    """
+
+    def __init__(self, name: str, timeout: float | None) -> None:
+        self.name, self.timeout = name, timeout
+        # Plain locks and queues are C: Ctrl-C may come between any two calls of Python code.
+        self.lock = threading.Lock()
+        self.calls: dict[Hashable, int] = {MASTER: 0}
+        self.bells: dict[Hashable, SimpleQueue[None]] = {MASTER: SimpleQueue()}
+        self.messages: dict[Hashable, tuple[int, Any]] = {}
+        self.replies: dict[Hashable, Any] = {}
+        self.failures: dict[int, tuple[str, BaseException | None]] = {}
+        self.left: set[Hashable] = set()
+        self.ended: tuple[str, BaseException | None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Round, (self.name, self.timeout)
+
+    @property
+    def used(self) -> bool:
+        """Whether it is too late to register another slave."""
+        return any(self.calls.values()) or bool(self.left) or self.ended is not None
+
+    def send(self, member: Hashable, message: Any) -> int:
+        """Begin the next call of a member; returns its number."""
+        with self.lock:
+            here = threading.get_ident()
+            # one of this thread was left by Ctrl-C
+            if self.messages.get(member, (here,))[0] != here:
+                raise ProtocolError(
+                    f"expected one thread for {_named([member])} of {self.name}, got two at the "
+                    "same time; make all calls of a member from one thread"
+                )
+            self.replies.pop(member, None)  # an interrupted call may have left one
+            self.messages[member] = here, message
+            self.calls[member] += 1
+            call = self.calls[member]
+            if not self.missing(call):  # waking the master for each message would double the cost
+                self.bells[MASTER].put(None)
+            return call
+
+    def finish(self, member: Hashable, call: int, error: BaseException | None) -> None:
+        """End the call of a member, with its error for the others; then it may send again."""
+        if error is not None:
+            self.fail(call, _text_of(error), error)
+        self.messages.pop(member, None)
+
+    def missing(self, call: int) -> list[Hashable]:
+        """Members that have not yet sent their message for `call`."""
+        return [member for member, calls in self.calls.items() if calls < call]
+
+    def wait(self, member: Hashable, call: int, take: Callable[[], T | None]) -> T:
+        """What `take()` returns under the lock, once that is not None; raises if the call fails."""
+        seconds = seconds_of(self.timeout)
+        deadline = time.monotonic() + seconds
+        while True:
+            with self.lock:
+                taken = take()
+                if taken is not None:
+                    return taken
+                self.check(call)
+                absent = [other for other in self.missing(call) if other != member]
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CommTimeout(
+                    f"{_named([member])} waited {seconds:g} s in call {call} of {self.name}; "
+                    + (f"missing: {_named(absent)}" if absent else "the callback is still running")
+                )
+            with suppress(Empty):
+                self.bells[member].get(timeout=left)
+
+    def collect(self, call: int) -> Messages | None:
+        """The messages of all members, master first, once all have come; holds the lock."""
+        if self.missing(call):
+            return None
+        self.check(call)
+        return [(member, self.messages[member][1]) for member in self.calls]
+
+    def deliver(self, call: int, replies: Messages) -> None:
+        """Give the slaves their replies; raises if one has given up meanwhile."""
+        with self.lock:
+            self.check(call)
+            for member, reply in replies:
+                self.replies[member] = (reply,)
+                self.bells[member].put(None)
+
+    def check(self, call: int) -> None:
+        """Raise `CommAborted` if the call has failed, or can't succeed."""
+        gone = [member for member in self.missing(call) if member in self.left]
+        found = self.ended or self.failures.get(call)
+        if found is None and gone:
+            found = (
+                f"{_named(gone)} left without taking part; every member has to make the same "
+                "number of calls; one without data passes an empty input (x[:0])",
+                None,
+            )
+        if found is not None:
+            raise CommAborted(f"call {call} of {self.name} has failed: {found[0]}") from found[1]
+
+    def fail(self, call: int, text: str, error: BaseException | None) -> None:
+        """Let a call fail for all members."""
+        with self.lock:
+            self.failures.setdefault(call, (text, error))
+            slowest = min(self.calls.values())
+            self.failures = {n: found for n, found in self.failures.items() if n >= slowest}
+            self._wake()
+
+    def end(self, text: str, error: BaseException | None = None) -> None:
+        """Let this call and all later ones fail."""
+        with self.lock:
+            self.ended = self.ended or (text, error)
+            self._wake()
+
+    def close(self) -> None:
+        """End the round, and drop earlier errors, which hold the frames of the members."""
+        with self.lock:
+            self.failures = {}
+            self.ended = "a new round has begun; register the slaves again", None
+            self._wake()
+
+    def leave(self, member: Hashable) -> None:
+        """Release the members that wait for this one."""
+        with self.lock:
+            self.left.add(member)
+            self._wake()
+
+    def _wake(self) -> None:
+        for bell in self.bells.values():
+            bell.put(None)
 
 
 class SlavePipe(NamedTuple):
@@ -55,79 +199,33 @@ class SlavePipe(NamedTuple):
         """Send `msg` for the next call and wait for the reply.
 
         Raises `CommTimeout` at the deadline, with the call and the missing members; `CommAborted`
-        if the call failed elsewhere; `ProtocolError` if another thread is in `run_slave` of this
-        pipe, or if no other thread exists that could call the others; `CommError` if the pipe is
-        a copy or of an earlier round.
+        if the call failed elsewhere, or a new round has begun; `ProtocolError` if another thread is
+        in `run_slave` of this pipe; `CommError` if the pipe is a copy.
         """
         current: Round = self.queue
-        slave = current.slaves.get(self.identifier)
-        if slave is None:
+        member = self.identifier
+        if member not in current.calls:
             raise CommError(
-                f"the pipe of slave {shown(self.identifier)} is not connected: it is a copy, or "
-                "its round is over; get a new pipe from register_slave"
+                f"the pipe of {_named([member])} is not connected: it is a copy; get a new pipe "
+                "from register_slave"
             )
-        seconds = seconds_of(current.timeout)
-        entered = posted = False
-        call = 0
+        call = current.send(member, msg)
+        failure: BaseException | None = None
         try:
-            with current.lock:
-                call = slave.calls + 1
-                if slave.busy:
-                    raise ProtocolError(
-                        f"slave {shown(self.identifier)} sent a message for {current.where(call)} "
-                        "before the reply to its last one; use one pipe in one thread at a time"
-                    )
-                slave.busy = entered = True
-                slave.thread = threading.get_ident()
-            current.post(slave, call, msg)
-            posted = True
-            return self._reply(current, call, seconds)
-        except CommAborted:
-            raise
-        except CommTimeout:
-            with current.lock:
-                absent = [member for member in current.missing(call) if member != self.identifier]
-            late = CommTimeout(
-                f"slave {shown(self.identifier)} waited {seconds:g} s for its reply in "
-                f"{current.where(call)}; "
-                + (f"missing: {named(absent)}" if absent else "the callback is still running")
-            )
-            gave_up = current.give_up(slave, call, Cause.of(late), posted)
-            try:
-                if gave_up:
-                    raise late from None
-            finally:
-                del late
-            return self.result.get(seconds)
-        except BaseException as error:  # Ctrl-C: the others must not wait for this slave
-            if entered:
-                try:
-                    current.give_up(slave, call, Cause.of(error), posted)
-                except BaseException:  # another Ctrl-C; it can't interrupt a new thread
-                    _thread.start_new_thread(_give_up, (current, slave, call, error))
+            return current.wait(member, call, lambda: current.replies.pop(member, None))[0]
+        except BaseException as error:  # Ctrl-C too: the others must not wait for this slave
+            failure = error
             raise
         finally:
-            if entered:
-                slave.busy = False
-
-    def _reply(self, current: Round, call: int, seconds: float) -> Any:
-        waited = 0.0
-        seen = None
-        for look in DEADLOCK_CHECKS:
-            if look < seconds:
-                try:
-                    return self.result.get(look - waited)
-                except CommTimeout:
-                    seen = current.look(self.identifier, call, seen)
-                waited = look
-        return self.result.get(seconds - waited)
+            current.finish(member, call, failure)
+            del failure  # breaks the cycle between the error and its traceback's frame
 
     def abort(self, error: BaseException) -> None:
         """Release every member now, because this slave can't continue.
 
         Present and later calls raise `CommAborted`, caused by `error`.
         """
-        self.queue.abort(Cause.of(error))
+        self.queue.end(_text_of(error), error)
 
     def leave(self) -> None:
         """Declare that this slave makes no more calls; members that wait for it are released."""
@@ -143,7 +241,7 @@ class SyncMaster:
             ...]`, master first, one reply per member.
         name: the name of this exchange in error messages.
         timeout: the most seconds that a member waits; None for the default
-            (`set_default_timeout`, else the environment variable `SYNCBN_TIMEOUT`, else 300).
+            (`set_default_timeout`, else the environment variable `SYNCBN_TIMEOUT`, else 60).
 
     A copy or an unpickled master has the callback and the settings, but no slaves. Raises
     `ArgumentError` for a timeout that is not a finite number > 0.
@@ -160,22 +258,19 @@ class SyncMaster:
         self._name = name
         self._timeout = None if timeout is None else check_timeout(timeout)
         self._round = Round(name, self._timeout)
-        self._registering = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"callback": self._callback, "name": self._name, "timeout": self._timeout}
+        # the first key is that of other projects with a class of this name
+        return {"master_callback": self._callback, "name": self._name, "timeout": self._timeout}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = {"name": "SyncMaster", "timeout": None, **state}
-        callback = settings.pop("callback", None)
-        # the key in pickles of other projects with a class of this name
-        callback = settings.pop("master_callback", callback)
-        self.__init__(callback, **settings)  # type: ignore[misc]
+        settings = {name: state[name] for name in ("name", "timeout") if name in state}
+        self.__init__(state["master_callback"], **settings)  # type: ignore[misc]
 
     @property
     def nr_slaves(self) -> int:
         """The number of slaves registered in the present round."""
-        return len(self._round.slaves)
+        return len(self._round.calls) - 1
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """A new pipe for a slave. `identifier`: any hashable object except 0, which is the master.
@@ -183,118 +278,65 @@ class SyncMaster:
         The first registration after a call, a `leave` or an `abort` starts a new round. Raises
         `ArgumentError` if the identifier is taken.
         """
-        with self._registering:
-            current = self._round
-            if current.used:
-                self.clear_slaves()
-                current = self._round
-        result: FutureResult[Any] = FutureResult(self._timeout)
+        if self._round.used:
+            self.clear_slaves()
+        current = self._round
         with current.lock:
-            taken = identifier == MASTER or identifier in current.slaves
-            if not taken:
-                current.slaves[identifier] = Slave(result)
-        if taken:
-            raise ArgumentError(
-                f"expected a slave identifier that is not taken, got {shown(identifier)}; "
-                f"0 is the master, and the slaves are {shown(list(current.slaves))}; choose another"
-            )
-        return SlavePipe(identifier, current, result)
+            if identifier in current.calls:
+                raise ArgumentError(
+                    f"expected a slave identifier that is not taken, got {_shown(identifier)}; "
+                    f"taken are {_shown([*current.calls])}, 0 by the master; choose another"
+                )
+            current.calls[identifier] = 0
+            current.bells[identifier] = SimpleQueue()
+        return SlavePipe(identifier, current, FutureResult(self._timeout))
 
-    def clear_slaves(self, siblings: Siblings | None = None) -> None:
-        """Remove all slaves and start a new round; members that wait in the old one are released.
-
-        `siblings`: shared by masters whose members are the same threads. If all members then wait
-        for each other in different exchanges, they get a `ProtocolError` after about a second.
-        """
-        old, self._round = self._round, Round(self._name, self._timeout, siblings)
+    def clear_slaves(self) -> None:
+        """Remove all slaves and start a new round; releases those that wait in the old one."""
+        old, self._round = self._round, Round(self._name, self._timeout)
         old.close()
 
     def run_master(self, master_msg: Any) -> Any:
         """Collect a message from every slave, run the callback, send the replies; returns its own.
 
-        Raises what the callback raised; `ProtocolError` if its replies have the wrong form, if
-        another thread is in `run_master`, or if no other thread exists that could call the others;
-        `CommTimeout` at the deadline, with the call and the missing members; `CommAborted` if the
-        call failed elsewhere. Each error also releases the slaves in this call.
+        Raises what the callback raised; `ProtocolError` if its replies have the wrong form, or if
+        another thread is in `run_master`; `CommTimeout` at the deadline, with the call and the
+        missing members; `CommAborted` if the call failed elsewhere. Each error also releases the
+        slaves in this call.
         """
         current = self._round
-        entered = False
-        call = 0
+        call = current.send(MASTER, master_msg)
+        failure: BaseException | None = None
         try:
-            with current.lock:
-                if current.busy:
-                    raise ProtocolError(
-                        f"expected one thread in run_master of {self._name}, got two at the same "
-                        "time; make all calls of a member from one thread"
-                    )
-                call = current.calls + 1
-                current.busy = entered = True
-                current.thread = threading.get_ident()
-                current.calls = call
-            messages = self._collect(current, call)
-            replies = self._replies([(MASTER, master_msg), *messages], current.where(call))
-            with current.lock:
-                current.check(call)  # a slave may have given up while the callback ran
-                for identifier, reply in replies[1:]:
-                    slave = current.slaves[identifier]
-                    slave.result.put(reply)
-                    slave.message = NOTHING
+            messages = current.wait(MASTER, call, lambda: current.collect(call))
+            replies = self._replies(messages)
+            current.deliver(call, replies[1:])
             return replies[0][1]
         except BaseException as error:
-            if entered:
-                try:
-                    current.fail(call, Cause.of(error))
-                except BaseException:  # Ctrl-C; it can't interrupt a new thread
-                    _thread.start_new_thread(_fail, (current, call, error))
+            failure = error
             raise
         finally:
-            if entered:
-                current.busy = False
+            current.finish(MASTER, call, failure)
+            del failure
 
-    def _collect(self, current: Round, call: int) -> list[tuple[Hashable, Any]]:
-        """Wait for the messages of all slaves; returns them in the order of registration."""
-        seconds = seconds_of(self._timeout)
-        begin = time.monotonic()
-        looks: tuple[float, ...] = (*DEADLOCK_CHECKS, float("inf"))
-        seen = None
-        while True:
-            with current.lock:
-                current.check(call)
-                missing = current.missing(call)
-                if not missing:
-                    return [(i, slave.message) for i, slave in current.slaves.items()]
-                gate = current.gate = Gate()
-            waited = time.monotonic() - begin
-            if waited >= seconds:
-                raise CommTimeout(
-                    f"the master waited {seconds:g} s in {current.where(call)}; "
-                    f"missing: {named(missing)}"
-                )
-            if waited >= looks[0]:
-                seen = current.look(MASTER, call, seen)
-                looks = looks[1:]
-            else:
-                gate.wait(min(looks[0], seconds) - waited)
-
-    def _replies(
-        self, messages: list[tuple[Hashable, Any]], where: str
-    ) -> list[tuple[Hashable, Any]]:
+    def _replies(self, messages: Messages) -> Messages:
         """The replies of the callback to `messages`, after checking that there is one for each."""
         members = [identifier for identifier, _ in messages]
         returned = self._callback(messages)
+        form = f"expected the master callback of {self._name} to return [(identifier, reply), ...]"
         if not isinstance(returned, Iterable):
-            raise ProtocolError(_expected_replies(where, returned))
+            raise ProtocolError(f"{form}, got {_shown(returned)}")
         returned = list(returned)  # a generator may raise here: an error of the callback
         try:
             replies = [(identifier, reply) for identifier, reply in returned]
-            identifiers = [identifier for identifier, _ in replies]
-            complete = len(identifiers) == len(members) and set(identifiers) == set(members)
+            found = [identifier for identifier, _ in replies]
+            complete = len(found) == len(members) and set(found) == set(members)
         except (TypeError, ValueError):
-            raise ProtocolError(_expected_replies(where, returned)) from None
-        if not complete or identifiers[0] != MASTER:
+            raise ProtocolError(f"{form}, got {_shown(returned)}") from None
+        if not complete or found[0] != MASTER:
             raise ProtocolError(
-                f"expected the master callback to return one reply per member in {where}, master "
-                f"first: identifiers {shown(members)}, got {shown(identifiers)}"
+                f"{form} with one reply per member, master first: identifiers {_shown(members)}, "
+                f"got {_shown(found)}"
             )
         return replies
 
@@ -303,23 +345,70 @@ class SyncMaster:
 
         Present and later calls of this round raise `CommAborted`, caused by `error`.
         """
-        self._round.abort(Cause.of(error))
+        self._round.end(_text_of(error), error)
 
     def leave(self, identifier: Hashable = MASTER) -> None:
         """Declare that a member makes no more calls; members that wait for it are released."""
         self._round.leave(identifier)
 
 
-def _expected_replies(where: str, returned: Any) -> str:
-    return (
-        f"expected the master callback to return [(identifier, reply), ...] in {where}, "
-        f"got {shown(returned)}"
+class FutureResult(Generic[T]):
+    """Holds one value that one thread puts in and another takes out.
+
+    `timeout`: the most seconds that `get` waits; None for the default at the time of `get`. A copy
+    or an unpickled object is empty.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self._timeout = None if timeout is None else check_timeout(timeout)
+        self._values: SimpleQueue[T] = SimpleQueue()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FutureResult, (self._timeout,)
+
+    def put(self, result: T) -> None:
+        """Store `result`, which may be any object.
+
+        Raises `ProtocolError` if the previous result was not taken.
+        """
+        if not self._values.empty():
+            raise ProtocolError(
+                "expected an empty FutureResult, got one whose last result was not taken with "
+                "get(); use one FutureResult per exchange"
+            )
+        self._values.put(result)
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for the value, remove it and return it.
+
+        `timeout`: seconds; None for the object's own timeout, else the default. Raises
+        `CommTimeout` when they have passed.
+        """
+        seconds = seconds_of(self._timeout if timeout is None else timeout)
+        try:
+            return self._values.get(timeout=seconds)
+        except Empty:
+            raise CommTimeout(f"expected a result within {seconds:g} s, got none") from None
+
+
+def _named(members: Sequence[Hashable]) -> str:
+    """The members as text, such as "the master, slave 2"."""
+    return ", ".join(
+        "the master" if m is MASTER or m == MASTER else f"slave {_shown(m)}" for m in members
     )
 
 
-def _give_up(current: Round, slave: Slave, call: int, error: BaseException) -> None:
-    current.give_up(slave, call, Cause.of(error), posted=False)
+def _shown(thing: Any) -> str:
+    """`repr`, cut short; that of a user's class may fail."""
+    try:
+        return f"{thing!r:.200}"
+    except Exception:
+        return f"<{type(thing).__name__}>"
 
 
-def _fail(current: Round, call: int, error: BaseException) -> None:
-    current.fail(call, Cause.of(error))
+def _text_of(error: BaseException) -> str:
+    """Class and message; `__str__` is code of the user's, and may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

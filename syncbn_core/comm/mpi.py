@@ -19,7 +19,7 @@ import numpy as np
 
 from syncbn_core.comm.process_group import ProcessCommunicator, grace_after, whereabouts
 from syncbn_core.comm.protocol import CollectiveCall
-from syncbn_core.comm.timeouts import check_timeout, seconds_of
+from syncbn_core.comm.timeouts import PROCESSES, check_timeout, seconds_of
 from syncbn_core.errors import BackendError, CommError, CommTimeout, DeviceError, DTypeError
 
 __all__ = ["MPICommunicator"]
@@ -91,7 +91,7 @@ class _MPITransport:
 
     def _duplicated(self, comm: Any) -> Any:
         copy, request = comm.Idup()
-        seconds = seconds_of(self._timeout)
+        seconds = seconds_of(self._timeout, PROCESSES)
         with self._aborting(request, copy):
             if not _done(request, seconds):
                 raise CommTimeout(
@@ -101,7 +101,7 @@ class _MPITransport:
         return copy
 
     def _finish(self, collective: Any, call: CollectiveCall, values: Array, result: Array) -> None:
-        seconds = seconds_of(self._timeout)
+        seconds = seconds_of(self._timeout, PROCESSES)
         try:
             request = collective(values, result)
             with self._aborting(request, values, result):

@@ -19,7 +19,7 @@ import numpy as np
 from syncbn_core.comm.device_message import is_captured, is_on_device
 from syncbn_core.comm.process_group import ProcessCommunicator
 from syncbn_core.comm.protocol import CollectiveCall
-from syncbn_core.comm.timeouts import check_timeout, seconds_of
+from syncbn_core.comm.timeouts import PROCESSES, check_timeout, seconds_of
 from syncbn_core.errors import (
     ArgumentError,
     BackendError,
@@ -159,7 +159,7 @@ class _NCCLTransport:
 
         thread = threading.Thread(target=connect, name="NCCL", daemon=True)
         thread.start()
-        seconds = seconds_of(self._timeout)
+        seconds = seconds_of(self._timeout, PROCESSES)
         thread.join(seconds)
         if not results:
             raise CommTimeout(
@@ -221,7 +221,7 @@ class _NCCLTransport:
         if self._last is None:
             return
         call = self._last[1]
-        seconds = seconds_of(self._timeout if timeout is None else timeout)
+        seconds = seconds_of(self._timeout if timeout is None else timeout, PROCESSES)
         deadline = time.monotonic() + seconds
         try:
             while not done():

@@ -13,17 +13,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
-from syncbn_core.comm.future import Gate
 from syncbn_core.comm.timeouts import get_default_timeout
 from syncbn_core.errors import CommAborted
 
-__all__ = ["callers_that_wait", "run_in_threads"]
+__all__ = ["run_in_threads"]
 
 T = TypeVar("T")
 
-callers_that_wait: set[int] = set()  # threads within `run_in_threads`, which call nothing else
 GRACE = 0.5  # seconds that members have to end after Ctrl-C or at the interpreter's exit
 SLICE = 1.0  # seconds; a Ctrl-C just before a wait begins is only noticed after that wait
 
@@ -52,30 +51,115 @@ def run_in_threads(
     it waits only that long for the others; a note then names the members that are still running.
     On Ctrl-C it releases the members and waits half a second for them to end.
     """
-    group = _Members(members, abort, leave, describe)
-    try:
-        if group.size == 1:
-            group.run_alone()
+    if len(members) == 1:
+        try:
+            result = members[0]()
+            leave(0)
+        except BaseException as error:
+            abort(error)
+            _add_note(error, f"raised in {describe} 0 of 1")
+            raise
+        return [result]
+    ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+    given_up: list[BaseException] = []
+    running: dict[int, threading.Thread] = {}
+
+    def run(index: int) -> None:
+        try:
+            result = None if given_up else members[index]()
+            leave(index)
+        except BaseException as error:
+            try:
+                abort(error)
+            finally:
+                ended.put((index, None, error))
         else:
-            group.start()
-            group.wait()
+            ended.put((index, result, None))
+
+    def give_up() -> None:
+        try:
+            abort(given_up[0])
+        finally:
+            ended.put((-1, None, None))
+
+    try:
+        for index in range(len(members)):
+            name = f"{describe} {index}"
+            running[index] = _Thread(target=run, args=(index,), name=name, daemon=True)
+            running[index].start()
+        results, errors = _wait(ended, running, describe)
     except BaseException as error:  # Ctrl-C, or a thread could not be started
-        try:
-            _thread.start_new_thread(group.give_up, (error,))  # a second Ctrl-C can't interrupt it
-        except RuntimeError:
-            group.give_up(error)
-        group.given_up.wait(GRACE)  # a late abort could affect the caller's next call
-        group.all_ended_within(GRACE)
-        _abandoned.update(group.running.copy().values())
+        given_up.append(error)
+        _thread.start_new_thread(give_up, ())  # a second Ctrl-C can't interrupt it
+        _abandoned.update(running.values())
+        deadline = time.monotonic() + GRACE
+        left = {-1, *(index for index, thread in running.items() if thread.is_alive())}
+        with suppress(Empty):
+            while left:
+                left.discard(ended.get(timeout=max(0.0, deadline - time.monotonic()))[0])
         raise
-    first = group.first_error()
-    if first is not None:
+    if not errors:
+        return [results[index] for index in range(len(members))]
+    causes = [item for item in errors if not isinstance(item[1], CommAborted)]
+    index, first = (causes or errors)[0]
+    _add_note(first, f"raised in {describe} {index} of {len(members)}")
+    if running:
+        _add_note(first, f"still running: {describe} {', '.join(map(str, sorted(running)))}")
+        _abandoned.update(running.values())
+    try:
+        raise first
+    finally:  # breaks the cycle of traceback and frame, which would keep activations
+        errors.clear()
+        causes.clear()
+        del first
+
+
+def _wait(
+    ended: SimpleQueue[tuple[int, Any, BaseException | None]],
+    running: dict[int, threading.Thread],
+    describe: str,
+) -> tuple[dict[int, Any], list[tuple[int, BaseException]]]:
+    """The results and errors of members, which are taken out of `running` as they end."""
+    size, seconds = len(running), get_default_timeout()
+    results: dict[int, Any] = {}
+    errors: list[tuple[int, BaseException]] = []
+    deadline = float("inf")  # as long as all compute, none is late
+    while running:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            if errors:
+                break
+            _warn(running, size, seconds, describe)
+            deadline = float("inf")
         try:
-            raise first
-        finally:  # breaks the cycle of traceback and frame, which would keep activations
-            group.errors.clear()
-            del first
-    return group.results
+            index, results[index], error = ended.get(timeout=min(max(left, 0), SLICE))
+        except Empty:
+            continue
+        del running[index]
+        if len(running) == size - 1 or (error is not None and not errors):
+            deadline = time.monotonic() + seconds
+        if error is not None:
+            errors.append((index, error))
+    return results, errors
+
+
+def _warn(running: dict[int, threading.Thread], size: int, seconds: float, describe: str) -> None:
+    frames = sys._current_frames()
+    for index, thread in running.items():
+        frame = frames.get(thread.ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown\n"
+        with suppress(RuntimeWarning):  # warnings may be errors; keep waiting all the same
+            warnings.warn(
+                f"{describe} {index} of {size} is still running {seconds:g} s after the first "
+                f"{describe} ended; the wait goes on until it ends. Its stack:\n{stack}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    with suppress(Exception):  # a class of exceptions may reject notes
+        error.add_note(text)
 
 
 class _Thread(threading.Thread):
@@ -89,168 +173,9 @@ class _Thread(threading.Thread):
         self._started = _Started()
 
 
-class _Started:
-    """The part of `threading.Event` that `threading.Thread` uses to signal its start."""
-
-    def __init__(self) -> None:
-        self._has_run = False
-
-    def set(self) -> None:
-        self._has_run = True
-
-    def is_set(self) -> bool:
-        return self._has_run
-
+class _Started(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         return True
-
-
-class _Members(Generic[T]):
-    """The members of one `run_in_threads`: their threads, results and errors."""
-
-    def __init__(
-        self,
-        members: Sequence[Callable[[], T]],
-        abort: Callable[[BaseException], Any],
-        leave: Callable[[int], Any],
-        describe: str,
-    ) -> None:
-        self.size = len(members)
-        self.abort = abort
-        self.leave = leave
-        self.describe = describe
-        self.jobs = dict(enumerate(members))  # members that have not started
-        self.results: list[Any] = [None] * len(members)
-        self.errors: list[tuple[int, BaseException]] = []
-        self.running: dict[int, threading.Thread] = {}
-        self.lock = threading.Lock()
-        self.gate = Gate()  # the caller waits here for the next member to end
-        self.given_up = Gate()
-
-    def start(self) -> None:
-        """Start all members in daemon threads, so that the interpreter can exit."""
-        for index in range(self.size):
-            name = f"{self.describe} {index}"
-            thread = _Thread(target=self.run, args=(index,), name=name, daemon=True)
-            self.running[index] = thread
-            try:
-                thread.start()
-            except RuntimeError:
-                del self.running[index]
-                raise
-
-    def run(self, index: int) -> None:
-        """Run member `index`, in its own thread."""
-        job = self.jobs.pop(index, None)
-        try:
-            if job is not None:
-                self.results[index] = job()
-            self.leave(index)
-        except BaseException as error:
-            self.errors.append((index, error))
-            self.abort(error)
-        finally:
-            with self.lock:
-                del self.running[index]
-                self.gate.open()
-
-    def run_alone(self) -> None:
-        """Run the only member in the calling thread. Ctrl-C is not stored as its error."""
-        try:
-            self.results[0] = self.jobs.pop(0)()
-            self.leave(0)
-        except Exception as error:
-            self.errors.append((0, error))
-            self.abort(error)
-
-    def give_up(self, error: BaseException) -> None:
-        """Start no more members, release those that wait, and drop all results."""
-        self.jobs.clear()
-        self.results = [None] * self.size
-        try:
-            self.abort(error)
-        finally:
-            self.given_up.open()
-
-    def wait(self) -> None:
-        """Wait until all members have ended, or the timeout has passed since an error."""
-        caller = threading.get_ident()
-        callers_that_wait.add(caller)
-        try:
-            self._wait(get_default_timeout())
-        finally:
-            callers_that_wait.discard(caller)
-
-    def _wait(self, seconds: float) -> None:
-        self.wait_for_the_first()
-        patience = time.monotonic() + seconds
-        while True:
-            failed = bool(self.errors)
-            if self.all_ended_within(patience - time.monotonic(), stop_at_error=not failed):
-                return
-            if failed:
-                return
-            if self.errors:
-                patience = time.monotonic() + seconds
-            else:
-                self._warn(seconds)
-                patience = time.monotonic() + threading.TIMEOUT_MAX
-
-    def wait_for_the_first(self) -> None:
-        """Wait until a member has ended: as long as all compute, none is late."""
-        while True:
-            with self.lock:
-                if len(self.running) < self.size or self.size == 0:
-                    return
-                gate = self.gate = Gate()
-            gate.wait(SLICE)
-
-    def all_ended_within(self, seconds: float, stop_at_error: bool = False) -> bool:
-        """Wait up to `seconds`, or until an error; return whether all members have ended."""
-        deadline = time.monotonic() + seconds
-        while True:
-            with self.lock:
-                if not self.running:
-                    return True
-                gate = self.gate = Gate()
-            left = min(deadline - time.monotonic(), SLICE)
-            if left <= 0 or (stop_at_error and self.errors):
-                return False
-            gate.wait(left)
-
-    def _warn(self, seconds: float) -> None:
-        frames = sys._current_frames()
-        with self.lock:
-            running = {index: thread.ident for index, thread in self.running.items()}
-        for index, ident in running.items():
-            frame = frames.get(ident or 0)
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown\n"
-            with suppress(RuntimeWarning):  # warnings may be errors; keep waiting all the same
-                warnings.warn(
-                    f"{self.describe} {index} of {self.size} is still running {seconds:g} s after "
-                    f"the first {self.describe} ended; the wait goes on until it ends. Its stack:\n"
-                    f"{stack}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-
-    def first_error(self) -> BaseException | None:
-        """The first error that is not just a consequence, with notes if it accepts them."""
-        if not self.errors:
-            return None
-        errors = list(self.errors)
-        causes = [item for item in errors if not isinstance(item[1], CommAborted)]
-        index, first = (causes or errors)[0]
-        with self.lock:
-            running = ", ".join(map(str, sorted(self.running)))
-            _abandoned.update(self.running.values())
-        try:
-            first.add_note(f"raised in {self.describe} {index} of {self.size}")
-            if running:
-                first.add_note(f"still running: {self.describe} {running}")
-        except Exception:  # a class of exceptions may reject notes
-            pass
-        return first
 
 
 _abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

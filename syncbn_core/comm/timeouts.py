@@ -1,7 +1,7 @@
 """Timeouts: how long a member waits for the others.
 
 The first that is set applies: the object's own `timeout`, `set_default_timeout`, the environment
-variable `SYNCBN_TIMEOUT`, 300 seconds.
+variable `SYNCBN_TIMEOUT`, 60 seconds between threads and 300 between processes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import threading
 
 from syncbn_core.errors import ArgumentError
 
-__all__ = ["check_timeout", "get_default_timeout", "seconds_of", "set_default_timeout"]
+__all__ = ["PROCESSES", "check_timeout", "get_default_timeout", "seconds_of", "set_default_timeout"]
 
-DEFAULT_TIMEOUT = 300.0
+THREADS, PROCESSES = 60.0, 300.0
 TIMEOUT_VARIABLE = "SYNCBN_TIMEOUT"
 
 _process_timeout: float | None = None
@@ -29,8 +29,8 @@ def set_default_timeout(seconds: float | None) -> None:
     _process_timeout = None if seconds is None else check_timeout(seconds)
 
 
-def get_default_timeout() -> float:
-    """Seconds: the value of `set_default_timeout`, else of `SYNCBN_TIMEOUT`, else 300.
+def get_default_timeout(unless_set: float = THREADS) -> float:
+    """Seconds: the value of `set_default_timeout`, else of `SYNCBN_TIMEOUT`, else `unless_set`.
 
     Raises `ArgumentError` if `SYNCBN_TIMEOUT` is not a finite number > 0.
     """
@@ -38,7 +38,7 @@ def get_default_timeout() -> float:
         return _process_timeout
     text = os.environ.get(TIMEOUT_VARIABLE)
     if text is None:
-        return DEFAULT_TIMEOUT
+        return unless_set
     try:
         return check_timeout(float(text))
     except ValueError:
@@ -60,6 +60,6 @@ def check_timeout(seconds: float) -> float:
     return min(float(seconds), threading.TIMEOUT_MAX)
 
 
-def seconds_of(timeout: float | None) -> float:
+def seconds_of(timeout: float | None, unless_set: float = THREADS) -> float:
     """`timeout` in seconds, or the present default if it is None."""
-    return get_default_timeout() if timeout is None else check_timeout(timeout)
+    return get_default_timeout(unless_set) if timeout is None else check_timeout(timeout)

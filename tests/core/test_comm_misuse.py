@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import os
 import pickle
-import subprocess
 import sys
 import threading
 import warnings
@@ -14,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from syncbn_core.comm import Siblings, SyncMaster, run_in_threads, set_default_timeout
-from syncbn_core.comm.rounds import Round
+from syncbn_core.comm import SyncMaster, run_in_threads, set_default_timeout
 from syncbn_core.errors import CommAborted, CommError, CommTimeout, ProtocolError
 
 LONG = 60.0  # seconds; nobody may wait so long
@@ -192,7 +189,7 @@ def test_registering_begins_a_new_round_whoever_took_part_in_the_old_one(event: 
 
         member = threading.Thread(target=slave)
         member.start()
-        while pipe.queue.slaves[1].calls == 0:  # it comes within microseconds
+        while pipe.queue.calls[1] == 0:  # it comes within microseconds
             pass
         master.leave()
         member.join()
@@ -202,66 +199,6 @@ def test_registering_begins_a_new_round_whoever_took_part_in_the_old_one(event: 
     assert (
         run_in_threads([lambda: master.run_master(0), lambda: again.run_slave(1)]) == [[0, 1]] * 2
     )
-
-
-ALONE = """
-import numpy as np
-from syncbn_core import BatchNorm
-from syncbn_core.comm import SyncMaster, thread_group
-master = SyncMaster(list, name="bn")
-pipe = master.register_slave(1)
-for call in (lambda: pipe.run_slave(1), lambda: SyncMaster(list).register_slave(1).run_slave(1)):
-    try:
-        call()
-    except RuntimeError as error:
-        print(type(error).__name__, error)
-layers = [BatchNorm(2, communicator=member) for member in thread_group(2)]
-for layer in layers:
-    try:
-        layer(np.ones((3, 2), np.float32))
-    except RuntimeError as error:
-        print(type(error).__name__, error)
-"""
-
-
-def test_members_called_one_after_the_other_from_one_thread_are_told_at_once() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        env={**os.environ, "SYNCBN_TIMEOUT": "600", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4, done.stdout
-    assert sum("expected each member in its own thread" in line for line in lines) == 4
-    assert "got only one thread: the master would wait" in lines[2]
-
-
-def test_a_member_that_is_left_over_is_told_to_make_as_many_calls_as_the_others() -> None:
-    program = """
-from syncbn_core.comm import run_in_threads, thread_group
-
-import numpy as np
-
-first, second = thread_group(2)
-calls = lambda: [first.all_reduce(np.ones(1)) for _ in range(2)]
-try:
-    run_in_threads([calls, lambda: second.all_reduce(np.ones(1))])
-except RuntimeError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "SYNCBN_TIMEOUT": "600", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert "the master would wait forever in call 2" in done.stdout, done.stdout
-    assert "make the same number of calls" in done.stdout, done.stdout
 
 
 def test_a_member_that_computes_is_waited_for_and_named_once(short_deadline: float) -> None:
@@ -339,81 +276,3 @@ def test_the_state_that_other_projects_pickle_is_understood() -> None:
     again = pickle.loads(pickle.dumps(copy.deepcopy(SyncMaster(echo, name="bn", timeout=3))))
     assert one_call(again) == [["m", 1, 2]] * 3
     assert (again._name, again._timeout) == ("bn", 3.0)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_members_that_wait_for_each_other_in_two_exchanges_are_told_soon(size: int) -> None:
-    names = ("left", "right")
-    masters = [SyncMaster(echo, name=name, timeout=LONG) for name in names]
-    siblings = Siblings()
-    for master in masters:
-        master.clear_slaves(siblings)
-    pipes = [[master.register_slave(i) for i in range(1, size)] for master in masters]
-
-    def member(index: int) -> None:
-        siblings.enter(index)
-        calls = [m.run_master if index == 0 else p[index - 1].run_slave
-                 for m, p in zip(masters, pipes, strict=True)]  # fmt: skip
-        for call in calls[::-1] if index == size - 1 else calls:
-            call(index)
-
-    def abort(error: BaseException) -> None:
-        for master in masters:
-            master.abort(error)
-
-    members = [lambda i=i: member(i) for i in range(size)]
-    with pytest.raises(ProtocolError, match="all wait for each other") as caught:
-        run_in_threads(members, abort=abort)
-    said = str(caught.value)
-    assert "the master in call 1 of left" in said
-    assert f"slave {size - 1} in call 1 of right" in said
-
-
-@pytest.mark.parametrize("helper", [False, True])
-def test_a_member_that_still_computes_is_no_deadlock(
-    helper: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Itself, or a thread of its own that makes its other call."""
-    masters = [SyncMaster(echo, name=name, timeout=LONG) for name in ("left", "right")]
-    siblings = Siblings()
-    for master in masters:
-        master.clear_slaves(siblings)
-    calls = [(m.run_master, m.register_slave(1).run_slave) for m in masters]
-    looked = threading.Event()
-    looks: list[Any] = []
-
-    def look(self: Round, *arguments: Any) -> Any:
-        looks.append(original(self, *arguments))
-        if len(looks) > 5:
-            looked.set()
-        return looks[-1]
-
-    original = Round.look
-    monkeypatch.setattr(Round, "look", look)
-
-    def member(index: int) -> list[Any]:
-        """Left and right, one of them at once and the other one later: not the same in each."""
-        siblings.enter(index)
-        first, second = [call[index] for call in calls][:: 1 if index == 0 or not helper else -1]
-        replies: list[Any] = []
-
-        def later() -> None:
-            assert looked.wait(LONG)
-            replies.append(second(index))
-
-        if helper:
-            thread = threading.Thread(target=later)
-            thread.start()
-            replies.append(first(index))
-            thread.join()
-        elif index == 0:
-            replies += [first(index), second(index)]
-        else:
-            assert looked.wait(LONG)
-            replies += [first(index), second(index)]
-        return replies
-
-    if not helper:
-        looks += [None] * 3  # only one member waits, and looks
-    assert run_in_threads([lambda i=i: member(i) for i in range(2)]) == [[[0, 1]] * 2] * 2
-    assert set(looks) == {None}

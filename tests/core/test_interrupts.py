@@ -5,11 +5,11 @@ storms of real signals.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 import syncbn_core.comm
 from syncbn_core.comm import SyncMaster, run_in_threads
+from syncbn_core.comm.master_slave import Round
 from syncbn_core.errors import CommAborted
 
 LONG = 60.0  # seconds; nobody may wait so long
@@ -63,43 +64,36 @@ def test_an_interrupt_at_any_point_releases_the_members_of_run_in_threads(interr
         assert run_in_threads(calls, abort=master.abort) == [2, 2]
         return bool(cut)
 
-    every_point(scenario, interrupt, least=50)
+    every_point(scenario, interrupt, least=20)
 
 
 @pytest.mark.parametrize("who", ["master", "slave"])
-def test_an_interrupt_in_a_call_releases_the_others_and_the_next_call_works(
-    who: str, interrupt: Any
-) -> None:
-    def scenario(interrupted: Any) -> bool:
-        master = SyncMaster(total, timeout=LONG)
-        pipes = [master.register_slave(i) for i in (1, 2)]
-        if who == "master":
-            mine, others = master.run_master, [pipe.run_slave for pipe in pipes]
-        else:
-            mine, others = pipes[0].run_slave, [master.run_master, pipes[1].run_slave]
-        stop = threading.Event()
+def test_an_interrupt_of_a_wait_releases_the_others_and_the_next_call_works(who: str) -> None:
+    master = SyncMaster(total, timeout=LONG)
+    pipes = [master.register_slave(i) for i in (1, 2)]
+    mine, other, late = master.run_master, pipes[0].run_slave, pipes[1].run_slave
+    if who == "slave":
+        mine, other = other, mine
+    main, outcome = threading.main_thread().ident, []
 
-        def other(call: Any) -> None:
-            while not stop.is_set():
-                with suppress(CommAborted):
-                    assert call(1) == 3
+    def members() -> None:
+        pause = threading.Event()
+        while sys._current_frames()[main].f_code is not Round.wait.__code__:  # type: ignore[index]
+            pause.wait(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(CommAborted, match="KeyboardInterrupt"):
+            other(1)
+        with pytest.raises(CommAborted, match="KeyboardInterrupt"):
+            late(1)
+        outcome.extend(run_in_threads([lambda: other(1), lambda: late(1)]))
 
-        threads = [threading.Thread(target=other, args=(call,), daemon=True) for call in others]
-        for thread in threads:
-            thread.start()
-        cut = interrupted(lambda: mine(1))
-        if cut:
-            reply = None
-            while reply is None:  # what was begun has failed for all, what comes then succeeds
-                with suppress(CommAborted):
-                    reply = mine(1)
-            assert reply == 3
-        stop.set()
-        master.abort(KeyboardInterrupt())
-        assert ended(threads), "a member waits"
-        return bool(cut)
-
-    every_point(scenario, interrupt, least=30)
+    thread = threading.Thread(target=members)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        mine(1)
+    assert mine(1) == 3
+    assert ended([thread]), "a member waits"
+    assert outcome == [3, 3]
 
 
 STORM = Path(__file__).with_name("interrupted.py")

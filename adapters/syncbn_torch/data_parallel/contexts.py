@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from syncbn_core.comm import Siblings, SyncMaster
+from syncbn_core.comm import SyncMaster
 from syncbn_core.errors import ArgumentError, StateError
 from syncbn_torch._torch_private import backward_task
 
@@ -25,7 +25,6 @@ class SharedForward:
         name: the submodule's name in the model, for error messages.
         size: the number of copies; 0 if unknown.
         ends: whether somebody reports the end of the forward by `close`.
-        siblings: shared by all submodules in one forward.
         closed: True after the forward, when the other copies can't be reached any more.
         recomputes: True if the forward began within a backward pass, for activation checkpointing:
             then running statistics have been updated before.
@@ -37,7 +36,6 @@ class SharedForward:
         self.name = name
         self.size = size
         self.ends = ends
-        self.siblings: Siblings | None = None
         self.closed: bool = False
         self.recomputes: bool = False
         self.disowned: str = ""
@@ -47,7 +45,7 @@ class SharedForward:
         """Start a new round of `master`, in place of the one with this `attribute`, if any."""
         self.recomputes = backward_task() != -1
         # forget the copies of the last forward: there may be fewer this time
-        master.clear_slaves(self.siblings)
+        master.clear_slaves()
         self._masters[attribute] = master
 
     def master(self, attribute: str) -> SyncMaster:
@@ -72,7 +70,6 @@ class SharedForward:
     def close(self) -> None:
         """End the forward for all copies; drop its errors, whose tracebacks hold its frames."""
         self.closed = True
-        self.siblings = None
         for master in self._masters.values():
             master.clear_slaves()
 

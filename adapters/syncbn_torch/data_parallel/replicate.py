@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn_core.comm import Siblings, run_in_threads
+from syncbn_core.comm import run_in_threads
 from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch._torch_private import (
     HOOK_OPTIONS,
@@ -85,12 +85,9 @@ def _execute(copies: Sequence[Sequence[nn.Module]], ends: bool) -> dict[int, Cal
     """
     first, size = copies[0][0], len(copies[0])
     contexts: dict[int, CallbackContext] = {}
-    siblings = Siblings()
     for place, (name, module) in enumerate(first.named_modules()):
         if hasattr(module, "__data_parallel_replicate__"):
-            context = CallbackContext(name or type(first).__name__, len(copies), ends=ends)
-            forward_of(context).siblings = siblings
-            contexts[place] = context
+            contexts[place] = CallbackContext(name or type(first).__name__, len(copies), ends=ends)
     for copy_id, submodules in enumerate(copies):
         if len(submodules) != size:
             raise CommError(
@@ -382,7 +379,6 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Run each replica in its own thread; return their outputs in order."""
         forwards: list[SharedForward] = getattr(replicas, "forwards", [])
         found: list[originals.Replica] = getattr(replicas, "found", [])
-        siblings = forwards[0].siblings if forwards else None
         modes, of_replica_0 = modes_of_caller() if len(replicas) > 1 else ([], [])
         places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
@@ -392,8 +388,6 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
             def call() -> Any:
                 run = partial(replicas[index], *inputs[index], **kwargs[index])
-                if siblings is not None:
-                    siblings.enter(index)
                 alone = of_replica_0 if index == 0 else []
                 return call_within([*modes, *alone, *places[index]], run)
 
