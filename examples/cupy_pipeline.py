@@ -2,10 +2,9 @@
 
 A small convolutional network on scikit-learn's handwritten digits. Each of three members has a
 part of every batch, uneven on purpose, and two CUDA streams: on one it loads the next batch while
-the network computes on the other. Between the streams of one member the events are here, between
-members they are the library's (`syncbn_core/comm/device_message.py`): the host waits for the device
-only to read results. Members share the GPUs that there are, and follow the one-member run to
-rounding. Without a GPU the same code runs on NumPy, and says why:
+the network computes on the other, ordered by events. What members send each other passes the host.
+Members share the GPUs that there are, and follow the one-member run to rounding. Without a GPU the
+same code runs on NumPy, and says why:
 
     python examples/cupy_pipeline.py
 """

@@ -47,8 +47,7 @@ from syncbn_core.comm import (
     ProcessCommunicator,
     SingleCommunicator,
 )
-from syncbn_core.comm.device_message import is_on_device
-from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of
+from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of, is_on_device
 from syncbn_core.comm.sum_labels import label_of
 from syncbn_core.device_moments import DeviceMoments, DeviceStatistics
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError

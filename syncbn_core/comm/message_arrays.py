@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from syncbn_core.comm.device_message import is_captured, is_on_device
-
 __all__ = [
     "CupyArrays",
     "HostCopy",
@@ -22,6 +20,9 @@ __all__ = [
     "NumpyArrays",
     "Verdict",
     "arrays_of",
+    "copy_of",
+    "is_captured",
+    "is_on_device",
     "register_arrays",
 ]
 
@@ -32,6 +33,37 @@ NOT_YET = -1
 
 # Whether a total has the right label; on a device, a function that returns None until it is known.
 Verdict = bool | Callable[[], bool | None]
+
+
+_LEGACY_STREAMS = (0, 1)  # CUDA can't capture them
+
+
+def is_on_device(array: Array) -> bool:
+    """Whether `array` is a CuPy array."""
+    kind: type = type(array)
+    return _is_of_cupy(kind)
+
+
+@lru_cache(maxsize=64)
+def _is_of_cupy(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "cupy" for base in kind.__mro__)
+
+
+def is_captured(stream: Any) -> bool:
+    """Whether `stream` is being captured into a CUDA graph; the host must not query it then."""
+    import cupy
+
+    return stream.ptr not in _LEGACY_STREAMS and bool(
+        cupy.cuda.runtime.streamIsCapturing(stream.ptr)
+    )
+
+
+def copy_of(array: Array) -> Array:
+    """A copy on the device of `array`; `copy()` of CuPy uses the current device."""
+    if not is_on_device(array):
+        return array.copy()
+    with array.device:
+        return array.copy()
 
 
 class HostCopy(NamedTuple):
@@ -120,7 +152,8 @@ class CupyArrays:
 
     @staticmethod
     def to_host(values: Array) -> np.ndarray[Any, Any]:
-        return np.asarray(values.get())
+        with values.device:
+            return np.asarray(values.get())
 
     @staticmethod
     def from_host(values: np.ndarray[Any, Any], like: Array) -> Array:

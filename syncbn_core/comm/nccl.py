@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.device_message import is_captured, is_on_device
+from syncbn_core.comm.message_arrays import is_captured, is_on_device
 from syncbn_core.comm.process_group import ProcessCommunicator
 from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.comm.timeouts import PROCESSES, check_timeout, seconds_of

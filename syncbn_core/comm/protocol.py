@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from syncbn_core.comm.device_message import copy_of
+from syncbn_core.comm.message_arrays import copy_of
 
 __all__ = ["CollectiveCall", "Communicator", "CommunicatorBase", "SingleCommunicator"]
 

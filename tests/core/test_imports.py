@@ -161,7 +161,7 @@ def test_imports_point_down(path: Path) -> None:
             "__init__",
         ):
             assert root != "numba", name
-            assert root != "cupy" or path.stem in ("device_message", "message_arrays", "nccl"), name
+            assert root != "cupy" or path.stem in ("message_arrays", "nccl"), name
         if root == "syncbn_core":
             assert name in own or name.startswith(tuple(f"{o}." for o in own[1:])), name
 
