@@ -56,8 +56,8 @@ class Network:
         parameters = [self.first, self.second, *self.bn.parameters()]
         gradients = [d_first, d_second, *self.bn.gradients()]
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter -= rate * self.communicator.all_reduce_sums(gradient)
-        return float(self.communicator.all_reduce_sums(np.array([loss]))[0])
+            parameter -= rate * self.communicator.all_reduce(gradient)
+        return float(self.communicator.all_reduce(np.array([loss]))[0])
 
 
 def train(members: int, steps: int = 200, batch: int = 32) -> tuple[list[Network], float]:

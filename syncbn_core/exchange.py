@@ -210,12 +210,8 @@ class Exchange(NamedTuple):
         if type(self.communicator) is SingleCommunicator:
             return sums
         member = self.member
-        if isinstance(statistics, DeviceStatistics) and statistics.label is not None:
-            call = self._call(kind, len(sums) - 1, forward, _key(kind, forward))
-            total = self._processes.all_reduce_labelled(sums, call)
-        elif _stays_on_device(self.communicator, sums):
-            call = self._call(kind, math.prod(sums.shape), forward, _key(kind, forward))
-            total = self.communicator.all_reduce(sums, call)
+        if _stays_on_device(self.communicator, sums):
+            total = self._added_on_device(sums, forward, statistics, kind)
         else:
             row = np.zeros(math.prod(sums.shape) + 2)
             row[1:-1] = _to_host(sums).reshape(-1)
@@ -235,10 +231,12 @@ class Exchange(NamedTuple):
         of the same shape, the last number is 0, or members were in the backward of different calls:
         then the sums are wrong, and a later call raises `ProtocolError`.
         """
-        own = label_of(len(KINDS) * sums[-1:] + BACKWARD, self.communicator.size, 8)
+        own = label_of(len(KINDS) * sums[-1:] + BACKWARD, self.communicator.size)
         sums[-1:] = own
         call = self._call(BACKWARD, len(sums))
-        total = self._processes.all_reduce_labelled(sums, call, own=own)
+        total = self._add_up(sums, call)
+        total[-1:] -= own * self.communicator.size
+        self._look_later(total[-1:], 0, call)
         self.member.exchanges += 1
         return total
 
@@ -247,25 +245,20 @@ class Exchange(NamedTuple):
         stays = isinstance(statistics, DeviceStatistics) and forward
         if not (stays and _stays_on_device(self.communicator, statistics.packed)):
             return statistics
-        label, label_of_total = self._processes.label(_key(BACKWARD, forward))
-        return statistics._replace(label=label, label_of_total=label_of_total)
-
-    @property
-    def _processes(self) -> ProcessCommunicator:
-        assert isinstance(self.communicator, ProcessCommunicator)
-        return self.communicator
+        size = self.communicator.size
+        label = label_of(_key(BACKWARD, forward), size)
+        return statistics._replace(label=label, label_of_total=label * size)
 
     def _label(self, kind: int, number: int, extra: int) -> float:
         dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else 0
         numbers = extra % _EXTRAS * _NUMBERS + 1 + number % (_NUMBERS - 1)
         return float((numbers * 8 + kind) * 4 + dtype)
 
-    def _call(self, kind: int, size: int, forward: int = 0, key: int = 0) -> CollectiveCall:
+    def _call(self, kind: int, size: int, forward: int = 0) -> CollectiveCall:
         return CollectiveCall(
             lambda: f"{KINDS[kind]} of {self._title()}",
             f"forward in call {forward}" if forward else "",
             f"{size} numbers, {self.dtype}",
-            key,
             REMEDY,
             self.member.exchanges + 1,
         )
@@ -297,8 +290,40 @@ class Exchange(NamedTuple):
             labels = copy.values().tolist()
             self._compare(labels, label, call, all(label >= _FIRST for label in labels))
         elif copy is not None:
-            self._processes.look_later(lambda: _are_all(label, copy), call)
+            _processes(self).look_later(lambda: _are_all(label, copy), call)
         return own.with_rows(rows, None)
+
+    def _added_on_device(self, sums: Array, forward: int, statistics: Any, kind: int) -> Array:
+        """The sums of all members, NaN if their labels differ; a later call then raises."""
+        label = label_of(_key(kind, forward), self.communicator.size)
+        of_total = label * self.communicator.size
+        by_kernels = isinstance(statistics, DeviceStatistics) and statistics.label is not None
+        arrays = arrays_of(sums) or NumpyArrays
+        message = sums if by_kernels else arrays.with_label(sums, label)
+        call = self._call(kind, len(message) - 1, forward)
+        total = self._add_up(message, call)
+        self._look_later(total[-1:], of_total, call)
+        if by_kernels:
+            return total
+        same = total[-1:] == of_total
+        return (total[:-1] / same * same).reshape(sums.shape)  # x / 0 * 0 is NaN
+
+    def _add_up(self, message: Array, call: CollectiveCall) -> Array:
+        """The sum over all members; may be written into `message`."""
+        add_up = getattr(self.communicator, "add_up", self.communicator.all_reduce)
+        return add_up(message, call)
+
+    def _look_later(self, found: Array, expected: float, call: CollectiveCall) -> None:
+        """Let a later call raise `ProtocolError` if the number in `found`, `(1,)`, is another."""
+        copy = (arrays_of(found) or NumpyArrays).copy_to_host(found)
+
+        def is_right() -> bool | None:
+            assert copy is not None
+            ready = copy.may_wait() and copy.done()
+            return bool(copy.values()[0] == expected) if ready else None
+
+        if copy is not None:
+            _processes(self).look_later(is_right, call)
 
     def _compare(
         self, labels: list[float], own: float, call: CollectiveCall, together: bool = True
@@ -388,6 +413,11 @@ def _are_all(label: float, copy: HostCopy) -> bool | None:
 def _key(kind: int, forward: int) -> int:
     """The key of a sum on a device; 0, which compares nothing, if the forward has no number."""
     return len(KINDS) * forward + kind if forward else 0
+
+
+def _processes(exchange: Exchange) -> ProcessCommunicator:
+    assert isinstance(exchange.communicator, ProcessCommunicator)
+    return exchange.communicator
 
 
 @cache

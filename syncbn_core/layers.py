@@ -50,7 +50,7 @@ class BatchNorm:
 
     Attributes:
         weight, bias, weight_grad, bias_grad: `(C,)`, or None without `affine`. Gradients are
-            this member's own share; add them up over the group (`communicator.all_reduce_sums`).
+            this member's own share; add them up over the group (`communicator.all_reduce`).
         running_mean, running_var: `(C,)`; num_batches_tracked: `()` int64.
         training: True after `train()`, False after `eval()`.
     """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
-from syncbn_core.comm.message_arrays import NOT_YET, HostCopy, Verdict, register_arrays
+from syncbn_core.comm.message_arrays import HostCopy, register_arrays
 from syncbn_core.comm.process_group import grace_after, reports_of_others, whereabouts
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
 from syncbn_torch._torch_private import default_group
@@ -289,28 +289,12 @@ class TensorArrays:
         return as_tensor(values).to(like)
 
     @staticmethod
-    def with_label(values: Tensor, label: int) -> Tensor:
+    def copy(values: Tensor) -> Tensor:
+        return values.detach().clone()
+
+    @staticmethod
+    def with_label(values: Tensor, label: float) -> Tensor:
         return torch.cat([values.reshape(-1), values.new_full((1,), label)])
-
-    @staticmethod
-    def without_label(total: Tensor, shape: tuple[int, ...], label: int) -> tuple[Tensor, Verdict]:
-        values, number = total[:-1].view(shape), total[-1:]
-        if not _on_cuda(total):
-            return values, number.item() == label
-        if values.is_floating_point():
-            values = torch.where(number == label, values, float("nan"))
-        return values, TensorArrays.has_label(number, label)
-
-    @staticmethod
-    def has_label(number: Tensor, label: int) -> Verdict:
-        if not _on_cuda(number):
-            return number.item() == label
-        if _captures(number):
-            return True
-        bits = _pinned(_BITS[number.element_size()])
-        on_host = bits.view(number.dtype)
-        on_host.copy_(number, non_blocking=True)
-        return lambda: None if bits.item() == NOT_YET else on_host.item() == label
 
     @staticmethod
     def fill(values: Tensor, number: float) -> None:
@@ -333,13 +317,6 @@ class TensorArrays:
 
 
 register_arrays(Tensor, TensorArrays())
-
-
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-
-
-def _pinned(dtype: torch.dtype) -> Tensor:
-    return torch.full((1,), NOT_YET, dtype=dtype, pin_memory=True)
 
 
 def _on_cuda(tensor: Tensor) -> bool:

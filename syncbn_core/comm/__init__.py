@@ -12,7 +12,6 @@ from syncbn_core.comm.process_group import ProcessCommunicator, Transport
 from syncbn_core.comm.protocol import (
     CollectiveCall,
     Communicator,
-    CommunicatorBase,
     SingleCommunicator,
 )
 from syncbn_core.comm.thread_group import ThreadCommunicator, thread_group
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CollectiveCall",
     "Communicator",
-    "CommunicatorBase",
     "FutureResult",
     "MPICommunicator",
     "NCCLCommunicator",

@@ -18,7 +18,6 @@ __all__ = [
     "HostCopy",
     "MessageArrays",
     "NumpyArrays",
-    "Verdict",
     "arrays_of",
     "copy_of",
     "is_captured",
@@ -27,13 +26,6 @@ __all__ = [
 ]
 
 Array = Any
-
-# The bits of a number that a device has yet to copy to the host; no arithmetic gives this NaN.
-NOT_YET = -1
-
-# Whether a total has the right label; on a device, a function that returns None until it is known.
-Verdict = bool | Callable[[], bool | None]
-
 
 _LEGACY_STREAMS = (0, 1)  # CUDA can't capture them
 
@@ -58,14 +50,6 @@ def is_captured(stream: Any) -> bool:
     )
 
 
-def copy_of(array: Array) -> Array:
-    """A copy on the device of `array`; `copy()` of CuPy uses the current device."""
-    if not is_on_device(array):
-        return array.copy()
-    with array.device:
-        return array.copy()
-
-
 class HostCopy(NamedTuple):
     """A copy of an array that is on its way to the host.
 
@@ -87,22 +71,11 @@ class MessageArrays(Protocol):
     def from_host(self, values: np.ndarray[Any, Any], like: Array) -> Array:
         """The values as an array of this library, with the device and dtype of `like`."""
 
-    def with_label(self, values: Array, label: int) -> Array:
+    def copy(self, values: Array) -> Array:
+        """A copy on the same device."""
+
+    def with_label(self, values: Array, label: float) -> Array:
         """A new array `(n + 1,)`: the n values, flattened, then the label."""
-
-    def without_label(
-        self, total: Array, shape: tuple[int, ...], label: int
-    ) -> tuple[Array, Verdict]:
-        """Split a total into its values, reshaped to `shape`, and whether its label is `label`.
-
-        On a device, floating values become NaN if the label differs.
-        """
-
-    def has_label(self, found: Array, label: int) -> Verdict:
-        """Whether the number in `found`, `(1,)`, is `label`.
-
-        On a device it is copied to the host without waiting; True while a CUDA graph is captured.
-        """
 
     def fill(self, values: Array, number: float) -> None:
         """Write `number` to all of `values`."""
@@ -123,19 +96,12 @@ class NumpyArrays:
         return values
 
     @staticmethod
-    def with_label(values: Array, label: int) -> Array:
-        message = np.empty(values.size + 1, values.dtype)
-        message[:-1] = values.reshape(-1)
-        message[-1] = label
-        return message
+    def copy(values: Array) -> Array:
+        return np.array(values)
 
     @staticmethod
-    def without_label(total: Array, shape: tuple[int, ...], label: int) -> tuple[Array, Verdict]:
-        return total[:-1].reshape(shape), bool(total.item(-1) == label)
-
-    @staticmethod
-    def has_label(found: Array, label: int) -> Verdict:
-        return bool(found.item() == label)
+    def with_label(values: Array, label: float) -> Array:
+        return np.append(values, label)
 
     @staticmethod
     def fill(values: Array, number: float) -> None:
@@ -163,7 +129,12 @@ class CupyArrays:
             return cupy.asarray(values.astype(like.dtype, copy=False))
 
     @staticmethod
-    def with_label(values: Array, label: int) -> Array:
+    def copy(values: Array) -> Array:
+        with values.device:
+            return values.copy()
+
+    @staticmethod
+    def with_label(values: Array, label: float) -> Array:
         import cupy
 
         with values.device:
@@ -171,28 +142,6 @@ class CupyArrays:
             message[:-1] = values.reshape(-1)
             message[-1:] = label
             return message
-
-    @staticmethod
-    def without_label(total: Array, shape: tuple[int, ...], label: int) -> tuple[Array, Verdict]:
-        import cupy
-
-        values, found = total[:-1].reshape(shape), total[-1:]
-        if values.dtype.kind == "f":
-            values = cupy.where(found == label, values, np.nan)
-        return values, CupyArrays.has_label(found, label)
-
-    @staticmethod
-    def has_label(found: Array, label: int) -> Verdict:
-        import cupy
-
-        if is_captured(cupy.cuda.get_current_stream()):
-            return True
-        memory = cupy.cuda.alloc_pinned_memory(found.nbytes)
-        on_host = np.frombuffer(memory, found.dtype, 1)
-        bits = on_host.view(f"i{found.dtype.itemsize}")
-        bits[0] = NOT_YET
-        found.get(out=on_host, blocking=False)
-        return lambda: None if bits[0] == NOT_YET else bool(on_host[0] == label)
 
     @staticmethod
     def fill(values: Array, number: float) -> None:
@@ -250,3 +199,9 @@ def arrays_of(values: Array) -> MessageArrays | None:
 def _arrays_of_type(kind: type) -> MessageArrays | None:
     known = (_BY_TYPE[base] for base in kind.__mro__ if base in _BY_TYPE)
     return next(known, None)
+
+
+def copy_of(values: Array) -> Array:
+    """A copy on the device of `values`."""
+    arrays = arrays_of(values)
+    return values.copy() if arrays is None else arrays.copy(values)

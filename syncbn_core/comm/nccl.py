@@ -33,7 +33,6 @@ __all__ = ["NCCLCommunicator"]
 
 Array = Any
 
-ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 POLL_INTERVAL = 1e-3  # seconds between two queries of the device
 
 
@@ -44,7 +43,7 @@ class NCCLCommunicator(ProcessCommunicator):
         rank: this process's number, 0 to `size - 1`.
         size: the number of processes in the group.
         identifier: the result of `new_id` (or of CuPy's `get_unique_id`) on rank 0. Send it to the
-            other ranks yourself (MPI, a socket, a file), or use `NCCLCommunicator.over_mpi`.
+            other ranks yourself, for example by `bcast` of mpi4py.
         timeout: seconds to wait for the other ranks, here and in `synchronize`; None for
             `syncbn_core.comm.get_default_timeout` (300 unless set).
 
@@ -83,31 +82,6 @@ class NCCLCommunicator(ProcessCommunicator):
         made = _import_nccl().get_unique_id()
         # CuPy before version 14 gives a tuple of C's `char`, which may be negative
         return made if isinstance(made, bytes) else bytes(byte % 256 for byte in made)
-
-    @classmethod
-    def over_mpi(cls, comm: Any = None, *, timeout: float | None = None) -> NCCLCommunicator:
-        """A group of the ranks of an mpi4py communicator; None for `MPI.COMM_WORLD`.
-
-        Uses MPI only to send the id. Other arguments and errors as in the constructor, and those
-        of `MPICommunicator`.
-        """
-        from syncbn_core.comm.mpi import MPICommunicator
-
-        mpi = MPICommunicator(comm, timeout=timeout)
-        message = np.zeros(1 + ID_BYTES // 8)
-        fault: Exception | None = None
-        if mpi.rank == 0:
-            try:
-                message[1:] = np.frombuffer(cls.new_id(), np.float64)
-                message[0] = 1
-            except Exception as error:  # raise it below: the other ranks wait for the message first
-                fault = error
-        message = mpi.all_gather(message, CollectiveCall(lambda: "exchange of NCCL's id"))[0]
-        if fault is not None:
-            raise fault
-        if message[0] != 1:
-            raise CommError("expected an id for NCCL from rank 0, got none; see its own error")
-        return cls(mpi.rank, mpi.size, message[1:].tobytes(), timeout=timeout)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until the device has finished all calls so far.

@@ -1,8 +1,7 @@
 """`ProcessCommunicator`: the members of a group are processes.
 
 A `Transport` (MPI, NCCL, torch.distributed) moves the bytes. This module holds the parts that do
-not depend on it: calls are numbered for error messages, and the message of an `all_reduce` may have
-a label that identifies its call.
+not depend on it: calls are numbered for error messages, and a failed group stays failed.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from syncbn_core.comm.message_arrays import Verdict, arrays_of
-from syncbn_core.comm.protocol import CollectiveCall, CommunicatorBase
-from syncbn_core.comm.sum_labels import label_of
+from syncbn_core.comm.message_arrays import arrays_of, copy_of
+from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.errors import (
     CommError,
     DeviceError,
@@ -55,7 +53,7 @@ class Transport(Protocol):
         """The elementwise sum over all ranks, bitwise the same on each; may overwrite `values`."""
 
 
-class ProcessCommunicator(CommunicatorBase):
+class ProcessCommunicator:
     """A member of a group of processes. Each process makes one, and all make the same calls.
 
     Args:
@@ -63,10 +61,6 @@ class ProcessCommunicator(CommunicatorBase):
 
     After a failed call (`CommTimeout`, `CommAborted`) all later calls raise `CommError`, because
     the ranks may be in different calls.
-
-    If ranks add up arrays of calls with different keys in an `all_reduce`, every rank raises a
-    `ProtocolError`. On a GPU the host does not wait for this check: the sums are NaN, a later call
-    of each rank raises the `ProtocolError`, and the group has failed.
 
     `copy` and `deepcopy` return the communicator itself. Pickling raises `StateError`.
     """
@@ -110,53 +104,14 @@ class ProcessCommunicator(CommunicatorBase):
         return self._run(self.transport.all_gather, values, call)
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
-        """As in `Communicator`; the transport chooses the order of addition.
+        """As in `Communicator`; the transport chooses the order of addition."""
+        known = arrays_of(values) is not None  # of an unknown library: the transport checks it
+        return self.add_up(copy_of(values) if known else values, call)
 
-        Raises `ProtocolError` if ranks are in calls with different `key`.
-        """
-        call = call or CollectiveCall.plain("all_reduce", values)
-        arrays = arrays_of(values)
-        if arrays is None:  # an unknown library: the transport checks it
-            return self._run(self.transport.all_reduce, values, self._begin(call))
-        label = label_of(call.key, self.size, values.dtype.itemsize)
-        message = arrays.with_label(values, label)
-        call = self._begin(call)
-        total = self._run(self.transport.all_reduce, message, call)
-        result, verdict = arrays.without_label(total, values.shape, label * self.size)
-        self._judge(verdict, call)
-        return result
-
-    def label(self, key: int) -> tuple[int, int]:
-        """What a rank writes behind float64 sums in call `key`, and what is behind the total."""
-        label = label_of(key, self.size, 8)
-        return label, label * self.size
-
-    def all_reduce_labelled(
-        self, message: Array, call: CollectiveCall, own: Array | None = None
-    ) -> Array:
-        """Add up float64 numbers on a device, the last of which is the `label` of `call.key`.
-
-        May write the result into `message`. Who reads it checks its last number on the device,
-        without waiting; the host looks at it later.
-
-        `own`: the label `(1,)`, if only the device knows it; then `call.key` is 0, and the last
-        number of the result is 0 if all ranks sent the same label.
-        """
-        call = self._begin(call)
-        total = self._run(self.transport.all_reduce, message, call)
-        arrays = arrays_of(total)
-        assert arrays is not None
-        if own is not None:  # then `call.key` is 0, whose label is 0
-            total[-1:] -= own * self.size
-        self._judge(arrays.has_label(total[-1:], self.label(call.key)[1]), call)
-        return total
-
-    def _judge(self, verdict: Verdict, call: CollectiveCall) -> None:
-        """Raise `ProtocolError` for a wrong label, now or in a later call."""
-        if verdict is False:  # on every rank: their labels differ, and the total is the same
-            raise _different_calls(call)
-        if verdict is not True:
-            self.look_later(verdict, call)
+    def add_up(self, values: Array, call: CollectiveCall | None = None) -> Array:
+        """`all_reduce` that may write the result into `values`."""
+        call = self._begin(call or CollectiveCall.plain("all_reduce", values))
+        return self._run(self.transport.all_reduce, values, call)
 
     def look_later(self, verdict: Callable[[], bool | None], call: CollectiveCall) -> None:
         """Raise `ProtocolError` in a later call where `verdict()` is False; None: not yet known."""

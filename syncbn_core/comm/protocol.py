@@ -14,7 +14,7 @@ import numpy as np
 
 from syncbn_core.comm.message_arrays import copy_of
 
-__all__ = ["CollectiveCall", "Communicator", "CommunicatorBase", "SingleCommunicator"]
+__all__ = ["CollectiveCall", "Communicator", "SingleCommunicator"]
 
 Array = Any
 
@@ -22,7 +22,7 @@ SAME_CALLS = "all members have to make the same calls in the same order"
 
 
 class CollectiveCall(NamedTuple):
-    """Describes one collective call, for error messages and to detect members in different calls.
+    """Describes one collective call, for error messages.
 
     Attributes:
         name: returns what runs, such as "gradients of block.last"; called only when a text is
@@ -30,8 +30,6 @@ class CollectiveCall(NamedTuple):
             model in one more container: "gradients of model.block.last".
         position: which call of that name it is, such as "step 5"; the same on all members.
         details: what is sent, such as "129 numbers, float32"; the same on all members.
-        key: a number > 0, the same on all members and different for calls that could be
-            confused; 0 for no key. Keys are compared in every call that can.
         remedy: the advice at the end of an error message.
         number: the number of the call in its group, from 1; set by the communicator.
     """
@@ -39,7 +37,6 @@ class CollectiveCall(NamedTuple):
     name: Callable[[], str]
     position: str = ""
     details: str = ""
-    key: int = 0
     remedy: str = SAME_CALLS
     number: int = 0
 
@@ -90,17 +87,7 @@ class Communicator(Protocol):
         """
 
 
-class CommunicatorBase:
-    """What all communicators of this library share beyond the protocol."""
-
-    calls = 0  # the number of collective calls that this member has started
-
-    def all_reduce_sums(self: Communicator, sums: Array) -> Array:
-        """Same as `all_reduce`; kept under its earlier name."""
-        return self.all_reduce(sums)
-
-
-class SingleCommunicator(CommunicatorBase):
+class SingleCommunicator:
     """A group of one member, which exchanges nothing. Takes arrays of any library."""
 
     rank = 0

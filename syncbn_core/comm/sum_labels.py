@@ -21,19 +21,18 @@ from typing import Any
 
 __all__ = ["label_of"]
 
-_DIGITS = {8: 53, 4: 24}  # bytes of a float: its significant bits
+_DIGITS = 53  # significant bits of a float64
 
 
-def label_of(key: Any, size: int, itemsize: int) -> Any:
-    """The label of `key` for `size` members, exact in floats of `itemsize` bytes.
+def label_of(key: Any, size: int) -> Any:
+    """The label of `key` for `size` members, exact in float64.
 
-    `key`: an int; or an array of such floats, and so is the label.
+    `key`: an int; or an array of float64, and so is the label.
 
-    Returns 0, which detects nothing, for key 0, and if the floats have too few digits for so many
-    members.
+    Returns 0, which detects nothing, for key 0, and for so many members that no digits are left.
     """
     members = (size - 1).bit_length()
-    digits = (_DIGITS.get(itemsize, 0) - 2 * members) // 3
+    digits = (_DIGITS - 2 * members) // 3
     if digits < 2 or (isinstance(key, int) and key == 0):
         return 0 * key  # of an array: an array
     k = 1 + (key - 1) % ((1 << digits) - 1)  # never 0; keys repeat after 2**digits - 1 calls

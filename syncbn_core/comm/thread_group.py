@@ -9,7 +9,7 @@ import numpy as np
 
 from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
 from syncbn_core.comm.message_arrays import arrays_of
-from syncbn_core.comm.protocol import SAME_CALLS, CollectiveCall, CommunicatorBase
+from syncbn_core.comm.protocol import SAME_CALLS, CollectiveCall
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError, ProtocolError, ShapeError
 
 __all__ = ["ThreadCommunicator", "thread_group"]
@@ -24,16 +24,11 @@ class _Message(NamedTuple):
     array: np.ndarray[Any, Any]
     call: CollectiveCall | None
 
-    @property
-    def kind(self) -> tuple[str, int | None]:
-        """The part that must be the same on all members."""
-        return self.operation, None if self.call is None else self.call.key
-
     def __str__(self) -> str:
         return self.operation if self.call is None else self.call.what()
 
 
-class ThreadCommunicator(CommunicatorBase):
+class ThreadCommunicator:
     """A member of a group of threads; `thread_group` makes one per thread.
 
     Takes NumPy arrays, and those of CuPy or torch on any device by copies on the host;
@@ -77,7 +72,6 @@ class ThreadCommunicator(CommunicatorBase):
                 "first, for example with numpy.asarray"
             )
         message = _Message(operation, arrays.to_host(values) if arrays else values, call)
-        self.calls += 1
         pipe = self._pipe
         reply = self._master.run_master(message) if pipe is None else pipe.run_slave(message)
         if isinstance(reply, ProtocolError):  # a new error per member: each adds its own traceback
@@ -110,8 +104,7 @@ def thread_group(
 def _combine(ranked: list[tuple[Hashable, _Message]]) -> list[tuple[Hashable, Any]]:
     """The master's callback: replies a result, or an error for each to raise."""
     messages = [message for _, message in ranked]
-    kind = messages[0].kind
-    if any(message.kind != kind for message in messages):
+    if len({message.operation for message in messages}) > 1:
         per_rank = {rank: str(message) for rank, message in ranked}
         remedy = next((message.call.remedy for message in messages if message.call), SAME_CALLS)
         error = ProtocolError(

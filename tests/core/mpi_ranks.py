@@ -127,7 +127,7 @@ def collectives_keep_shape_dtype_and_the_order_of_ranks(own: MPICommunicator) ->
             assert rows.dtype == np.dtype(dtype)
             np.testing.assert_array_equal(rows, [np.full(shape, rank) for rank in range(4)])
         assert own.all_reduce(np.full(shape, 0.5)).tolist() == np.full(shape, 2.0).tolist()
-    total = own.all_reduce_sums(np.array([[0.5], [own.rank]]))  # the earlier name of all_reduce
+    total = own.all_reduce(np.array([[0.5], [own.rank]]))
     assert total.tolist() == [[2], [6]]
 
 

@@ -523,47 +523,23 @@ def test_sums_are_added_in_rank_order_into_arrays_of_their_own() -> None:
     assert values[0][0] == 1e16
 
 
-def test_the_earlier_name_of_all_reduce_works() -> None:
-    for communicator in (SingleCommunicator(), *thread_group(1)):
-        assert communicator.all_reduce_sums(np.array([2.0])).tolist() == [2]
-
-
 def called(name: str, **fields: Any) -> CollectiveCall:
     return CollectiveCall(lambda: name, **fields)
 
 
-@pytest.mark.parametrize(
-    ("calls", "told"),
-    [
-        ((called("a", key=1), called("b", key=2)), "{0: 'a', 1: 'b'}"),
-        ((None, called("b", position="the 2nd")), "{0: 'all_reduce', 1: 'b, the 2nd'}"),
-        ((called("a", key=1), called("a")), "{0: 'a', 1: 'a'}"),
-    ],
-    ids=["keys", "no description", "no key"],
-)
-def test_members_in_different_calls_are_all_told_and_can_go_on(calls: Any, told: str) -> None:
+def test_members_in_different_operations_are_all_told_and_can_go_on() -> None:
     group = thread_group(2, timeout=LONG)
 
     def member(index: int) -> Any:
-        with pytest.raises(ProtocolError, match="same operation") as caught:
-            group[index].all_reduce(np.zeros(2), calls[index])
-        assert told in str(caught.value)
-        assert group[index].calls == 1
-        return group[index].all_reduce(np.ones(1), called("together", key=3)).tolist()
+        call = None if index == 0 else called("b", position="the 2nd")
+        collective = group[0].all_gather if index == 0 else group[1].all_reduce
+        with pytest.raises(ProtocolError, match="have to make the same calls") as caught:
+            collective(np.zeros(2), call)
+        assert "same operation, got {0: 'all_gather', 1: 'b, the 2nd'}" in str(caught.value)
+        return group[index].all_reduce(np.ones(1)).tolist()
 
     members = [lambda i=i: member(i) for i in range(2)]
     assert run_in_threads(members, abort=group[0].abort) == [[2.0]] * 2
-
-
-def test_members_in_different_operations_are_told_so() -> None:
-    group = thread_group(2, timeout=LONG)
-    members = [
-        lambda: group[0].all_gather(np.zeros(2)),
-        lambda: group[1].all_reduce(np.zeros(2)),
-    ]
-    with pytest.raises(ProtocolError, match="all members have to make the same calls") as caught:
-        run_in_threads(members, abort=group[0].abort)
-    assert "same operation, got {0: 'all_gather', 1: 'all_reduce'}" in str(caught.value)
 
 
 def test_a_call_says_what_it_is() -> None:

@@ -377,8 +377,8 @@ class Network:
         d_first = x.T @ self.bn.backward(d_hidden)
         gradients = [d_first, self.hidden.T @ d_logit, *self.bn.gradients()]
         for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-            parameter -= rate * self.communicator.all_reduce_sums(gradient)
-        return float(self.communicator.all_reduce_sums(np.array([loss]))[0])
+            parameter -= rate * self.communicator.all_reduce(gradient)
+        return float(self.communicator.all_reduce(np.array([loss]))[0])
 
     def parameters(self) -> list[Array]:
         return [self.first, self.second, *self.bn.parameters()]

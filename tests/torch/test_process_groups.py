@@ -126,7 +126,7 @@ def test_a_layer_outlives_its_process_group_and_takes_the_next_one(rank: int, si
     close(layer(x), twin(x))  # without a group: each rank alone, on the whole batch
     enter_world(rank, size, Path(os.environ["FOLDER"], "second_store").as_uri())
     gc.collect()
-    raises(RuntimeError, "destroyed", call=lambda: kept.all_reduce_sums(torch.ones(1)))
+    raises(RuntimeError, "destroyed", call=lambda: kept.all_reduce(torch.ones(1)))
     layer.zero_grad()
     twin.zero_grad()
     equals_undivided(layer, twin, x, dy, mine)

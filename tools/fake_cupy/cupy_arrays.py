@@ -159,7 +159,7 @@ def train(parts, grads, place, nccl=False, **settings):
             races.transfers.clear()
             results += [layer(x), layer.backward(dy)]
             del x, dy  # memory is free for others as early as it can be
-        gradients = own.all_reduce_sums(layer.weight_grad)
+        gradients = own.all_reduce(layer.weight_grad)
         results += [gradients, *layer.state_dict().values()]
         return [to_host(array) for array in results]
 

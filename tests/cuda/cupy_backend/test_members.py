@@ -120,7 +120,7 @@ def test_sums_of_any_shape_and_layout(kind, place, rng):
             "every second": lambda: (to_device(mine)[0, ::2], mine[0, ::2]),
             "by columns": lambda: (to_device(mine.T.copy()).T, mine),
         }[kind]()
-        total = own.all_reduce_sums(array)
+        total = own.all_reduce(array)
         assert total.device == array.device
         with total.device:
             total += float(rank)  # it is the member's own
@@ -138,7 +138,7 @@ def test_sums_of_any_shape_and_layout(kind, place, rng):
 def test_sums_of_two_dtypes_do_not_write_beyond_anybodys_memory(place):
     def member(rank, own):
         values = np.full(3, 1.5, "float64" if rank == 0 else "float32")
-        return to_host(own.all_reduce_sums(to_device(values)))
+        return to_host(own.all_reduce(to_device(values)))
 
     try:
         results = in_group(2, place, member)
