@@ -55,6 +55,8 @@ from syncbn_core.moments import Moments, merged
 
 __all__ = [
     "BACKWARD",
+    "COMPILED",
+    "FORWARD",
     "OF_MOMENTS",
     "OF_SUMS",
     "WITH_GRAPH",
@@ -66,18 +68,19 @@ __all__ = [
 Array = Any
 PartMoments = Moments | DeviceMoments
 
-FORWARD, BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS = range(5)
+FORWARD, BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS, COMPILED = range(6)
 KINDS = (
     "forward",
     "backward",
     "backward with create_graph=True",
     "second derivative, by moments,",
     "second derivative, by sums,",
+    "forward, compiled within DistributedDataParallel,",
 )
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 REMEDY = (
     "all members have to run the same layers in the same order, use them in the loss, and agree on "
-    "create_graph"
+    "create_graph and on torch.compile"
 )
 _NUMBERS, _EXTRAS = 1 << 19, 1 << 28
 _FIRST = 32 * _NUMBERS  # labels with an extra are not less
@@ -154,12 +157,13 @@ class Exchange(NamedTuple):
             return Member()
         return member
 
-    def moments(self, own: PartMoments) -> tuple[PartMoments, int]:
+    def moments(self, own: PartMoments, kind: int = FORWARD) -> tuple[PartMoments, int]:
         """`(moments of the whole batch, number of the call)`, given those of this member's part.
 
         `own`: `Moments` of NumPy arrays, or of any that an adapter has registered, or
         `DeviceMoments` of one row; with the same channels on all members. The total is of the same
         kind and on the same device. Pass the number to `sums`; it is 0 for a `SingleCommunicator`.
+        `kind`: FORWARD or COMPILED.
 
         Raises `ProtocolError` where members are in different layers, `DTypeError` where their
         inputs differ in dtype, `ShapeError` in threads with different channels, and the
@@ -171,9 +175,9 @@ class Exchange(NamedTuple):
         number, new = member.number_of(self.layer)
         try:
             extra = _hash(self.names.name(self.layer)) if new else 0
-            label = self._label(FORWARD, number, extra)
+            label = self._label(kind, number, extra)
             size = 2 * own.num_features + 2
-            call = self._call(FORWARD, size)
+            call = self._call(kind, size)
             if isinstance(own, DeviceMoments) and _stays_on_device(self.communicator, own.rows):
                 total: PartMoments = self._on_device(own, label, new, call)
             else:
@@ -344,7 +348,7 @@ class Exchange(NamedTuple):
                     f"expected input of one dtype on all members, got {dtypes} in {call}; check "
                     "autocast and the dtype of the data there"
                 )
-            forward = own // 4 % 8 == FORWARD
+            forward = own // 4 % 8 in (FORWARD, COMPILED)
             hashes = {label // _FIRST for label in labels} - {0.0}  # of names; 0 after first calls
             if len(hashes) < 2:
                 return
@@ -378,7 +382,8 @@ def _may_be_one_layer(labels: Sequence[float]) -> bool:
     kinds = {label // 4 % 8 for label in labels}
     numbers = {label // 32 % _NUMBERS for label in labels} - {1.0}
     calls = {label // _FIRST for label in labels}
-    return len(kinds) == 1 and len(numbers) < 2 and (kinds == {FORWARD} or len(calls) == 1)
+    of_one_call = kinds <= {FORWARD, COMPILED} or len(calls) == 1
+    return len(kinds) == 1 and len(numbers) < 2 and of_one_call
 
 
 def _holds_another(held: Sequence[tuple[str, bool]], others: set[str]) -> bool:

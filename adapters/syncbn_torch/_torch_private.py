@@ -23,6 +23,7 @@ __all__ = [
     "HOOKS",
     "HOOK_OPTIONS",
     "InheritedModes",
+    "active_ddp",
     "backward_task",
     "constant_while_tracing",
     "current_raw_stream",
@@ -227,6 +228,11 @@ def constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
 def default_group() -> Any:
     """The default process group, or None. torch.compile guards it, unlike `is_initialized()`."""
     return _c10d._world._default_pg  # `_world` changes where threads are ranks
+
+
+def active_ddp() -> Any:
+    """The `DistributedDataParallel` whose forward runs now, or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def has_group(name: str) -> bool:

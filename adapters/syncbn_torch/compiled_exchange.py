@@ -32,9 +32,10 @@ from torch import Tensor
 
 from syncbn_core.comm import Communicator
 from syncbn_core.device_moments import DeviceMoments
-from syncbn_core.exchange import Exchange
+from syncbn_core.exchange import COMPILED, FORWARD, Exchange
 from syncbn_core.moments import Moments, require_more_than_one_value
 from syncbn_torch._torch_private import (
+    active_ddp,
     finished_work,
     has_group,
     register_group,
@@ -115,17 +116,29 @@ class _Exchange(dist.ProcessGroup):
 class _Moments(_Exchange):
     direction = "moments"
 
+    def _kind(self) -> int:
+        """COMPILED where the other ranks have to be in a graph too.
+
+        `DistributedDataParallel` without a graph reduces its gradients between the messages of
+        layers; a graph sends all of those first. In one group one would be taken for the other.
+        """
+        around = active_ddp()
+        if around is None or not around.require_backward_grad_sync:
+            return FORWARD
+        return COMPILED if around.process_group is resolve_group(self._group) else FORWARD
+
     def _on_host(self, row: Any, exchange: Callable[[float], Exchange]) -> None:
         channels = len(row) // 2 - 1
         part = Moments(int(row[0]), row[1 : 1 + channels].copy(), row[1 + channels : -1].copy())
         total: Any
-        total, number = exchange(row[-1]).moments(part)
+        total, number = exchange(row[-1]).moments(part, self._kind())
         require_more_than_one_value(total.known_count)
         row[:] = np.concatenate([[total.count], total.mean, total.m2, [number]])
 
     def _on_device(self, values: Tensor, exchange: Exchange) -> None:
         total: Any
-        total, number = exchange.moments(DeviceMoments(values.clone()[None], None, torch.cat))
+        part = DeviceMoments(values.clone()[None], None, torch.cat)
+        total, number = exchange.moments(part, self._kind())
         values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(total.rows)))
         values[-1:].fill_(number)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from syncbn_core.exchange import BACKWARD, Exchange, PartMoments
+from syncbn_core.exchange import BACKWARD, FORWARD, Exchange, PartMoments
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
@@ -21,9 +21,9 @@ class Processes(Exchange):
 
     __slots__ = ()
 
-    def moments(self, own: PartMoments) -> tuple[PartMoments, int]:
+    def moments(self, own: PartMoments, kind: int = FORWARD) -> tuple[PartMoments, int]:
         with record_function("syncbn.exchange"):
-            return super().moments(own)
+            return super().moments(own, kind)
 
     def sums(self, sums: Any, forward: int, statistics: Any = None, kind: int = BACKWARD) -> Any:
         with record_function("syncbn.exchange"):

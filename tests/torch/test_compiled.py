@@ -349,6 +349,25 @@ def test_distributed_data_parallel_around_and_within(rank: int, size: int) -> No
 
 
 @on_ranks(2)
+def test_a_graph_on_one_rank_only_within_distributed_data_parallel_is_told_in_forward(
+    rank: int, size: int
+) -> None:
+    """Its backward would mix messages of layers with gradients; not in a group of the layers."""
+    x, dy = whole_batch(SHAPE)
+    mine, wrap = rows_of(rank, BOUNDS), nn.parallel.DistributedDataParallel
+    words = ("forward of first", "forward, compiled within", "torch.compile")
+    for group in (None, dist.new_group([0, 1])):
+        layer = convert_model(network(), process_group=group)
+        model = wrap(torch.compile(layer, backend="aot_eager") if rank == 0 else layer)
+        if group is None:
+            raises(ProtocolError, *words, call=lambda: model(x[mine]))  # noqa: B023
+            with model.no_sync():  # gradients are not reduced
+                model(x[mine]).backward(dy[mine])
+        else:
+            close(model(x[mine]), network()(x)[mine])
+
+
+@on_ranks(2)
 def test_unlike_layers_are_named_on_both_ranks(rank: int, size: int) -> None:
     class Choice(nn.Module):
         def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -55,6 +55,24 @@ def test_every_private_name_has_a_test() -> None:
     tests = [name for name in globals() if name.startswith("test_")]
     for name in private.__all__:
         assert any(test.startswith(f"test_{name}_") for test in tests), name
+
+
+def test_active_ddp_is_known_within_its_forward_alone() -> None:
+    seen: list[Any] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(private.active_ddp())
+            return super().forward(x)
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = nn.parallel.DistributedDataParallel(Looks(2, 2))
+        model(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+    assert seen == [model]
+    assert private.active_ddp() is None
 
 
 def test_increment_versions_is_noticed_and_takes_inference_tensors() -> None:
