@@ -20,7 +20,6 @@ WHY = {
     "test_cuda_tensors.py": "tensors of a device that is not there, by the contract of backends",
     "test_arrays.py": "one address and one shape per call: the contract of backends",
     "test_module_names.py": "names in errors, by a function of many small cases",
-    "test_originals.py": "whether anything still watches, after a model is gone",
     "test_plain.py": "plain operations, by the contract of backends",
     "test_process_identity.py": "a member without kernels, and rows that are made by hand",
     "test_pytrees.py": "how many values a search looks at",

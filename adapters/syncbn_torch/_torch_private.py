@@ -13,8 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, overrides
-from torch._guards import CompileContext
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch, _pytree
 
@@ -22,7 +21,6 @@ __all__ = [
     "COMPARES_GROUPS_BY_TYPE",
     "HOOKS",
     "HOOK_OPTIONS",
-    "InheritedModes",
     "active_ddp",
     "backward_task",
     "constant_while_tracing",
@@ -37,7 +35,6 @@ __all__ = [
     "has_group",
     "increment_versions",
     "is_jit_tracing",
-    "is_tracing",
     "is_wrapped",
     "modes_run_other_code",
     "records_a_graph",
@@ -158,40 +155,6 @@ def transforming() -> bool:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a function transform, or the older vmap of is_grads_batched, wraps `tensor`."""
     return _is_functorch_wrapped(tensor) or _is_legacy_batched(tensor)
-
-
-class InheritedModes:
-    """A context manager for another thread: the modes of the thread that made this object.
-
-    It enters torch's function modes (such as the default device), its dispatch modes and, from
-    torch 2.8 on, the innermost hooks for saved tensors (the only ones that run).
-    """
-
-    def __init__(self) -> None:
-        self._functions = overrides._get_current_function_mode_stack()
-        self._dispatches = _python_dispatch._get_current_dispatch_mode_stack()
-        self._hooks = None if _top_hooks is None else _top_hooks(True)
-
-    def __enter__(self) -> None:
-        for mode in self._functions:
-            overrides._push_mode(mode)
-        for mode in self._dispatches:
-            _python_dispatch._push_mode(mode)
-        if self._hooks is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
-
-    def __exit__(self, *_: object) -> None:
-        if self._hooks is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        for mode in reversed(self._dispatches):
-            _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
-        for _mode in self._functions:
-            overrides._pop_mode()
-
-
-def is_tracing() -> bool:
-    """Whether torch.compile is tracing or compiling now."""
-    return CompileContext.try_get() is not None
 
 
 def exporting() -> bool:

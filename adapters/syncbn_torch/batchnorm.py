@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -159,12 +159,6 @@ class _SynchronizedBatchNorm(LayerState):
     @untraced("only Python can look up whether the layer runs beside replicas")
     def _beside_replicas(self, input: Tensor) -> Tensor:
         """Forward of a layer of the original model while replicas run, maybe in this thread."""
-        replica = originals.copy_of(self)
-        if replica is not None:
-            # not the forward of a subclass, which is already running, like the hooks
-            y = _SynchronizedBatchNorm.forward(cast(Any, replica), input)
-            originals.note_reached(self, y)
-            return y
         if self.training or self.running_mean is None or self.running_var is None:
             originals.check_alone(self)
         return batch_norm(self, input)

@@ -286,7 +286,6 @@ def _not_run(count: int) -> Split:
     return Split(
         calls=lambda name: [[] for _ in range(count)],
         begun=lambda name: [0] * count,
-        around=set(),
         error="it was not run, because layers would wait for ranks that take no part in the check.",
     )
 

@@ -80,11 +80,6 @@ def judge_layer(
             "its running statistics changed, but its forward was not called, so something else "
             "normalizes (F.batch_norm, or the forward of a base class). Call the layer itself."
         )
-    if verdict == "ok" and name in split.around:
-        reason = (
-            "called around the replica, by a bound method or a plain list; the replica's own copy "
-            "ran and synchronized. Under activation checkpointing this raises CheckpointError."
-        )
     return replace(found, verdict=verdict, reason=reason)
 
 

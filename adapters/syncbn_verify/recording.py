@@ -69,7 +69,6 @@ class Recorder:
         self.calls: dict[str, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
         self.begun: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         self.order: list[str] = []  # of the first calls
-        self.around: set[str] = set()  # called by a replica through the original layer
         self.depth = 0  # of the calls that run now; without meaning where replicas run
         self._remember = remember
         self._change = change
@@ -96,8 +95,6 @@ class Recorder:
             self.begun[name][part] += 1
             if name not in self.order:
                 self.order.append(name)
-            if replica is not None and not getattr(layer, "_is_replica", False):
-                self.around.add(name)
         if not args:  # the input by its name?
             first = next(iter(inspect.signature(run).parameters), "")
             if first in kwargs:

@@ -77,7 +77,6 @@ class Split:
 
     calls: Callable[[str], list[list[Call]]]
     begun: Callable[[str], list[int]]
-    around: set[str]
     joined: list[Tensor | None] = field(default_factory=list)
     mismatch: str = ""
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -187,7 +186,6 @@ def split_over_replicas(model: nn.Module, division: Division, whole: Whole, loss
     split = Split(
         lambda name: [recorder.calls[name][part] for part in indices],
         lambda name: [recorder.begun[name][part] for part in indices],
-        recorder.around,
     )
     seed_everything(0)
     try:
@@ -217,7 +215,6 @@ def split_over_ranks(
     split = Split(
         lambda name: ranks.gather([call.on_cpu() for call in recorder.calls[name][0]]),
         lambda name: ranks.gather(recorder.begun[name][0]),
-        recorder.around,
     )
     seed_everything(0)
     outputs: list[Tensor] = []

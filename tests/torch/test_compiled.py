@@ -34,7 +34,6 @@ from world import (
 from syncbn_core import exchange
 from syncbn_core.errors import BatchSizeError, CommAborted, CommTimeout, ProtocolError
 from syncbn_torch import (
-    DataParallelWithCallback,
     DistributedCommunicator,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -512,14 +511,6 @@ def test_an_older_torch_says_why_it_breaks_the_graph(rank: int, size: int) -> No
         torch._dynamo.reset()
         x, _ = whole_batch(SHAPE)
         raises(Exception, "needs torch 2.10 or newer", call=lambda: compiled(layer)(x))
-
-
-@on_ranks(2)
-def test_replicas_of_a_compiled_model_run_without_its_graph(rank: int, size: int) -> None:
-    layer, twin = convert_model(network()), network()
-    parallel = DataParallelWithCallback(compiled(layer), replicas=2)
-    with pytest.warns(UserWarning, match="replicas run without graphs"):
-        steps_equal(layer, parallel, twin, rows_of(rank, BOUNDS), SHAPE)
 
 
 @pytest.mark.slow

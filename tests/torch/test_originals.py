@@ -1,9 +1,7 @@
-"""Layers of the model itself, reached by a replica: synchronized as its own, or refused by name."""
+"""Layers that a replica calls though they are none of its own are refused by name."""
 
-import contextvars
 import copy
 import functools
-import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from syncbn_core.errors import CheckpointError, StateError
+from syncbn_core.errors import StateError
 from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
@@ -22,7 +20,6 @@ from syncbn_torch import (
     patch_replication_callback,
     revert_model,
 )
-from syncbn_torch.data_parallel import originals
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
@@ -92,39 +89,21 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_original_reached_around_its_replica_synchronizes(way: str, replicas: int) -> None:
+def test_an_original_reached_around_its_replica_is_refused_by_name(way: str, replicas: int) -> None:
     model = Detour(WAYS[way])
     x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 4, **DOUBLE)
     expected = undivided(model, x, cotangent, steps=2)
     wrapper = DataParallelWithCallback(model, replicas=replicas)
-    same(results(wrapper, model, x, cotangent, steps=2), expected)
-
-
-def test_the_hooks_of_an_original_run_once_per_replica() -> None:
-    model = Detour(WAYS["bound method"])
-    calls: list[int] = []
-    model.first.register_forward_hook(lambda *_: calls.append(1))
-    DataParallelWithCallback(model, replicas=3)(torch.randn(6, 3, **DOUBLE))
-    assert len(calls) == 3
-
-
-def test_the_forward_of_a_subclass_runs_once() -> None:
-    class Doubles(SynchronizedBatchNorm1d):
-        def forward(self, input: Tensor) -> Tensor:
-            return 2 * super().forward(input)
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = Doubles(3)
-            self.layers = [self.bn]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[0](x)
-
-    x = torch.randn(8, 3)
-    expected = 2 * nn.BatchNorm1d(3)(x)
-    torch.testing.assert_close(DataParallelWithCallback(Around(), replicas=2)(x), expected)
+    if replicas == 1:
+        same(results(wrapper, model, x, cotangent, steps=2), expected)
+        return
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StateError, match=r"first \(SynchronizedBatchNorm1d\).*bound method"):
+        wrapper(x)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    torch.testing.assert_close(wrapper.eval()(x), model(x))  # running statistics need nobody
+    assert model.train()(x).shape == (9, 4)  # nothing is left of the replicas
 
 
 class Calls(nn.Module):
@@ -235,19 +214,15 @@ def test_a_wrapper_made_within_a_replica_synchronizes_over_the_whole_batch(
     torch.testing.assert_close(model.bn.running_var, twin.running_var)
 
 
-@pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("inner", [1, 2, 3])
-def test_a_wrapper_within_a_replica_synchronizes_over_the_whole_batch(
-    inner: int, around: bool
-) -> None:
+def test_a_wrapper_within_a_replica_synchronizes_over_the_whole_batch(inner: int) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.wrapped = DataParallelWithCallback(Detour(), replicas=inner)
-            self.kept = [self.wrapped]
 
         def forward(self, x: Tensor) -> Tensor:
-            return (self.kept[0] if around else self.wrapped)(x)
+            return self.wrapped(x)
 
     model = Outer()
     x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 4, **DOUBLE)
@@ -299,30 +274,26 @@ def in_a_thread(call: Callable[[], Any]) -> Any:
 class Threaded(nn.Module):
     """Calls its layer in a thread of its own."""
 
-    def __init__(self, *, around: bool, context: bool) -> None:
+    def __init__(self, *, around: bool) -> None:
         super().__init__()
         self.bn = SynchronizedBatchNorm1d(3)
         self.layers = [self.bn]
-        self.around, self.context = around, context
+        self.around = around
 
     def forward(self, x: Tensor) -> Tensor:
         layer = self.layers[0] if self.around else self.bn
-        if self.context:
-            variables = contextvars.copy_context()
-            return in_a_thread(lambda: variables.run(layer, x))
         return in_a_thread(lambda: layer(x))
 
 
-@pytest.mark.parametrize(("around", "context"), [(False, False), (True, True)])
-def test_a_replicas_own_threads_synchronize(around: bool, context: bool) -> None:
+def test_a_replicas_own_threads_synchronize() -> None:
     x = torch.randn(6, 3)
-    model = Threaded(around=around, context=context)
+    model = Threaded(around=False)
     y = DataParallelWithCallback(model, replicas=2)(x)
     torch.testing.assert_close(y, nn.BatchNorm1d(3)(x))
 
 
 def test_an_original_reached_by_a_thread_of_a_replica_is_refused_by_name() -> None:
-    model = Threaded(around=True, context=False)
+    model = Threaded(around=True)
     with pytest.raises(StateError, match=r"bn \(SynchronizedBatchNorm1d\).*while replicas"):
         DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3))
 
@@ -372,116 +343,35 @@ def test_a_copy_made_by_plain_data_parallel_is_refused_by_name() -> None:
     torch.testing.assert_close(plain_copies(model, 1)[0](x), model(x))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.detour = Detour(lambda model: model.inner)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.detour.way, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_that_reaches_an_original_is_refused_by_name(reentrant: bool) -> None:
-    model = Checkpointed(reentrant)
-    x = torch.randn(6, 3, **DOUBLE, requires_grad=True)
-    y = DataParallelWithCallback(model, replicas=2)(x)
-    model(torch.randn(6, 3, **DOUBLE, requires_grad=True))  # the model alone in between
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CheckpointError, match=r"detour\.first \(SynchronizedBatchNorm1d\)"):
-        y.backward(torch.randn_like(y))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-
-
-def test_the_model_alone_may_checkpoint_after_its_replicas_have_run() -> None:
-    model = Checkpointed(reentrant=False)
-    x = torch.randn(6, 3, **DOUBLE)
-    DataParallelWithCallback(model, replicas=2)(x)
-    x.requires_grad_()
-    y = model(x)
-    y.backward(torch.randn_like(y))
-    assert x.grad is not None
-
-
 COMPILED: dict[str, Any] = {
-    "submodule": (lambda model: model[1].compile(backend="aot_eager"), "1 is compiled"),
-    "model": (lambda model: model.compile(backend="aot_eager"), "the model itself is compiled"),
-    "optimized": (
-        lambda model: model.__setitem__(1, torch.compile(model[1], backend="aot_eager")),
-        "1 is compiled",
-    ),
+    "submodule": lambda model: model[1].compile(backend="aot_eager"),
+    "model": lambda model: model.compile(backend="aot_eager"),
+    "optimized": lambda model: model.__setitem__(1, torch.compile(model[1], backend="aot_eager")),
 }
 
 
 @quiet
 @pytest.mark.parametrize("what", COMPILED)
-def test_compiled_parts_run_without_their_graphs_in_replicas_and_are_named_once(what: str) -> None:
-    change, text = COMPILED[what]
+def test_compiled_parts_are_refused_in_replicas_but_not_in_eval(what: str) -> None:
     model = nn.Sequential(
         nn.Linear(3, 3, **DOUBLE), nn.Sequential(SynchronizedBatchNorm1d(3, **DOUBLE))
     )
-    x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 3, **DOUBLE)
-    twin = revert_model(copy.deepcopy(model))
-    expected = results(twin, twin, x, cotangent, steps=2)
-    change(model)
+    x = torch.randn(9, 3, **DOUBLE)
+    COMPILED[what](model)
     wrapper = DataParallelWithCallback(model, replicas=2)
-    with pytest.warns(UserWarning, match=f"^{text}.*without graphs") as warned:
-        found = results(wrapper, model, x, cotangent, steps=2)
-    same(found, expected)
-    assert len(warned) == 1
-    model(x)  # by its graph
-
-
-@quiet
-def test_a_model_that_is_compiled_after_its_first_forward_is_named_too() -> None:
-    model = nn.Sequential(SynchronizedBatchNorm1d(3, **DOUBLE))
-    wrapper, x = DataParallelWithCallback(model, replicas=2), torch.randn(9, 3, **DOUBLE)
-    wrapper(x)
-    wrapper.eval()
-    model.compile(backend="aot_eager")
-    with pytest.warns(UserWarning, match="the model itself is compiled"):
+    with pytest.raises(StateError, match=r"\(SynchronizedBatchNorm1d\).*compiled function"):
         wrapper(x)
-
-
-def test_a_graph_of_replicas_may_be_collected_while_a_layer_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch._dynamo.symbolic_convert import SpeculationLog
-
-    model = Detour(lambda model: model.inner)
-    kept = [DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3, **DOUBLE))]
-    assert originals.active
-    restart = SpeculationLog.restart
-    traced = []
-
-    def again(log: SpeculationLog) -> None:
-        traced.append(originals.active)
-        if len(traced) == 2:  # Dynamo restarts its analysis behind a break of the graph
-            kept.clear()
-            gc.collect()
-        restart(log)
-
-    monkeypatch.setattr(SpeculationLog, "restart", again)
-    x = torch.randn(6, 4, **DOUBLE)
-    layer = SynchronizedBatchNorm1d(4, **DOUBLE)
-    y = torch.compile(layer, backend="eager")(x)
-    assert len(traced) > 1
-    assert traced[0]
-    torch.testing.assert_close(y, nn.BatchNorm1d(4, **DOUBLE)(x))
-    assert not originals.active
+    torch.testing.assert_close(wrapper.eval()(x), model(x))
+    model.train()(x)  # by its graph
 
 
 @quiet
-@pytest.mark.filterwarnings("ignore:the model itself")
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_wrapped_optimized_module_equals_the_undivided_batch(replicas: int) -> None:
+def test_an_optimized_module_in_one_replica_equals_the_undivided_batch() -> None:
     model = nn.Sequential(SynchronizedBatchNorm1d(3, **DOUBLE))
     x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 3, **DOUBLE)
     twin = revert_model(copy.deepcopy(model))
     expected = results(twin, twin, x, cotangent)
-    wrapper = DataParallelWithCallback(torch.compile(model, backend="aot_eager"), replicas=replicas)
+    wrapper = DataParallelWithCallback(torch.compile(model, backend="aot_eager"), replicas=1)
     same(results(wrapper, model, x, cotangent), expected)
 
 
@@ -501,14 +391,14 @@ def test_a_compiled_wrapper_equals_the_undivided_batch(replicas: int, method: bo
 
 
 @quiet
-def test_a_compiled_function_that_reaches_originals_synchronizes() -> None:
+def test_a_compiled_function_that_reaches_originals_is_refused() -> None:
     """Compiled before by the model alone, and recompiled where replicas run."""
     model = Detour(lambda model: torch.compile(model.inner, backend="aot_eager"))
-    x, cotangent = torch.randn(8, 3, **DOUBLE), torch.randn(8, 4, **DOUBLE)
+    x = torch.randn(8, 3, **DOUBLE)
     model(x)
-    expected = undivided(model, x, cotangent)
-    wrapper = DataParallelWithCallback(model, replicas=2)
-    same(results(wrapper, model, x, cotangent), expected)
+    with pytest.raises(StateError, match=r"first \(SynchronizedBatchNorm1d\).*compiled function"):
+        DataParallelWithCallback(model, replicas=2)(x)
+    model(x)
 
 
 def test_converted_models_are_watched_too() -> None:
@@ -526,5 +416,5 @@ def test_converted_models_are_watched_too() -> None:
     model = Around()
     model.way = model.call
     convert_model(model)
-    x = torch.randn(6, 3)
-    torch.testing.assert_close(DataParallelWithCallback(model, replicas=2)(x), nn.BatchNorm1d(3)(x))
+    with pytest.raises(StateError, match=r"bn \(SynchronizedBatchNorm1d\)"):
+        DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3))

@@ -848,8 +848,7 @@ def test_an_error_that_takes_no_attributes_reaches_the_caller(replica: int) -> N
     assert caught.value is error
 
 
-@pytest.mark.parametrize("around", [False, True])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("training", "around"), [(False, False), (True, False), (True, True)])
 def test_a_replica_left_behind_stops_at_its_next_layer(training: bool, around: bool) -> None:
     """The caller has gone on after another replica's error and the deadline."""
     release, stopped = threading.Event(), threading.Event()
@@ -883,10 +882,12 @@ def test_a_replica_left_behind_stops_at_its_next_layer(training: bool, around: b
         set_default_timeout(None)
         release.set()
     stopped.wait()
-    assert isinstance(errors[0], CommAborted)
-    assert "norm: the forward that this replica belonged to was given up: KeyError" in str(
-        errors[0]
-    )
+    if around:
+        assert isinstance(errors[0], StateError)
+    else:
+        assert isinstance(errors[0], CommAborted)
+        told = "norm: the forward that this replica belonged to was given up: KeyError"
+        assert told in str(errors[0])
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 

@@ -224,48 +224,6 @@ def test_watch_saving_checks_before_the_hook_and_ends_with_it() -> None:
     assert calls == ["first", "pack"]
 
 
-def test_InheritedModes_has_the_modes_and_hooks_of_the_thread_that_made_it() -> None:  # noqa: N802
-    """Without it, replica 0 ignores the default device, modes and hooks of its caller."""
-    seen: list[str] = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append("function")
-            return function(*args, **(kwargs or {}))
-
-    class Dispatches(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append("dispatch")
-            return function(*args, **(kwargs or {}))
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen.append("hook")
-        return tensor
-
-    leaf = torch.ones(2, requires_grad=True)
-
-    def work() -> tuple[str, int]:
-        with modes:
-            device = torch.ones(1).device.type
-            leaf.exp()
-            inside = len(seen)
-        leaf.exp()
-        assert len(seen) == inside, "the modes stay in the thread"
-        return device, inside
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with torch.device("meta"), Functions(), Dispatches(), hooks:
-        modes = private.InheritedModes()
-    device, inside = in_thread(work)
-    assert device == "meta"
-    assert inside > 0
-    assert {"function", "dispatch", "hook"} <= set(seen)
-
-
 def test_current_raw_stream_gives_the_stream_of_kernels() -> None:
     """Without it, our kernels can't be launched on torch's current stream."""
     if torch.backends.cuda.is_built():
@@ -289,20 +247,6 @@ def test_current_stream_number_tells_streams_of_others() -> None:
             assert private.current_stream_number(index) == own.cuda_stream
 
 
-def test_is_tracing_is_true_while_torch_compile_works() -> None:
-    """Without it, `originals.active` may change between two traces of one forward."""
-    seen: list[bool] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        seen.append(private.is_tracing())
-        return graph
-
-    assert not private.is_tracing()
-    torch.compile(lambda x: x * 2, backend=backend)(torch.ones(1))
-    assert seen == [True]
-    assert not private.is_tracing()
-
-
 def test_untraced_breaks_the_graph_and_says_why() -> None:
     """Without it, torch.compile traces replicas, and fails somewhere within."""
     graphs: list[Any] = []
@@ -314,7 +258,7 @@ def test_untraced_breaks_the_graph_and_says_why() -> None:
     inside: list[bool] = []
 
     def inner(x: Tensor) -> Tensor:
-        inside.append(private.is_tracing())
+        inside.append(torch.compiler.is_compiling())
         return x + 1
 
     @private.untraced("a reason")

@@ -25,7 +25,6 @@ from syncbn_core.errors import ArgumentError, CommError, StateError
 from syncbn_torch._torch_private import (
     HOOK_OPTIONS,
     HOOKS,
-    InheritedModes,
     records_a_graph,
     untraced,
 )
@@ -33,11 +32,6 @@ from syncbn_torch.conversion.registry import conversion_of
 from syncbn_torch.conversion.replacement import class_of, modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.compiled_parts import (
-    compiled_parts,
-    warn_of_compiled_parts,
-    without_graphs,
-)
 from syncbn_torch.data_parallel.contexts import CallbackContext, SharedForward, forward_of
 from syncbn_torch.data_parallel.gather import join
 from syncbn_torch.data_parallel.scatter import (
@@ -257,7 +251,6 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
     batch_sizes: BatchSizes = None  # also of wrappers that `__init__` did not make
     _checked_layers = False  # set at the first forward in training with several replicas
-    _warned_of_graphs = False
     _warned_of_lists = False
 
     def __init__(
@@ -338,11 +331,6 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         if module.training and len(device_ids) > 1 and not self._checked_layers:
             self._checked_layers = True
             _warn_of_plain_layers(module)
-        if compiled := compiled_parts(module):
-            if not self._warned_of_graphs:
-                self._warned_of_graphs = True
-                warn_of_compiled_parts(compiled)
-            module = without_graphs(module, {})
         modules = list(module.modules())
         if _one_device(device_ids):
             copies = _replicate_on_one_device(modules, len(device_ids))
@@ -351,7 +339,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             copies = [list(replica.modules()) for replica in replicas]
         _separate_hooks(copies)
         forwards = [*map(forward_of, _execute(copies, ends=True).values())]
-        found = originals.replicas_of(modules, copies)
+        size = len(copies)
+        found = [originals.Replica(n, size, modules) for n in range(size) if size > 1]
         return _Replicas([made[0] for made in copies], forwards, found)
 
     def scatter(
@@ -379,7 +368,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Run each replica in its own thread; return their outputs in order."""
         forwards: list[SharedForward] = getattr(replicas, "forwards", [])
         found: list[originals.Replica] = getattr(replicas, "found", [])
-        modes, of_replica_0 = modes_of_caller() if len(replicas) > 1 else ([], [])
+        modes = modes_of_caller() if len(replicas) > 1 else []
         places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
         def member(index: int) -> Callable[[], Any]:
@@ -388,8 +377,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
             def call() -> Any:
                 run = partial(replicas[index], *inputs[index], **kwargs[index])
-                alone = of_replica_0 if index == 0 else []
-                return call_within([*modes, *alone, *places[index]], run)
+                return call_within([*modes, *places[index]], run)
 
             if not found:
                 return lambda: variables.run(call)
@@ -465,12 +453,8 @@ def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> Non
 Modes = list[Callable[[], AbstractContextManager[Any]]]
 
 
-def modes_of_caller() -> tuple[Modes, Modes]:
-    """The modes for all replicas, and those for replica 0 alone, which other threads don't inherit.
-
-    All have the gradient, inference and autocast modes. Torch's function and dispatch
-    modes and hooks for saved tensors need not be safe in several threads at the same time.
-    """
+def modes_of_caller() -> Modes:
+    """The gradient, inference and autocast modes, which other threads don't inherit."""
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     modes: Modes = [
         partial(torch.inference_mode, torch.is_inference_mode_enabled()),
@@ -483,8 +467,7 @@ def modes_of_caller() -> tuple[Modes, Modes]:
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
         modes.append(partial(torch.autocast, kind, **settings))
-    inherited = InheritedModes()
-    return modes, [lambda: inherited]
+    return modes
 
 
 def place_of(device: torch.device) -> Modes:
