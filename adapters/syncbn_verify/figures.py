@@ -110,7 +110,7 @@ def _collect(tree: Any, path: str, found: Found, around: tuple[Any, ...]) -> Non
         for key, value in zip(container.keys, container.values, strict=True):
             _collect(value, path + key, found, (*around, tree))
     elif type(tree) not in PLAIN:
-        place = find_tensor(tree, around)
+        place = find_tensor(tree)
         if place is not None:
             found.hidden.append(f"output{path}{place} (in a {type(tree).__name__})")
 

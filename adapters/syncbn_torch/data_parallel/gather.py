@@ -48,11 +48,8 @@ def join(
         return [to_device(sample, device) for output in outputs for sample in output]
     if type(first) in (list, tuple) and _are_plain(outputs) and all(o == first for o in outputs):
         return first  # quick also for thousands of numbers
-    containers = [node(output) for output in outputs]
-    if None in containers and any(containers):  # a dataclass with tensors in some of them
-        containers = [node(output, settings_too=True) for output in outputs]
-    found = [container for container in containers if container is not None]
-    if len(found) < len(outputs):
+    found = [container for output in outputs if (container := node(output)) is not None]
+    if not found:
         _check_same(outputs, path)
         return first
     like = found[0]

@@ -68,11 +68,10 @@ def check_alone(layer: Any) -> None:
     replica = _current.get()
     if replica is not None:
         raise StateError(
-            f"expected replica {replica.index} of {replica.size} to call its own layers, got "
-            f"{name_of(layer)}, which is not a submodule of the replica, so it can't be "
-            "synchronized: it was reached by a bound method, a compiled function, a plain list or "
-            "a global, or made in forward; call the replica's submodules (self.bn), for example in "
-            "an nn.ModuleList"
+            f"{name_of(layer)} was called in replica {replica.index} of {replica.size}, but is not a "
+            "submodule of it, so it can't be synchronized: it was reached by a bound method, a "
+            "compiled function, a plain list or a global, or made in forward; call the replica's "
+            "submodules (self.bn), or register it, for example in an nn.ModuleList"
         )
     with _lock:
         others = [other for other in _running if not other.given_up]

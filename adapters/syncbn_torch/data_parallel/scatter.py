@@ -204,17 +204,13 @@ def _check_divisible(tree: Any, container: Node | None, path: str) -> None:
             f"expected arguments that can be split, got an iterator ({type(tree).__name__}) at "
             f"{path}, which only one replica could read; pass a list"
         )
-    if container is None:
-        hidden = find_tensor(tree)
-    elif container.settings is None and getattr(tree, "__dict__", None):
-        hidden = find_tensor(tree, known=container.values)
-    else:
-        return
+    hidden = find_tensor(tree) if container is None else None
     if hidden is not None:
         raise ShapeError(
             f"expected arguments that can be split, got a {type(tree).__name__} at {path} with a "
-            f"tensor or iterator at {path}{hidden}; pass its tensors in a dictionary or dataclass, "
-            "or pass it whole to every replica as syncbn_torch.Shared(...)"
+            f"tensor at {path}{hidden}; pass its tensors in a dictionary or dataclass, register "
+            "its class by torch.utils._pytree.register_pytree_node, or pass it whole to every "
+            "replica as syncbn_torch.Shared(...)"
         )
 
 
