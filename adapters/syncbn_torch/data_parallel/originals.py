@@ -68,9 +68,9 @@ def check_alone(layer: Any) -> None:
     replica = _current.get()
     if replica is not None:
         raise StateError(
-            f"{name_of(layer)} was called in replica {replica.index} of {replica.size}, but is not a "
-            "submodule of it, so it can't be synchronized: it was reached by a bound method, a "
-            "compiled function, a plain list or a global, or made in forward; call the replica's "
+            f"{name_of(layer)} was called in replica {replica.index} of {replica.size}, but is "
+            "not a submodule of it, so it can't be synchronized: it was reached by a bound method, "
+            "a compiled function, a plain list or a global, or made in forward; call the replica's "
             "submodules (self.bn), or register it, for example in an nn.ModuleList"
         )
     with _lock:
