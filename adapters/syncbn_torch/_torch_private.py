@@ -29,7 +29,6 @@ __all__ = [
     "default_group",
     "exporting",
     "finished_work",
-    "forward_ad",
     "forward_ad_active",
     "function_transforms_active",
     "has_group",

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from syncbn_core.errors import StateError
-from syncbn_torch._torch_private import function_transforms_active, is_jit_tracing
+from syncbn_torch._torch_private import function_transforms_active
 
 __all__ = [
     "FLOATS",
     "HALVES",
     "PLAIN",
-    "PLAIN_OR_NONE",
     "array_of",
     "as_tensor",
     "check_storage",
@@ -36,7 +35,6 @@ _MADV_HUGEPAGE = 14
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # that layers take
 HALVES = (torch.float16, torch.bfloat16)
 PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
-PLAIN_OR_NONE = frozenset((*PLAIN, type(None)))
 
 Array = np.ndarray[Any, Any]
 
@@ -110,10 +108,9 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
 def check_storage(*tensors: Tensor | None) -> None:
     """Raise `StateError` if torch would read or write beyond the memory of a tensor.
 
-    Checks only plain CPU tensors, and nothing under torch.compile, torch.jit.trace or function
-    transforms.
+    Checks only plain CPU tensors, and nothing under torch.compile or function transforms.
     """
-    if torch.compiler.is_compiling() or is_jit_tracing() or function_transforms_active():
+    if torch.compiler.is_compiling() or function_transforms_active():
         return
     for tensor in tensors:
         if (

@@ -16,7 +16,6 @@ from syncbn_core.steps import Affine, RunningStatistics
 from syncbn_torch._torch_private import (
     forward_ad_active,
     function_transforms_active,
-    is_jit_tracing,
     is_wrapped,
 )
 from syncbn_torch.arrays import FLOATS, HALVES, PLAIN, check_storage
@@ -107,7 +106,7 @@ def _check_input(layer: LayerState, x: Tensor) -> None:
         layer._check_input_dim(x)
     except ValueError as error:
         raise ShapeError(f"{error}; the shape is {tuple(x.shape)}") from None
-    if not is_jit_tracing() and x.shape[1] != layer.num_features:  # sizes would be recorded
+    if x.shape[1] != layer.num_features:
         raise ShapeError(
             f"expected {layer.num_features} channels on axis 1 (num_features="
             f"{layer.num_features}), got shape {tuple(x.shape)}; check the layer before"
@@ -130,7 +129,7 @@ def checked_running(layer: LayerState) -> RunningStatistics | None:
         return None
     mean, var, counter = layer.running_mean, layer.running_var, layer.num_batches_tracked
     running = RunningStatistics(mean, var, counter, layer.momentum)
-    if torch.compiler.is_compiling() or is_jit_tracing():
+    if torch.compiler.is_compiling():
         return running
     if (mean is None) != (var is None):
         raise StateError(
