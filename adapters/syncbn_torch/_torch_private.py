@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import wraps
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ __all__ = [
     "is_jit_tracing",
     "is_wrapped",
     "modes_run_other_code",
+    "raise_sequence_number",
     "records_a_graph",
     "register_group",
     "registered_node",
@@ -44,6 +46,7 @@ __all__ = [
     "transforming",
     "untraced",
     "watch_saving",
+    "without_dispatch_modes",
 ]
 
 # A module's dictionaries of hooks that run when it is called. For each, torch.nn.modules.module
@@ -129,6 +132,24 @@ def watch_saving(check: Callable[[], None]) -> None:
 def modes_run_other_code() -> bool:
     """Whether a torch dispatch or function mode sees each operation."""
     return bool(torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack())
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """No dispatch mode sees what runs inside.
+
+    That of a selective checkpoint raises an error in backward for what it has not seen in forward.
+    """
+    return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())
+
+
+def raise_sequence_number(least: int = 0) -> int:
+    """Let nodes that this thread makes from now on come after `least` nodes; their next number.
+
+    autograd runs the nodes that are ready by their numbers, which each thread counts from 0.
+    """
+    while (number := torch._C._autograd._get_sequence_nr()) < least:
+        torch._C._functions.DelayedError("", 0)  # a node that no tensor has
+    return int(number)
 
 
 def records_a_graph() -> bool:

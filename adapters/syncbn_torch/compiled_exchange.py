@@ -21,7 +21,6 @@ the host read it; elsewhere a place is the fraction alone, and errors don't name
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,14 +58,14 @@ def group_for(process_group: Any, dtype: torch.dtype) -> str:
     over = str(group_of(process_group).group_name)
     if communicator_for(resolve_group(over)) is None:
         return ""
+    dtype_name = str(dtype).removeprefix("torch.")
     with _registering:
-        name = f"{str(dtype).removeprefix('torch.')} {over}"
-        for kind in (_Moments, _Sums):
-            full = f"{kind.direction} {name}"
-            if not has_group(full):  # torch forgets all names when the world ends
-                _registered[full] = kind(over, dtype)
-                register_group(full, _registered[full])
-    return name
+        for direction in ("moments", "sums"):
+            name = f"{direction} {dtype_name} {over}"
+            if not has_group(name):  # torch forgets all names when the world ends
+                _registered[name] = _Exchange(direction, dtype_name, over)
+                register_group(name, _registered[name])
+    return f"{dtype_name} {over}"
 
 
 _registered: dict[str, _Exchange] = {}  # torch holds them weakly
@@ -74,14 +73,13 @@ _registering = threading.Lock()
 
 
 class _Exchange(dist.ProcessGroup):
-    """A process group of one rank, whose `all_reduce` exchanges with the ranks of another group."""
+    """A process group of one rank, whose `all_reduce` exchanges with the ranks of `group`."""
 
-    direction: str
-
-    def __init__(self, group: str, dtype: torch.dtype) -> None:
+    def __init__(self, direction: str, dtype: str, group: str) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
+        self._moments = direction == "moments"
+        self._dtype = dtype
         self._group = group
-        self._dtype = str(dtype).removeprefix("torch.")
 
     def getBackendName(self) -> str:  # noqa: N802 - called by torch
         return "syncbn"
@@ -90,68 +88,59 @@ class _Exchange(dist.ProcessGroup):
         (values,) = tensors
         communicator = communicator_for(resolve_group(self._group))
         assert communicator is not None
-        exchange = partial(self._of_layer, communicator)
         if _on_host(values, communicator):
-            row = values.cpu()
-            self._on_host(row.numpy(), exchange)
-            if row is not values:
-                values.copy_(row)
+            row = np.array(values.cpu())
+            sender = _sender(communicator, int(row[-1]), self._dtype)
+            row = _moments(row, sender, _kind(self._group)) if self._moments else _sums(row, sender)
+            values.copy_(torch.from_numpy(row))
         else:
-            self._on_device(values, exchange(0))
+            sender = _sender(communicator, 0, self._dtype)
+            if self._moments:
+                _moments_on_device(values, sender, _kind(self._group))
+            else:
+                total = sender.sums_of_graph(values[:-1].clone())
+                values[:-2] = torch.where(total[-1:] == 0, total[:-1], float("nan"))
         return finished_work(tensors)
 
-    def _on_host(self, row: Any, exchange: Callable[[float], Exchange]) -> None:
-        raise NotImplementedError
 
-    def _on_device(self, values: Tensor, exchange: Exchange) -> None:
-        raise NotImplementedError
-
-    def _of_layer(self, communicator: Communicator, number: float) -> Exchange:
-        layer = layer_of(int(number))
-        if layer is None:
-            return Exchange(communicator, lambda: "a layer in a compiled graph", self._dtype)
-        return Exchange(communicator, partial(name_of, layer), self._dtype, layer, LAYER_NAMES)
+def _sender(communicator: Communicator, number: int, dtype: str) -> Exchange:
+    layer = layer_of(number)
+    if layer is None:
+        return Exchange(communicator, lambda: "a layer in a compiled graph", dtype)
+    return Exchange(communicator, partial(name_of, layer), dtype, layer, LAYER_NAMES)
 
 
-class _Moments(_Exchange):
-    direction = "moments"
+def _kind(group: str) -> int:
+    """COMPILED where the other ranks have to be in a graph too.
 
-    def _kind(self) -> int:
-        """COMPILED where the other ranks have to be in a graph too.
-
-        `DistributedDataParallel` without a graph reduces its gradients between the messages of
-        layers; a graph sends all of those first. In one group one would be taken for the other.
-        """
-        around = active_ddp()
-        if around is None or not around.require_backward_grad_sync:
-            return FORWARD
-        return COMPILED if around.process_group is resolve_group(self._group) else FORWARD
-
-    def _on_host(self, row: Any, exchange: Callable[[float], Exchange]) -> None:
-        channels = len(row) // 2 - 1
-        part = Moments(int(row[0]), row[1 : 1 + channels].copy(), row[1 + channels : -1].copy())
-        total: Any
-        total, number = exchange(row[-1]).moments(part, self._kind())
-        require_more_than_one_value(total.known_count)
-        row[:] = np.concatenate([[total.count], total.mean, total.m2, [number]])
-
-    def _on_device(self, values: Tensor, exchange: Exchange) -> None:
-        total: Any
-        part = DeviceMoments(values.clone()[None], None, torch.cat)
-        total, number = exchange.moments(part, self._kind())
-        values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(total.rows)))
-        values[-1:].fill_(number)
+    `DistributedDataParallel` without a graph reduces its gradients between the messages of
+    layers; a graph sends all of those first. In one group one would be taken for the other.
+    """
+    around = active_ddp()
+    if around is None or not around.require_backward_grad_sync:
+        return FORWARD
+    return COMPILED if around.process_group is resolve_group(group) else FORWARD
 
 
-class _Sums(_Exchange):
-    direction = "sums"
+def _moments(row: Any, sender: Exchange, kind: int) -> Any:
+    channels = len(row) // 2 - 1
+    part = Moments(int(row[0]), row[1 : 1 + channels], row[1 + channels : -1])
+    total: Any
+    total, number = sender.moments(part, kind)
+    require_more_than_one_value(total.known_count)
+    return np.concatenate([[total.count], total.mean, total.m2, [number]])
 
-    def _on_host(self, row: Any, exchange: Callable[[float], Exchange]) -> None:
-        row[:-2] = exchange(row[-1]).sums(row[:-2].copy(), int(row[-2]))
 
-    def _on_device(self, values: Tensor, exchange: Exchange) -> None:
-        total = exchange.sums_of_graph(values[:-1].clone())
-        values[:-2] = torch.where(total[-1:] == 0, total[:-1], float("nan"))
+def _sums(row: Any, sender: Exchange) -> Any:
+    row[:-2] = sender.sums(row[:-2].copy(), int(row[-2]))
+    return row
+
+
+def _moments_on_device(values: Tensor, sender: Exchange, kind: int) -> None:
+    total: Any
+    total, number = sender.moments(DeviceMoments(values.clone()[None], None, torch.cat), kind)
+    values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(total.rows)))
+    values[-1:].fill_(number)
 
 
 def _on_host(values: Tensor, communicator: Communicator) -> bool:

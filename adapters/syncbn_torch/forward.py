@@ -39,6 +39,7 @@ from syncbn_torch._torch_private import (
     modes_run_other_code,
     records_a_graph,
     transforming,
+    without_dispatch_modes,
 )
 from syncbn_torch.backends import cuda, plain
 from syncbn_torch.checks import check_operands, checked_running, refuse_transforms
@@ -95,7 +96,10 @@ def batch_norm(layer: LayerState, x: Tensor) -> Tensor:
 
 def _recomputed(layer: LayerState, x: Tensor) -> Tensor:
     """y of torch's layer, which gets copies of the running statistics."""
-    mean, var = (None if t is None else t.clone() for t in (layer.running_mean, layer.running_var))
+    with without_dispatch_modes():
+        mean, var = (
+            None if t is None else t.clone() for t in (layer.running_mean, layer.running_var)
+        )
     return F.batch_norm(x, mean, var, layer.weight, layer.bias, True, 0.0, layer.eps)
 
 

@@ -42,6 +42,7 @@ class Part(NamedTuple):
     `inference`: whether it comes from `torch.inference_mode()`.
     `context`: the forward that they share. `kept`: the ctx of a node that has saved x, if any.
     `stream`: that of its GPU on which it computes x, and goes on with y; None on a host.
+    `nodes`: how many nodes of autograd its thread has made.
     """
 
     operations: Operations
@@ -55,6 +56,7 @@ class Part(NamedTuple):
     context: Any = None
     kept: Any = None
     stream: Any = None
+    nodes: int = 0
 
 
 class Call(NamedTuple):

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from world import Net, close, on_ranks, rows_of, whole_batch
 
-from syncbn_torch import DataParallelWithCallback, convert_model
+from syncbn_torch import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    convert_model,
+    revert_model,
+)
 
 # DistributedDataParallel's option, under the name that this torch wants
 SYNC_BUFFERS = "broadcast_buffers"
@@ -99,6 +104,33 @@ def test_a_model_whose_gradients_the_user_adds_up_trains_as_one_device(
         return model
 
     trains_as_one_device(rank, size, wrap, averages=False)
+
+
+class Branches(nn.Module):
+    """Layers whose backwards autograd may run in several orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (SynchronizedBatchNorm1d(3).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.a(x) + self.b(self.c(x).tanh())
+
+
+@on_ranks(2)
+def test_branches_on_ranks_with_unlike_numbers_of_replicas(rank: int, size: int) -> None:
+    model = Branches()
+    alone = revert_model(copy.deepcopy(model))
+    wrapper = DataParallelWithCallback(model, replicas=3)
+    for rows in ((1, 2), (3, 1), (4, 3), (0, 5)):
+        mine = slice(rows[0] * rank, rows[0] + rows[1] * rank)
+        x, dy = whole_batch((sum(rows), 3))
+        x.requires_grad_()
+        y, expected = wrapper(x[mine]), alone(x)
+        close(y, expected[mine])
+        (dx,) = torch.autograd.grad(y, x, dy[mine])
+        (expected_dx,) = torch.autograd.grad(expected, x, dy)
+        close(dx[mine], expected_dx[mine])
 
 
 ENDS = """

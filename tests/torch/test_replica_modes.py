@@ -1,7 +1,9 @@
 """Replicas in unlike modes of autograd, with checkpoints and empty parts."""
 
+import copy
 import random
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,7 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from syncbn_core.errors import CheckpointError
 from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm1d
@@ -106,6 +112,42 @@ def test_an_empty_part_goes_through_a_layer_twice_inside_a_checkpoint() -> None:
     twice = F.batch_norm(once, None, None, training=True)
     torch.cat([twice, z[2:]]).pow(3).sum().backward()
     torch.testing.assert_close(x.grad, z.grad)
+
+
+class Saves(nn.Module):
+    """A selective checkpoint, which keeps the results of some operations."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+        self.linear, self.bn = nn.Linear(CHANNELS, CHANNELS), SynchronizedBatchNorm1d(CHANNELS)
+        self.double()
+
+    def policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = operation in self.kept
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(self, x: Tensor) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        block = lambda x: self.bn(self.linear(x)).relu().sin().reshape(x.shape)  # noqa: E731
+        return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kept", [(), (torch.ops.aten.addmm.default, torch.ops.aten.relu.default)])
+def test_a_selective_checkpoint_is_as_without_it(replicas: int, kept: Any) -> None:
+    model = Saves(kept)
+    twin = copy.deepcopy(model)
+    x = torch.randn(5, CHANNELS, dtype=torch.float64, requires_grad=True)
+    z = x.detach().clone().requires_grad_()
+    expected = twin.bn(twin.linear(z)).relu().sin()
+    cotangent = torch.randn_like(expected)
+    expected.backward(cotangent)
+    DataParallelWithCallback(model, replicas=replicas)(x).backward(cotangent)
+    torch.testing.assert_close(x.grad, z.grad)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 class Random(nn.Module):

@@ -75,6 +75,29 @@ def test_active_ddp_is_known_within_its_forward_alone() -> None:
     assert private.active_ddp() is None
 
 
+def test_without_dispatch_modes_no_mode_sees_an_operation() -> None:
+    with FlopCounterMode(display=False) as counter:
+        with private.without_dispatch_modes():
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert counter.get_total_flops() == 0
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert counter.get_total_flops() == 16
+
+
+def test_raise_sequence_number_orders_nodes_of_several_threads() -> None:
+    def next_number() -> int:
+        leaf = torch.ones(1, requires_grad=True)
+        return int((leaf * 2).grad_fn._sequence_nr())
+
+    def raised() -> tuple[int, int]:
+        with torch.no_grad():
+            private.raise_sequence_number(50)
+        return private.raise_sequence_number(7), next_number()
+
+    assert in_thread(next_number) == 0
+    assert in_thread(raised) == (50, 50)
+
+
 def test_increment_versions_is_noticed_and_takes_inference_tensors() -> None:
     with torch.inference_mode():
         without = torch.ones(1)

@@ -14,7 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from syncbn_core.comm import SyncMaster
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, ShapeError, StateError
-from syncbn_torch._torch_private import saving_runs_hooks, watch_saving
+from syncbn_torch._torch_private import (
+    raise_sequence_number,
+    saving_runs_hooks,
+    watch_saving,
+    without_dispatch_modes,
+)
 from syncbn_torch.backends import plain
 from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
 from syncbn_torch.module_names import name_of
@@ -57,7 +62,7 @@ class ReplicaSync:
         x, graph, over = part.x, part.graph, self.shared.is_over()
         part = part._replace(context=self.shared)
         if over:
-            with torch.no_grad():
+            with torch.no_grad(), without_dispatch_modes():
                 call = self._earlier_call(part.operations.moments(x))
                 known = call.known[x.device]
                 if part.running is not None:  # before x is saved, where a checkpoint may end
@@ -66,7 +71,8 @@ class ReplicaSync:
         if not kept:
             x = Keep.apply(x, kept)
         if over:
-            recomputed: Tensor = Recomputed.apply(x, *part.affine, known, part)
+            with without_dispatch_modes():
+                recomputed: Tensor = Recomputed.apply(x, *part.affine, known, part)
             # a GPU of one replica alone has a generator of its own, which the checkpoint restores
             shared = len(call.known) < len(call.moments)
             devices = [torch.device("cpu"), *[x.device] * shared]
@@ -78,19 +84,21 @@ class ReplicaSync:
             inference=torch.is_inference_mode_enabled(),
             kept=kept[0] if x.requires_grad else None,
             stream=stream_of(x),
+            nodes=raise_sequence_number(),
         )
         exchange = self.master.run_master if self.is_master else self.pipe.run_slave
-        result: tuple[Tensor, Call, int] = exchange(part)
-        y, call, self._index = result
+        result: tuple[Tensor, Call, int, int] = exchange(part)
+        y, call, self._index, nodes = result
+        raise_sequence_number(nodes)
         self._history.append((call.moments[self._index], call, graph))
         return y
 
-    def _check_random_states(self, states: list[Tensor], devices: list[torch.device]) -> None:
+    def _check_random_states(self, states: list[bytes], devices: list[torch.device]) -> None:
         """Raise `CheckpointError` if random numbers were drawn since `states`.
 
         The generator is that of all replicas, so the forward has drawn others.
         """
-        if not all(map(torch.equal, states, _random_states(devices))):
+        if states != _random_states(devices):
             raise CheckpointError(
                 f"expected no random operations (dropout) beside {self.shared.name} in what a "
                 "checkpoint repeats within replicas: the replicas of a device share one random "
@@ -158,10 +166,14 @@ class Recomputed(Function):
 
 
 def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """The `SyncMaster` callback: turns each `Part` into `(y, call, index)`.
+    """The `SyncMaster` callback: turns each `Part` into `(y, call, index, nodes)`.
 
     Settings come from the first part, the master's. Raises `BatchSizeError` for one value per
     channel in all, `ShapeError` for unequal channels.
+
+    In all replicas nodes made before have lower sequence numbers than the node of the layer, and
+    those made after it higher ones, as if one thread had run the model. So the backwards of layers
+    in branches run in one order on all ranks.
     """
     parts: list[Part] = [part for _, part in messages]
     context = parts[0].context
@@ -180,12 +192,15 @@ def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Has
         of_replicas([part.stream for part in parts]) as record,
         torch.inference_mode(inference),
         torch.set_grad_enabled(graph),
+        without_dispatch_modes(),
         _without_hooks(context),
     ):
+        raise_sequence_number(max(part.nodes for part in parts))
         ys, call = batch_norm(parts)
         record(ys)
+    nodes = raise_sequence_number()
     indexed = enumerate(zip(messages, ys, strict=True))
-    return [(identifier, (y, call, n)) for n, ((identifier, _), y) in indexed]
+    return [(identifier, (y, call, n, nodes)) for n, ((identifier, _), y) in indexed]
 
 
 def _without_hooks(context: SharedForward) -> Any:
@@ -211,12 +226,13 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _random_states(devices: list[torch.device]) -> list[Tensor]:
+def _random_states(devices: list[torch.device]) -> list[bytes]:
     """The states of the random number generators of these devices."""
-    return [
+    states = (
         torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         for device in devices
-    ]
+    )
+    return [state.numpy().tobytes() for state in states]  # no operation of torch compares them
 
 
 def _same_bits(a: Any, b: Any) -> bool:
