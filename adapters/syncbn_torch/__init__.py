@@ -31,7 +31,7 @@ from syncbn_torch.data_parallel.replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from syncbn_torch.data_parallel.scatter import Shared
+from syncbn_torch.data_parallel.split import Shared
 from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.reference import BatchNorm2dReimpl
 

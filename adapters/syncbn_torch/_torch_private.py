@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch
+from torch.utils import _pytree as pytree
 
 __all__ = [
     "COMPARES_GROUPS_BY_TYPE",
@@ -37,10 +38,10 @@ __all__ = [
     "is_jit_tracing",
     "is_wrapped",
     "modes_run_other_code",
+    "pytree",
     "raise_sequence_number",
     "records_a_graph",
     "register_group",
-    "registered_node",
     "resolve_group",
     "saving_runs_hooks",
     "transforming",
@@ -243,15 +244,3 @@ def finished_work(tensors: list[Tensor]) -> Any:
     future.set_result(tensors)
     c10d: Any = torch._C._distributed_c10d
     return c10d._create_work_from_future(future)
-
-
-def registered_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
-    """The values in a container of a class that is registered with torch's pytree, or None.
-
-    Also returns a function that makes such a container from new values, and the structure: two
-    containers with equal structures hold their values in the same places.
-    """
-    values, spec = _pytree.tree_flatten(tree, is_leaf=lambda thing: thing is not tree)
-    if len(values) == 1 and values[0] is tree:
-        return None
-    return values, lambda new_values: _pytree.tree_unflatten(new_values, spec), spec

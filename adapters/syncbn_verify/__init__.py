@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from syncbn_core.errors import ArgumentError
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import scripted_batch_norm
-from syncbn_torch.data_parallel.containers import tensors_in
+from syncbn_torch.data_parallel.pytrees import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
-from syncbn_torch.data_parallel.scatter import BatchSizes, to_device
+from syncbn_torch.data_parallel.split import BatchSizes, to_device
 from syncbn_verify.agreement import description, plain_values, with_plain_values
 from syncbn_verify.figures import Tolerance, difference, scale_of, tolerance
 from syncbn_verify.judge import judge_layer, judge_scripted, model_differences

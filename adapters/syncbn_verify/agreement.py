@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.conversion.replacement import modules_of
-from syncbn_torch.data_parallel.containers import PLAIN, node
+from syncbn_torch.data_parallel.pytrees import PLAIN, Tree
 from syncbn_verify.recording import is_norm
 
 __all__ = ["description", "plain_values", "with_plain_values"]
@@ -32,7 +32,8 @@ def description(model: nn.Module, batch: Any, **arguments: Any) -> dict[str, str
             for key, tensor in held(recurse=False):
                 where = f"model, {name}.{key}" if name else f"model, {key}"
                 described[where] = _of_tensor(tensor)
-    for place, value in _leaves(batch, ""):
+    found = Tree(batch)
+    for place, value in zip(found.paths(""), found.values, strict=True):
         described[f"batch, {place or 'the batch itself'}"] = (
             _of_tensor(value) if isinstance(value, Tensor) else type(value).__name__
         )
@@ -40,28 +41,18 @@ def description(model: nn.Module, batch: Any, **arguments: Any) -> dict[str, str
 
 
 def plain_values(tree: Any) -> list[Any]:
-    """The numbers and strings in nested containers, in their order."""
-    return [value for _, value in _leaves(tree, "") if type(value) in PLAIN]
+    """The numbers and strings in nested containers, and lists of nothing else, in their order."""
+    return [value for value in Tree(tree).values if _is_plain(value)]
 
 
 def with_plain_values(tree: Any, values: Iterator[Any]) -> Any:
     """The same containers with other numbers and strings, those of `plain_values`."""
-    if type(tree) in PLAIN:
-        return next(values)
-    container = node(tree)
-    if container is None:
-        return tree
-    return container.make([with_plain_values(value, values) for value in container.values])
+    found = Tree(tree)
+    return found.made_of(next(values) if _is_plain(value) else value for value in found.values)
 
 
-def _leaves(tree: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Tensors and other things in nested containers, with their places; empty containers too."""
-    container = None if isinstance(tree, Tensor) else node(tree)
-    if container is None or not container.values:
-        yield place, tree
-        return
-    for key, value in zip(container.keys, container.values, strict=True):
-        yield from _leaves(value, place + key)
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or type(value) in (list, tuple)
 
 
 def _settings(layer: nn.Module) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from syncbn_torch.data_parallel.containers import PLAIN, find_tensor, node
+from syncbn_torch.data_parallel.pytrees import Tree, hidden_tensor
 
 __all__ = [
     "Found",
@@ -82,37 +82,31 @@ class Found:
 def found_in(output: Any) -> Found:
     """What can be compared in a model's output: in containers, or attributes of one object."""
     found = Found([], [], [])
-    _collect(output, "", found, ())
+    _collect(output, "output", found)
     attributes = getattr(output, "__dict__", None)
     if not found.tensors and not isinstance(output, Tensor) and attributes:
         found.hidden.clear()
         for name, value in attributes.items():
-            _collect(value, f".{name}", found, (output,))
+            if value is not output:
+                _collect(value, f"output.{name}", found)
     return found
 
 
-def _collect(tree: Any, path: str, found: Found, around: tuple[Any, ...]) -> None:
-    """Append what is in `tree`. `around`: the containers that it lies in, which it may hold."""
-    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
-        tree = torch.from_numpy(np.array(tree))
-    if isinstance(tree, Tensor):
-        real = _real(tree)
-        if real is None:
-            found.hidden.append(f"output{path} ({tree.layout}, {tree.dtype})")
-        else:
-            found.tensors.append(real)
-            found.paths.append(f"output{path}")
-        return
-    if any(tree is outer for outer in around):
-        return
-    container = node(tree)
-    if container is not None:
-        for key, value in zip(container.keys, container.values, strict=True):
-            _collect(value, path + key, found, (*around, tree))
-    elif type(tree) not in PLAIN:
-        place = find_tensor(tree)
-        if place is not None:
-            found.hidden.append(f"output{path}{place} (in a {type(tree).__name__})")
+def _collect(tree: Any, root: str, found: Found) -> None:
+    """Append what is in `tree`."""
+    nested = Tree(tree)
+    for path, value in zip(nested.paths(root), nested.values, strict=True):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            value = torch.from_numpy(np.array(value))
+        if isinstance(value, Tensor):
+            real = _real(value)
+            if real is None:
+                found.hidden.append(f"{path} ({value.layout}, {value.dtype})")
+            else:
+                found.tensors.append(real)
+                found.paths.append(path)
+        elif (place := hidden_tensor(value)) is not None:
+            found.hidden.append(f"{path}{place} (in a {type(value).__name__})")
 
 
 def _real(tensor: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
 from syncbn_torch.conversion.registry import origin_of
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted
-from syncbn_torch.data_parallel.containers import node
+from syncbn_torch.data_parallel.pytrees import Tree
 from syncbn_verify.recording import norm_layers
 
 __all__ = [
@@ -163,13 +163,15 @@ def converted(
     tree: Any, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> Any:
     """Copies of the tensors in nested containers, on `device`; floating ones in `dtype`."""
-    if isinstance(tree, Tensor):
-        tree = tree.detach().to(device=device or tree.device, copy=True)
-        return tree.to(dtype) if dtype is not None and tree.is_floating_point() else tree
-    container = node(tree)
-    if container is None:
-        return tree
-    return container.make([converted(value, dtype, device) for value in container.values])
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensor = value.detach().to(device=device or value.device, copy=True)
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    found = Tree(tree)
+    return found.made_of(map(copy_of, found.values))
 
 
 def make_alone(model: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -31,16 +32,22 @@ class Ranks:
     """
 
     def __init__(self, process_group: Any) -> None:
-        self.group = group_of(process_group)
-        self.rank = dist.get_rank(self.group)
+        group = group_of(process_group)
+        self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ArgumentError(
                 "expected a process_group that this process belongs to; call verify_sync in the "
                 "ranks of the group only"
             )
-        self.size = dist.get_world_size(self.group)
-        self.members = dist.get_process_group_ranks(self.group)
+        self._group = weakref.ref(group)  # one that outlives its end can abort the process
+        self.size = dist.get_world_size(group)
+        self.members = dist.get_process_group_ranks(group)
         self.stopped = ""
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        return self._group()
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, which can be pickled, in rank order."""

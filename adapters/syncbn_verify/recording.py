@@ -22,7 +22,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.containers import PLAIN
+from syncbn_torch.data_parallel.pytrees import PLAIN
 
 __all__ = ["Call", "Recorder", "is_norm", "norm_layers", "places_of_random_numbers"]
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import CommError
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
-from syncbn_torch.data_parallel.containers import tensors_in
+from syncbn_torch.data_parallel.pytrees import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
-from syncbn_torch.data_parallel.scatter import BatchSizes
-from syncbn_torch.data_parallel.scatter import split as split_arguments
+from syncbn_torch.data_parallel.split import BatchSizes
+from syncbn_torch.data_parallel.split import split as split_arguments
 from syncbn_verify.figures import found_in, join_axis, moments, shaken
 from syncbn_verify.functional import FunctionalCalls
 from syncbn_verify.prepare import Arguments, make_alone, seed_everything

@@ -249,8 +249,8 @@ def test_tensors_that_split_differently_are_named() -> None:
     [
         (lambda i: i, "the same int"),
         (lambda i: np.zeros(3), "the same ndarray"),
-        (lambda i: [0] * i, "one length"),
-        (lambda i: {str(i): 1}, "same keys"),
+        (lambda i: [0] * i, "the same list"),
+        (lambda i: {str(i): 1}, r"missing key\(s\): {'0'}"),
         (lambda i: 1 if i else None, "one type"),
     ],
 )

@@ -300,20 +300,17 @@ def test_untraced_breaks_the_graph_and_says_why() -> None:
         torch.compile(whole, backend=backend, fullgraph=True)(torch.ones(1))
 
 
-def test_registered_node_takes_apart_what_is_registered() -> None:
+def test_pytree_takes_apart_and_makes_what_is_registered() -> None:
     """Without it, replicas can't take and return the containers of other libraries."""
-    pair = deque([1, [2]], maxlen=2)
-    values, make, settings = private.registered_node(pair) or pytest.fail("not registered")
-    assert values == [1, [2]]
-    made = make([3, 4])
-    assert made == deque([3, 4])
-    assert made.maxlen == 2
-    same, other = (private.registered_node(deque([5, 6], maxlen=n)) for n in (2, 3))
-    assert same is not None
-    assert other is not None
-    assert settings == same[2] != other[2]
-    for leaf in (1, "text", torch.ones(2), object()):
-        assert private.registered_node(leaf) is None
+    values, spec = private.pytree.tree_flatten([{"b": deque([1, [2]], maxlen=2)}, 3])
+    assert values == [1, 2, 3]
+    assert spec.flatten_up_to([{"b": deque([4, [[5]]])}, "text"]) == [4, [5], "text"]
+    made = private.pytree.tree_unflatten([4, 5, 6], spec)
+    assert made == [{"b": deque([4, [5]])}, 6]
+    assert made[0]["b"].maxlen == 2
+    for other in ([{"b": 1}, 3], [{"c": deque([1, [2]])}, 3], [1, 3]):
+        with pytest.raises(ValueError, match=r"mismatch"):
+            spec.flatten_up_to(other)
 
 
 def test_constant_while_tracing_calls_once_and_breaks_no_graph() -> None:

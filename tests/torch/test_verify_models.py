@@ -242,7 +242,7 @@ HIDDEN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "some NaN": (lambda y: y + torch.tensor([float("nan"), 0, 0]), "output (NaN in both steps)"),
     "unknown": (
         lambda y: {"y": y, "more": Opaque(mixed(y))},
-        'output["more"].tensor (in',
+        "output['more'].tensor (in",
     ),
     "in an unknown": (lambda y: [y, Opaque(y)], "output[1].tensor"),
     "nested": (lambda y: (y, torch.nested.as_nested_tensor([y, y])), "output[1] ("),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +68,19 @@ def test_a_converted_model_is_right_to_rounding(rank: int, size: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.bn.process_group is group
     assert verify_sync(DistributedDataParallel(model), batch()).ok
+
+
+@on_ranks(2)
+def test_no_process_group_outlives_its_end(rank: int, size: int) -> None:
+    """Else its threads may abort the process as it exits."""
+    group = dist.new_group()
+    gc.disable()
+    assert checked(sync_net(), batch(), process_group=group).ok
+    ends = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    assert ends() is None
+    gc.enable()
 
 
 @on_ranks(2)

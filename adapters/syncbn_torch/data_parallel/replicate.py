@@ -12,7 +12,7 @@ import contextvars
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -33,22 +33,19 @@ from syncbn_torch.conversion.replacement import class_of, modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.contexts import CallbackContext, SharedForward, forward_of
-from syncbn_torch.data_parallel.gather import join
-from syncbn_torch.data_parallel.scatter import (
+from syncbn_torch.data_parallel.split import (
     BatchSizes,
     Parts,
     check_batch_sizes,
+    join,
     split,
     to_device,
 )
 
 __all__ = [
     "DataParallelWithCallback",
-    "call_within",
     "execute_replication_callbacks",
-    "modes_of_caller",
     "patch_replication_callback",
-    "place_of",
 ]
 
 
@@ -368,20 +365,14 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         """Run each replica in its own thread; return their outputs in order."""
         forwards: list[SharedForward] = getattr(replicas, "forwards", [])
         found: list[originals.Replica] = getattr(replicas, "found", [])
-        modes = modes_of_caller() if len(replicas) > 1 else []
-        places = [place_of(_device(d)) for d in self.device_ids[: len(replicas)]]
 
         def member(index: int) -> Callable[[], Any]:
-            # Only one thread at a time can enter a context, so each replica gets a copy.
-            variables = contextvars.copy_context()
-
-            def call() -> Any:
-                run = partial(replicas[index], *inputs[index], **kwargs[index])
-                return call_within([*modes, *places[index]], run)
-
+            call: Callable[[], Any] = partial(replicas[index], *inputs[index], **kwargs[index])
             if not found:
-                return lambda: variables.run(call)
-            return lambda: variables.run(found[index].run, call)
+                return call
+            call = _as_here(call, _device(self.device_ids[index]))
+            # Only one thread at a time can enter a context, so each replica gets a copy.
+            return partial(contextvars.copy_context().run, found[index].run, call)
 
         def leave(index: int) -> None:
             for forward in forwards:
@@ -450,40 +441,31 @@ def patch_replication_callback(data_parallel: nn.DataParallel[nn.Module]) -> Non
         data_parallel.__class__ = type(kind.__name__, (kind, DataParallelWithCallback), {})
 
 
-Modes = list[Callable[[], AbstractContextManager[Any]]]
+def _as_here(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """`call` for another thread, with the modes and the stream of this one, on `device`."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.current_stream(device) if on_gpu else None
+    autocast = {
+        kind: torch.autocast(
+            kind,
+            enabled=torch.is_autocast_enabled(kind),
+            dtype=torch.get_autocast_dtype(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+    }
 
+    def run() -> Any:
+        # no ExitStack: it assigns `__traceback__`, which some errors forbid
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            autocast["cpu"],
+            autocast.get("cuda", nullcontext()),
+            torch.cuda.device(device) if on_gpu else nullcontext(),
+            torch.cuda.stream(stream) if on_gpu else nullcontext(),
+        ):
+            return call()
 
-def modes_of_caller() -> Modes:
-    """The gradient, inference and autocast modes, which other threads don't inherit."""
-    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    modes: Modes = [
-        partial(torch.inference_mode, torch.is_inference_mode_enabled()),
-        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-    ]
-    for kind in kinds:
-        settings: dict[str, Any] = {
-            "enabled": torch.is_autocast_enabled(kind),
-            "dtype": torch.get_autocast_dtype(kind),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        modes.append(partial(torch.autocast, kind, **settings))
-    return modes
-
-
-def place_of(device: torch.device) -> Modes:
-    """Context managers for a GPU and the calling thread's current stream on it; none for CPU."""
-    if device.type != "cuda":
-        return []
-    stream = torch.cuda.current_stream(device)
-    return [partial(torch.cuda.device, device), partial(torch.cuda.stream, stream)]
-
-
-def call_within(modes: Modes, call: Callable[[], Any]) -> Any:
-    """Run `call()` inside all `modes`; the first mode is the outermost.
-
-    Not with ExitStack or a generator: they assign `__traceback__`, which some errors forbid.
-    """
-    if not modes:
-        return call()
-    with modes[0]():
-        return call_within(modes[1:], call)
+    return run
