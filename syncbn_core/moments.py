@@ -33,7 +33,6 @@ __all__ = [
     "averaging_factor",
     "blend",
     "mean_gradients",
-    "merge_moments",
     "merged",
     "require_more_than_one_value",
 ]
@@ -106,15 +105,6 @@ class Moments(NamedTuple):
         """The biased variance `m2 / count`, `(C,)`; zeros for an empty part."""
         return self.m2 / max(self.count, 1)
 
-    @property
-    def unbiased_var(self) -> Array:
-        """The unbiased variance `m2 / (count - 1)`, `(C,)`, which running statistics use.
-
-        Raises `BatchSizeError` if `count` is 1.
-        """
-        require_more_than_one_value(self.count)
-        return self.m2 / (self.count - 1)
-
 
 class Statistics(NamedTuple):
     """Statistics of the whole batch: its `moments`, and `invstd` `(C,)`, both float64."""
@@ -126,15 +116,6 @@ class Statistics(NamedTuple):
     def mean(self) -> Array:
         """Per channel, `(C,)` float64."""
         return self.moments.mean
-
-
-def merge_moments(parts: Sequence[Moments]) -> Moments:
-    """The moments of one or more `parts` together, in NumPy, merged in their order."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = np.array([[part.count] for part in parts], np.float64)
-    means, m2s = (np.stack([getattr(part, name) for part in parts]) for name in ("mean", "m2"))
-    return Moments(sum(part.count for part in parts), *merged(rows, means, m2s))
 
 
 def merged(counts: Array, means: Array, m2s: Array) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent / "torch"
 ADAPTER = Path(__file__).parents[1] / "adapters"
-PUBLIC = {"syncbn_torch", "syncbn_torch.lightning"}
+PUBLIC = {"syncbn_torch", "syncbn_torch.inplace", "syncbn_torch.lightning"}
 # Our kernels also for small tensors on a CPU, where torch's are as quick.
 PUBLIC.add("syncbn_torch.forward")
 WHY = {

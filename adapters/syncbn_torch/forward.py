@@ -49,8 +49,11 @@ from syncbn_torch.node import Part
 from syncbn_torch.processes import Processes, processes_of
 
 __all__ = [
+    "OF_INPUT",
+    "add_name",
     "always_ours",
     "batch_norm",
+    "checked_part",
     "eval_batch_norm",
     "goes_to_kernels",
     "has_running_statistics",
@@ -136,17 +139,25 @@ def _by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tenso
         if _is_named_subclass(x):
             # its class is restored after the node, so that y is no view made inside of one
             return handle_torch_function(_as_tensor, (x,), x, layer, processes)
-        part = _checked_part(layer, x, processes)
+        part = checked_part(layer, x, processes)
         if sync is not None:
             y: Tensor = sync.forward(part)
             return y
         (y,), _ = node.batch_norm([part])
         return y
-    except (BatchSizeError, DeviceError, DTypeError, ShapeError) as error:
-        name, text = name_of(layer._original), str(error)
-        if name not in text:
-            error.args = (f"{name}: {text}",)
+    except OF_INPUT as error:
+        add_name(layer, error)
         raise
+
+
+OF_INPUT = (BatchSizeError, DeviceError, DTypeError, ShapeError)
+
+
+def add_name(layer: LayerState, error: Exception) -> None:
+    """Let the text of an error begin with the name of the layer, unless it has it."""
+    name, text = name_of(layer._original), str(error)
+    if name not in text:
+        error.args = (f"{name}: {text}",)
 
 
 def _is_named_subclass(x: Tensor) -> bool:
@@ -163,7 +174,7 @@ def _as_tensor(input: Tensor, layer: LayerState, processes: Processes | None) ->
     return _by_node(layer, input.as_subclass(Tensor), processes)
 
 
-def _checked_part(layer: LayerState, x: Tensor, processes: Processes | None) -> Part:
+def checked_part(layer: LayerState, x: Tensor, processes: Processes | None) -> Part:
     """The part of a layer in training with input x; raises the errors of a layer's forward."""
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
     operations, running = operations_for(x), checked_running(layer)

@@ -27,7 +27,7 @@ from syncbn_core.backends.cuda.memory import DeviceMemory
 from syncbn_core.backends.reference import OPERATIONS as REFERENCE
 from syncbn_core.errors import BackendError
 from syncbn_core.kernels.cuda.constants import MIN_INNER, UNROLL, VECTOR
-from syncbn_core.moments import Moments, NormRule, Statistics, merge_moments
+from syncbn_core.moments import Moments, NormRule, Statistics
 from syncbn_core.steps import Affine, RunningStatistics
 
 __all__ = ["CASES", "check"]
@@ -265,7 +265,7 @@ def _check_training(case: _Case, dtype: str) -> None:
     third, rule = len(x) // 3, NormRule(1e-3)
     parts = [REFERENCE.moments(x[a:b]) for a, b in pairwise((0, third, third, 2 * third, len(x)))]
     given, _ = run.given(_rows(parts), "float64")
-    statistics = REFERENCE.statistics(merge_moments(parts), rule)
+    statistics = REFERENCE.statistics(REFERENCE.merge(parts), rule)
     parameters, affine = case.affine(dtype)
     (_, mean), (_, var) = case.parameter(dtype), case.parameter(dtype)
     tracked = np.array(4)
@@ -385,7 +385,7 @@ def _check_merging(run: _CheckRunner) -> None:
     values = random.uniform(1.0, 3.0, (len(counts), 2, channels))
     parts = [Moments(n, *(pair * (n > 0))) for n, pair in zip(counts, values, strict=True)]
     given, _ = run.given(_rows(parts), "float64")
-    count, mean, m2 = merge_moments(parts)
+    count, mean, m2 = REFERENCE.merge(parts)
     into = run.result("moments", "float64", 1e-11, np.array([count]), mean, m2, np.zeros(1))
     grid.merge_parts(run, given, len(parts), channels, into)
     run.compare()

@@ -1,0 +1,266 @@
+"""Batch normalization with its activation in place, as of inplace_abn: y overwrites x.
+
+    w = |weight| + eps        z = (x - mean) * invstd * w + bias        y = activation(z)
+
+Backward keeps y alone. The activations have an inverse, so it computes z from y, and takes z for
+the input of a layer with mean = bias and invstd = 1 / w: that layer has the same xhat, and dx but
+for the factor w * invstd. The method is that of Rota Bulo, Porzi and Kontschieder, "In-Place
+Activated BatchNorm for Memory-Optimized Training of DNNs" (arXiv:1712.02616).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from syncbn_core.errors import ArgumentError, StateError
+from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
+from syncbn_core.steps import Affine
+from syncbn_torch._torch_private import records_a_graph, untraced
+from syncbn_torch.arrays import HALVES
+from syncbn_torch.backends import plain
+from syncbn_torch.forward import (
+    OF_INPUT,
+    add_name,
+    checked_part,
+    has_running_statistics,
+    operations_for,
+)
+from syncbn_torch.layer_state import LayerState, give_number
+from syncbn_torch.module_names import name_of
+from syncbn_torch.node import Part
+from syncbn_torch.process_group import checked_process_group
+from syncbn_torch.processes import processes_of
+
+__all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
+
+_ALIKE = NormRule(1e-300)  # an eps that rounds away
+
+
+class _Activation(NamedTuple):
+    name: str
+    param: float
+
+    def apply_(self, z: Tensor) -> Tensor:
+        """`activation(z)`, written to z."""
+        if self.name == "leaky_relu":
+            return F.leaky_relu(z, self.param, inplace=True)
+        if self.name == "elu":
+            return F.elu(z, self.param, inplace=True)
+        return F.relu(z, inplace=True) if self.name == "relu" else z
+
+    def inverted(self, y: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """z and its gradient, given y and its; 16 bits in float32."""
+        if self.name == "identity":
+            return y, dy
+        if y.dtype in HALVES:
+            y, dy = y.float(), dy.float()
+        if self.name == "leaky_relu":
+            return F.leaky_relu(y, 1 / self.param), torch.where(y > 0, dy, dy * self.param)
+        # y may be rounded to its limit, -param
+        share = (y / self.param).clamp(min=torch.finfo(y.dtype).eps - 1)
+        return torch.where(y > 0, y, share.log1p()), torch.where(y > 0, dy, dy * (y + self.param))
+
+
+class ABN(LayerState):
+    """Batch normalization and an activation, one after the other: `inplace_abn.ABN`.
+
+    Input (N, C, *spatial), 2 or more axes. It takes statistics of its own input, like torch's
+    layers, and has their `state_dict`.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats: as of `nn.BatchNorm2d`.
+        activation: "leaky_relu", "elu", "relu" or "identity".
+        activation_param: the slope of leaky_relu, the alpha of elu.
+
+    Raises `ArgumentError` for another activation.
+    """
+
+    _activations: tuple[str, ...] = ("leaky_relu", "elu", "relu", "identity")
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        give_number(self)
+        if activation not in self._activations:
+            raise ArgumentError(
+                f"expected activation to be one of {', '.join(self._activations)}, got "
+                f"{activation!r}"
+            )
+        self.activation, self.activation_param = activation, activation_param
+
+    @property
+    def _activation(self) -> _Activation:
+        return _Activation(self.activation, float(self.activation_param))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ArgumentError(
+                f"expected at least 2D input (N, C, *spatial), got shape {tuple(input.shape)}"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """y, a new tensor like `input`."""
+        return self._activation.apply_(super().forward(input))
+
+    def extra_repr(self) -> str:
+        shown = f", activation_param={self.activation_param}"
+        shown = shown if self.activation in ("leaky_relu", "elu") else ""
+        return f"{super().extra_repr()}, activation={self.activation!r}{shown}"
+
+
+class InPlaceABN(ABN):
+    """`inplace_abn.InPlaceABN`: in training y overwrites `input`, and backward keeps y alone.
+
+    The scale is `|weight| + eps`, in eval too. The activation is "leaky_relu" with a slope > 0,
+    "elu" with an alpha > 0 or "identity". Where `|weight|` is small, backward loses digits: its
+    error is that of y over `|weight|`.
+    """
+
+    _activations = ("leaky_relu", "elu", "identity")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        name, param = self._activation
+        if name != "identity" and not param > 0:
+            raise ArgumentError(
+                f"expected activation_param > 0, because {name} with {param} has no inverse; use "
+                "ABN for other activations"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """y: `input` itself, overwritten; in eval, from running statistics, a new tensor.
+
+        Raises `StateError` for an input that autograd or other tensors need as it is: a leaf that
+        requires a gradient, a tensor with gaps or that is expanded, a part of `chunk`, `split` or
+        `unbind`; and the errors of `SynchronizedBatchNorm2d`.
+        """
+        if torch.compiler.is_compiling():
+            return self._without_a_graph(input)  # type: ignore[no-any-return]
+        weight = None if self.weight is None else self.weight.abs() + self.eps
+        if not self.training and has_running_statistics(self):
+            mean, var = self.running_mean, self.running_var
+            z = F.batch_norm(input, mean, var, weight, self.bias, False, 0.0, self.eps)
+            return self._activation.apply_(z)
+        self._check_may_be_overwritten(input)
+        processes = processes_of(self, input) if isinstance(self, InPlaceABNSync) else None
+        try:
+            part = checked_part(self, input, processes)
+            y: Tensor = _InPlace.apply(input, weight, self.bias, part, self._activation)
+        except OF_INPUT as error:
+            add_name(self, error)
+            raise
+        return y
+
+    _without_a_graph = untraced("an in-place layer computes by Python")(forward)
+
+    def _check_may_be_overwritten(self, x: Tensor) -> None:
+        if records_a_graph():
+            raise StateError(
+                f"expected no torch.jit.trace or make_fx around {name_of(self)} in training, which "
+                "computes by Python; call model.eval()"
+            )
+        why = ""
+        if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+            why = "a leaf that requires a gradient"
+        elif x.stride() != torch.empty_like(x).stride():
+            why = "a tensor with gaps, or one that is expanded"
+        elif x._is_view():
+            try:
+                x[:0].zero_()  # torch raises for parts of chunk, split and unbind, among others
+            except RuntimeError as error:
+                why = f"a view for which torch says: {error}"
+        if why:
+            raise StateError(
+                f"expected an input that {name_of(self)} may overwrite, got {why}; pass a copy "
+                "(input.clone()), or use ABN, which is not in place"
+            )
+
+
+class InPlaceABNSync(InPlaceABN):
+    """`inplace_abn.InPlaceABNSync`: `InPlaceABN` over all processes of `group`, also on CPU.
+
+    `group`: as `process_group` of `SynchronizedBatchNorm2d`; None for the default group, if any.
+    Raises `StateError` in replicas of `nn.DataParallel`: use one process per part.
+    """
+
+    def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_group(group)
+
+    def set_group(self, group: Any) -> None:
+        """Synchronize over `group` from now on; `ArgumentError` if it is none."""
+        self.process_group = checked_process_group(group)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `InPlaceABN.forward`, with the statistics of all processes."""
+        if self.training and "_is_replica" in self.__dict__:
+            raise StateError(
+                f"expected {type(self).__name__} in a model without replicas, which it can't "
+                "synchronize; use one process per part, or ABN by SynchronizedBatchNorm2d and an "
+                "activation"
+            )
+        return super().forward(input)
+
+
+class _InPlace(Function):
+    """x, w, bias -> y, in the memory of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        part: Part,
+        activation: _Activation,
+    ) -> Tensor:
+        do = operations_for(x) if x.is_cpu else plain.OPERATIONS
+        total, number, members = do.merge([do.moments(x)]), 0, 1
+        if part.processes is not None:
+            total, number = part.processes.moments(total)
+            members = part.processes.communicator.size
+        require_more_than_one_value(total.known_count, x.shape, members)
+        statistics = do.statistics(total, part.rule)
+        do.forward(x, statistics, Affine(weight, bias), part.rule, part.running, x)
+        activation.apply_(x)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x, weight, bias)
+        ctx.kept = do, part.processes, number, statistics, activation
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight, bias = ctx.saved_tensors
+        do, processes, number, statistics, activation = ctx.kept
+        z, dz = activation.inverted(y, dy)
+        ones = torch.ones(y.shape[1], dtype=torch.float64, device=y.device)
+        w = ones if weight is None else weight.detach().double()
+        b = ones * 0 if bias is None else bias.detach().double()
+        on_device = isinstance(statistics.invstd, Tensor)
+        count, m2 = statistics.moments.count, statistics.moments.count * w * w
+        moments = Moments(count, *((b, m2) if on_device else (b.numpy(), m2.numpy())))
+        layer = do.statistics(moments, _ALIKE)
+        sums = do.backward_reduce(z, dz, layer, Affine(weight), _ALIKE)
+        total = sums.exchange
+        if processes is not None:
+            total = processes.sums(total, number)
+        factor = (w if on_device else w.numpy()) * statistics.invstd
+        scaled = Affine(w * torch.as_tensor(factor))
+        dx: Tensor = do.backward_input(z, dz, layer, scaled, _ALIKE, total * factor)
+        grad_weight = None if weight is None else sums.grad_weight
+        return dx.to(y.dtype), grad_weight, None if bias is None else sums.grad_bias, None, None
