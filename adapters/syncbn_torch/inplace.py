@@ -24,6 +24,7 @@ from syncbn_core.steps import Affine
 from syncbn_torch._torch_private import records_a_graph, untraced
 from syncbn_torch.arrays import HALVES
 from syncbn_torch.backends import plain
+from syncbn_torch.conversion.registry import register_conversion
 from syncbn_torch.forward import (
     OF_INPUT,
     add_name,
@@ -214,6 +215,9 @@ class InPlaceABNSync(InPlaceABN):
                 "activation"
             )
         return super().forward(input)
+
+
+register_conversion(InPlaceABNSync, None)  # it stays as it is
 
 
 class _InPlace(Function):

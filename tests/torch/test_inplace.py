@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from world import close, on_ranks, raises, rows_of, whole_batch
 
 from syncbn_core.errors import ArgumentError, BatchSizeError, StateError
-from syncbn_torch import DataParallelWithCallback
+from syncbn_torch import DataParallelWithCallback, convert_model
 from syncbn_torch.inplace import ABN, InPlaceABN, InPlaceABNSync
 
 ACTIVATIONS = [
@@ -258,7 +258,15 @@ def test_settings_that_it_cannot_have_are_named(kind: Any, arguments: Any) -> No
         kind(3, **arguments)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not synchronize")
+def test_a_conversion_leaves_it_and_names_the_layers_that_do_not_synchronize() -> None:
+    model = convert_model(nn.Sequential(InPlaceABNSync(3), nn.BatchNorm2d(3)))
+    assert type(model[0]) is InPlaceABNSync
+    with pytest.warns(UserWarning, match="1 InPlaceABN .0: unknown subclass"):
+        convert_model(nn.Sequential(InPlaceABN(3), InPlaceABNSync(3)))
+    model = convert_model(nn.Sequential(InPlaceABN(3)), extra={InPlaceABN: InPlaceABNSync})
+    assert type(model[0]) is InPlaceABNSync
+
+
 def test_replicas_that_it_would_not_synchronize_are_refused() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), InPlaceABNSync(3))
     x = torch.randn(4, 3, 5, 5)
