@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -96,7 +97,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def hidden_tensor(thing: Any) -> str | None:
     """The path to a tensor that an object holds, such as `.boxes`, or None.
 
-    Looks into its attributes and containers in these; not into modules and what else is called.
+    Looks at the first values of its attributes and of containers in these; not into modules and
+    what else is called.
     """
     if isinstance(thing, PackedSequence):
         return ".data"
@@ -104,7 +106,7 @@ def hidden_tensor(thing: Any) -> str | None:
     if isinstance(thing, (set, frozenset)):
         held["{...}"] = list(thing)
     for path, value in held.items() if not callable(thing) else ():
-        if any(isinstance(each, Tensor) for each in pytree.tree_leaves(value)):
+        if any(isinstance(each, Tensor) for each in islice(pytree.tree_iter(value), 100)):
             return path
     return None
 
