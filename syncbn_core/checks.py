@@ -20,9 +20,10 @@ from syncbn_core.errors import (
     ShapeError,
 )
 from syncbn_core.layout import layout_of, overlaps_itself, shares_memory
-from syncbn_core.moments import EpsMode, NormRule
+from syncbn_core.moments import ACTIVATIONS, EpsMode, NormRule
 
 __all__ = [
+    "check_activation",
     "check_dy",
     "check_eps",
     "check_eps_mode",
@@ -65,9 +66,24 @@ def check_momentum(momentum: float | None) -> float | None:
     return momentum
 
 
-def check_rule(eps: float, eps_mode: str) -> NormRule:
-    """The `NormRule` of both settings; raises `ArgumentError` if one is invalid."""
-    return NormRule(check_eps(eps), check_eps_mode(eps_mode))
+def check_activation(activation: str | None, negative_slope: float) -> tuple[str | None, float]:
+    """Both; raises `ArgumentError` for an unknown activation or a slope that is not >= 0."""
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(
+            f"expected activation to be one of {', '.join(map(str, ACTIVATIONS))}, got "
+            f"{activation!r}"
+        )
+    if not (isinstance(negative_slope, Real) and 0 <= negative_slope < math.inf):
+        raise ArgumentError(f"expected a finite negative_slope >= 0, got {negative_slope!r}")
+    return activation, float(negative_slope)
+
+
+def check_rule(
+    eps: float, eps_mode: str, activation: str | None = None, negative_slope: float = 0.01
+) -> NormRule:
+    """The `NormRule` of these settings; raises `ArgumentError` if one is invalid."""
+    act = check_activation(activation, negative_slope)
+    return NormRule(check_eps(eps), check_eps_mode(eps_mode), *act)
 
 
 def check_input(x: Array) -> None:

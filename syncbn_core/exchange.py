@@ -15,8 +15,8 @@ a further message:
 
     label = ((extra * 2**19 + number) * 8 + kind) * 4 + dtype
 
-`number`: of the layer, by its first call in this group; calls without a layer have 0, and go with
-any (a graph on a device does not know its layer).
+`number`: of the layer, by its first call in this group, with its activation; calls without a layer
+have 0, and go with any (a graph on a device does not know its layer).
 `kind`: see `KINDS`. `extra`: in backward the number of the call in which the forward was; in
 the first call of a layer a hash of its name, because two members may take their layers in another
 order from the first call on; else 0.
@@ -51,7 +51,7 @@ from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of, is
 from syncbn_core.comm.sum_labels import label_of
 from syncbn_core.device_moments import DeviceMoments, DeviceStatistics
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
-from syncbn_core.moments import Moments, merged
+from syncbn_core.moments import ACTIVATIONS, Moments, merged
 
 __all__ = [
     "BACKWARD",
@@ -138,6 +138,7 @@ class Exchange(NamedTuple):
         dtype: that of the layer's input, by NumPy's name.
         layer: an object, the same in every call of the layer; None for calls without one.
         names: how to name it.
+        activation: that of the layer, one of `ACTIVATIONS`; the same on all members.
     """
 
     communicator: Communicator
@@ -145,6 +146,7 @@ class Exchange(NamedTuple):
     dtype: str
     layer: Any = None
     names: LayerNames = UNNAMED
+    activation: str | None = None
 
     @property
     def member(self) -> Member:
@@ -255,6 +257,8 @@ class Exchange(NamedTuple):
 
     def _label(self, kind: int, number: int, extra: int) -> float:
         dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else 0
+        if number:
+            number = number * len(ACTIVATIONS) + ACTIVATIONS.index(self.activation)
         numbers = extra % _EXTRAS * _NUMBERS + 1 + number % (_NUMBERS - 1)
         return float((numbers * 8 + kind) * 4 + dtype)
 
@@ -271,7 +275,8 @@ class Exchange(NamedTuple):
         """The layer's name, and of layers outside of models the number too."""
         number, _ = self.member.number_of(self.layer)
         outside = number and not self.names.name(self.layer)
-        return f"{self.name()}, layer {number}" if outside else self.name()
+        title = f"{self.name()}, layer {number}" if outside else self.name()
+        return f"{title} with {self.activation}" if self.activation else title
 
     def _gather(self, row: Array, call: CollectiveCall) -> Array:
         """The rows of all members, after comparing their labels."""

@@ -3,7 +3,10 @@
     mean, var = moments of x over all members of the communicator, per channel
     invstd    = 1 / sqrt(var + eps)                 (eps_mode "clamp": 1 / sqrt(max(var, eps)))
     xhat      = (x - mean) * invstd
-    y         = xhat * weight + bias
+    y         = activation(xhat * weight + bias)
+
+The activation is None, "relu", "leaky_relu" with its `negative_slope`, "silu", "hardswish" or
+"relu6". Backward computes its input again from x, so it keeps nothing more.
 
 Ioffe and Szegedy 2015, "Batch Normalization". Shapes and dtypes, the same everywhere:
 
@@ -106,6 +109,8 @@ def batch_norm_forward(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
     eps_mode: EpsMode = "plus",
+    activation: str | None = None,
+    negative_slope: float = 0.01,
     communicator: Communicator | None = None,
     out: Array | None = None,
     parallel: bool = True,
@@ -138,7 +143,7 @@ def batch_norm_forward(
     check_per_channel(x, weight=weight, bias=bias)
     check_running(x, running_mean, running_var, num_batches_tracked, momentum)
     check_out(x, out)
-    rule = check_rule(eps, eps_mode)
+    rule = check_rule(eps, eps_mode, activation, negative_slope)
     if not parallel:
         operations = operations.serial
     affine = Affine(weight, bias)
@@ -177,6 +182,8 @@ def batch_norm_eval(
     *,
     eps: float = 1e-5,
     eps_mode: EpsMode = "plus",
+    activation: str | None = None,
+    negative_slope: float = 0.01,
     out: Array | None = None,
     parallel: bool = True,
 ) -> tuple[Array, Saved]:
@@ -201,7 +208,7 @@ def batch_norm_eval(
         x, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
     )
     check_out(x, out)
-    rule = check_rule(eps, eps_mode)
+    rule = check_rule(eps, eps_mode, activation, negative_slope)
     if not parallel:
         operations = operations.serial
     running = RunningStatistics(running_mean, running_var)
@@ -229,8 +236,9 @@ def batch_norm_backward(
 
         dx = weight * invstd * (dy - sum_dy / n - xhat * sum_dy_xhat / n)
 
-    without the last term where eps_mode "clamp" made invstd a constant. The gradients of weight
-    and bias are the local sums: add them up over members as those of any other parameter.
+    with dy times the derivative of the activation in the place of dy, and without the last term
+    where eps_mode "clamp" made invstd a constant. The gradients of weight and bias are the local
+    sums: add them up over members as those of any other parameter.
 
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """

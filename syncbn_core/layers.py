@@ -17,7 +17,13 @@ import numpy as np
 
 from syncbn_core import functional
 from syncbn_core.backends.devices import array_library, device_of, place_like, to_numpy
-from syncbn_core.checks import check_eps, check_eps_mode, check_momentum, check_num_features
+from syncbn_core.checks import (
+    check_activation,
+    check_eps,
+    check_eps_mode,
+    check_momentum,
+    check_num_features,
+)
 from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, caller_of, readable
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
@@ -46,6 +52,8 @@ class BatchNorm:
             `BackendError` where something that GPUs need is missing.
         communicator: the group; None is a group of one. Every member has a layer of its own.
         eps_mode: "plus" as in the formula, "clamp" for `1 / sqrt(max(var, eps))`.
+        activation: of y: None, "relu", "leaky_relu", "silu", "hardswish" or "relu6".
+        negative_slope: that of "leaky_relu"; >= 0.
         name: what errors of the communicator call this layer.
 
     Attributes:
@@ -67,6 +75,8 @@ class BatchNorm:
         device: str = "cpu",
         communicator: Communicator | None = None,
         eps_mode: EpsMode = "plus",
+        activation: str | None = None,
+        negative_slope: float = 0.01,
         name: str = "BatchNorm",
     ) -> None:
         if not isinstance(num_features, int | np.integer) or num_features < 1:
@@ -80,6 +90,7 @@ class BatchNorm:
         self.eps: float = check_eps(eps)
         self.momentum: float | None = check_momentum(momentum)
         self.eps_mode = check_eps_mode(eps_mode)
+        self.activation, self.negative_slope = check_activation(activation, negative_slope)
         self.communicator = communicator
         self.name = name
         self.training: bool = True
@@ -97,10 +108,12 @@ class BatchNorm:
         self._forwards = 0  # that no backward has followed
 
     def __repr__(self) -> str:
+        activation = "" if self.activation is None else f", activation={self.activation!r}"
         return (
             f"BatchNorm({self.num_features}, eps={self.eps}, momentum={self.momentum}, "
             f"affine={self.weight is not None}, "
-            f"track_running_stats={self.running_mean is not None}, eps_mode={self.eps_mode!r})"
+            f"track_running_stats={self.running_mean is not None}, eps_mode={self.eps_mode!r}"
+            f"{activation})"
         )
 
     def train(self, mode: bool = True) -> BatchNorm:
@@ -129,7 +142,12 @@ class BatchNorm:
             caller = caller_of(x)
             (x,) = readable(x=x)
         check_num_features(x, self.num_features)
-        settings: dict[str, Any] = {"eps": self.eps, "eps_mode": self.eps_mode}
+        settings: dict[str, Any] = {
+            "eps": self.eps,
+            "eps_mode": self.eps_mode,
+            "activation": self.activation,
+            "negative_slope": self.negative_slope,
+        }
         if self.training or self.running_mean is None:
             y, saved = functional.batch_norm_forward(
                 x,
@@ -192,7 +210,8 @@ class BatchNorm:
         """This layer's access to its communicator."""
         if self.communicator is None:
             return None
-        return Exchange(self.communicator, lambda: self.name, x.dtype.name, self)
+        dtype, activation = x.dtype.name, self.activation
+        return Exchange(self.communicator, lambda: self.name, dtype, self, activation=activation)
 
     def parameters(self) -> list[Array]:
         """`[weight, bias]`, or nothing without `affine`; update them in place."""

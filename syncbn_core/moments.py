@@ -26,6 +26,7 @@ import numpy as np
 from syncbn_core.errors import BatchSizeError
 
 __all__ = [
+    "ACTIVATIONS",
     "EpsMode",
     "Moments",
     "NormRule",
@@ -38,17 +39,22 @@ __all__ = [
 ]
 
 EpsMode = Literal["plus", "clamp"]
+ACTIVATIONS = (None, "relu", "leaky_relu", "silu", "hardswish", "relu6")
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 class NormRule(NamedTuple):
-    """How a variance becomes an inverse standard deviation; the same for all members.
+    """The settings of a layer apart from arrays; the same for all members.
 
-    `mode` "plus": `1 / sqrt(var + eps)`; "clamp": `1 / sqrt(max(var, eps))`.
+    `mode` "plus": `invstd = 1 / sqrt(var + eps)`; "clamp": `1 / sqrt(max(var, eps))`.
+    `activation`: one of `ACTIVATIONS`, of `xhat * weight + bias`.
+    `negative_slope`: that of "leaky_relu".
     """
 
     eps: float = 1e-5
     mode: EpsMode = "plus"
+    activation: str | None = None
+    negative_slope: float = 0.01
 
     @property
     def extra_setting(self) -> str | None:

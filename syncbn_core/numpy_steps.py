@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from syncbn_core.kernels.cpu import channels, planes, rows
+from syncbn_core.kernels.cpu.activations import activation_of
 from syncbn_core.kernels.cpu.launch import launch, most_threads
 from syncbn_core.kernels.cpu.numerics import has_half
 from syncbn_core.kernels.cpu.row_blocks import joined
@@ -117,7 +118,7 @@ class NumpySteps(Operations):
         y = np.empty_like(x) if out is None else out
         if 0 not in x.shape:
             mean, _, invstd = statistics.table
-            numbers = [mean, invstd, _wide(affine.weight), _wide(affine.bias)]
+            numbers = [mean, invstd, *map(_wide, affine), _act(rule)]
             self._run("normalize", numbers, x, target=y)
         if running is not None:
             self.update_running(running, statistics)
@@ -138,16 +139,18 @@ class NumpySteps(Operations):
     def backward_reduce(
         self, x: Array, dy: Array, statistics: HostStatistics, affine: Affine, rule: NormRule
     ) -> Sums:
-        weight = affine.weight
+        weight, bias = map(_wide, affine)
         sums = np.zeros((2, x.shape[1]))
         sum_dy, sum_dy_xhat = sums
         if 0 not in x.shape:
             mean, _, invstd = statistics.table
-            self._run("backward_reduce", [mean, invstd, sum_dy, sum_dy_xhat], x, dy)
-        dtype = x.dtype if weight is None else weight.dtype
+            numbers = [mean, invstd, weight, bias, _act(rule), sum_dy, sum_dy_xhat]
+            self._run("backward_reduce", numbers, x, dy)
+        dtype = x.dtype if affine.weight is None else affine.weight.dtype
         with _quiet():
             grad_weight, grad_bias = _rounded(sum_dy_xhat, dtype), _rounded(sum_dy, dtype)
-            return Sums(sums if weight is None else sums * _wide(weight), grad_weight, grad_bias)
+            exchange = sums if affine.weight is None else sums * weight
+            return Sums(exchange, grad_weight, grad_bias)
 
     def backward_input(
         self,
@@ -166,7 +169,7 @@ class NumpySteps(Operations):
                 total = np.zeros((2, x.shape[1]))
             clamped = rule.clamped(statistics.moments.var) if rule.clamps else None
             mean_dy, mean_dy_xhat = mean_gradients(total, statistics.count, clamped)
-            numbers = [mean, invstd, _wide(affine.weight), mean_dy, mean_dy_xhat]
+            numbers = [mean, invstd, *map(_wide, affine), _act(rule), mean_dy, mean_dy_xhat]
             self._run("backward_input", numbers, x, dy, dx)
         return dx
 
@@ -196,7 +199,7 @@ class NumpySteps(Operations):
     def _run(
         self,
         step: str,
-        numbers: list[Array],
+        numbers: list[Any],
         x: Array,
         dy: Array | None = None,
         target: Array | None = None,
@@ -278,6 +281,10 @@ def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     if dtype.name in ("bfloat16", "uint16"):
         return _BFLOAT16_BITS
     return np.dtype(np.int16) if has_half() else None
+
+
+def _act(rule: NormRule) -> Any:
+    return activation_of(rule.activation, rule.negative_slope)
 
 
 def _like(other: Array, x: Array) -> Array:

@@ -41,8 +41,8 @@ class Affine(NamedTuple):
     bias: Array | None = None
 
     def for_backward(self, rule: NormRule) -> Affine:
-        """What backward needs: the weight. A rule whose backward needs the bias would keep it."""
-        return self if self.bias is None else Affine(self.weight)
+        """What backward needs: the weight, and the bias for the derivative of an activation."""
+        return self if self.bias is None or rule.activation else Affine(self.weight)
 
 
 class RunningStatistics(NamedTuple):
@@ -128,7 +128,7 @@ class Operations(ABC):
         running: RunningStatistics | None = None,
         out: Array | None = None,
     ) -> Forward:
-        """`y = (x - mean) * invstd * weight + bias`; updates `running` if it is given.
+        """`y = activation((x - mean) * invstd * weight + bias)`; updates `running` if given.
 
         `out`: an array like x to write y into, or None; may be x itself.
         """
@@ -148,7 +148,10 @@ class Operations(ABC):
     def backward_reduce(
         self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
     ) -> Sums:
-        """`sum(dy)` and `sum(dy * xhat)` over this part, and the gradients of weight and bias."""
+        """`sum(dy)` and `sum(dy * xhat)` over this part, and the gradients of weight and bias.
+
+        Here and in `backward_input`, dy counts as multiplied by the derivative of the activation.
+        """
 
     @abstractmethod
     def backward_input(

@@ -1,6 +1,6 @@
 """The layers: `torch.nn.BatchNorm*d` with statistics over all replicas and processes.
 
-    y = (x - mean) / sqrt(var + eps) * weight + bias
+    y = activation((x - mean) / sqrt(var + eps) * weight + bias)
 
 mean and (biased) var are per channel, over the whole batch: that of all replicas inside
 `DataParallelWithCallback`, and of all processes if `torch.distributed` is initialized. Otherwise a
@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as modules
 
-from syncbn_core.checks import check_eps, check_eps_mode, check_momentum
+from syncbn_core.checks import check_activation, check_eps, check_eps_mode, check_momentum
 from syncbn_core.errors import ShapeError, StateError
 from syncbn_core.moments import EpsMode
-from syncbn_torch._torch_private import HOOKS, untraced
+from syncbn_torch._torch_private import untraced
+from syncbn_torch.activations import runs_hooks
 from syncbn_torch.conversion.replacement import ModuleT, modules_of
 from syncbn_torch.conversion.report import ConversionReport
 from syncbn_torch.conversion.rules import synchronize
@@ -64,6 +64,8 @@ class _SynchronizedBatchNorm(LayerState):
         dtype: Any = None,
         process_group: Any = None,
         eps_mode: EpsMode | None = None,
+        activation: str | None = None,
+        negative_slope: float = 0.01,
     ) -> None:
         newer: dict[str, Any] = {} if bias else {"bias": False}  # new in torch 2.13
         super().__init__(
@@ -79,6 +81,7 @@ class _SynchronizedBatchNorm(LayerState):
         give_number(self)
         self.process_group: Any = checked_process_group(process_group)
         self.eps_mode: EpsMode | None = None if eps_mode is None else check_eps_mode(eps_mode)
+        self._activation = check_activation(activation, negative_slope)
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
@@ -152,8 +155,7 @@ class _SynchronizedBatchNorm(LayerState):
         return (
             type(self).forward is not (forward or _SynchronizedBatchNorm.forward)
             or "forward" in self.__dict__
-            or any(getattr(self, hooks) for hooks in HOOKS)
-            or any(getattr(modules, f"_global{hooks}") for hooks in HOOKS)
+            or runs_hooks(self)
         )
 
     @untraced("only Python can look up whether the layer runs beside replicas")
@@ -177,8 +179,10 @@ _ARGUMENTS = """
         process_group: a `torch.distributed` group to synchronize over, a one-dimensional
             `DeviceMesh`, a `DistributedCommunicator`, or None for the default group, if any.
         eps_mode: "plus", "clamp", or None for the mode of `set_sbn_eps_mode` (default "plus").
+        activation: of y: None, "relu", "leaky_relu", "silu", "hardswish" or "relu6".
+        negative_slope: that of "leaky_relu"; >= 0.
 
-    Raises `ArgumentError` for an invalid eps, momentum, process_group or eps_mode.
+    Raises `ArgumentError` for an invalid eps, momentum, process_group, eps_mode or activation.
     """
 
 
@@ -224,6 +228,8 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
         *,
         bias: bool = True,
         eps_mode: EpsMode | None = None,
+        activation: str | None = None,
+        negative_slope: float = 0.01,
     ) -> None:
         super().__init__(
             num_features,
@@ -236,6 +242,8 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
             dtype=dtype,
             process_group=process_group,
             eps_mode=eps_mode,
+            activation=activation,
+            negative_slope=negative_slope,
         )
 
     def _check_input_dim(self, input: Tensor) -> None:

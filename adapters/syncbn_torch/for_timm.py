@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from syncbn_core.checks import check_eps_mode
 from syncbn_core.moments import EpsMode
+from syncbn_torch.activations import NONE, Activation, activation_of, runs_hooks
 from syncbn_torch.batchnorm import SynchronizedBatchNorm2d
 from syncbn_torch.conversion.registry import register_conversion
 from syncbn_torch.layer_state import give_number
@@ -42,8 +44,16 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
         if isinstance(input, fx.Proxy):  # torch.fx records the whole layer as one node
             node: Tensor = layer._recorded_by_fx(input, SynchronizedBatchNormAct2d.forward)
             return node
-        y: Tensor = layer.act(layer.drop(super().forward(input)))
-        return y
+        y: Tensor = super().forward(input)
+        return layer.act(layer.drop(y)) if self._activation is NONE else y
+
+    @property
+    def _activation(self) -> Activation:  # type: ignore[override]
+        """What `act` computes, if the layer can do so itself."""
+        layer: Any = self
+        if torch.compiler.is_compiling() or type(layer.drop) is not nn.Identity:
+            return NONE
+        return NONE if runs_hooks(layer.drop) else activation_of(layer.act)
 
 
 register_conversion(BatchNormAct2d, SynchronizedBatchNormAct2d)

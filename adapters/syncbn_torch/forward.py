@@ -41,6 +41,7 @@ from syncbn_torch._torch_private import (
     transforming,
     without_dispatch_modes,
 )
+from syncbn_torch.activations import activated
 from syncbn_torch.backends import cuda, plain
 from syncbn_torch.checks import check_operands, checked_running, refuse_transforms
 from syncbn_torch.layer_state import LayerState
@@ -62,6 +63,8 @@ __all__ = [
 
 LARGE = 50_000  # elements from which our kernels are faster than torch's,
 PLANE = 256  # in planes of so many elements
+# with an activation
+FUSED, FUSED_CHANNELS_LAST = 16_000, 500_000
 
 _torch_forward = _BatchNorm.forward
 _has_world: Any = dist.is_initialized if dist.is_available() else bool
@@ -88,13 +91,13 @@ def batch_norm(layer: LayerState, x: Tensor) -> Tensor:
     if layer._replica_sync is not None or processes is not None:
         return _by_node(layer, x, processes)
     clamps = layer.effective_eps_mode == "clamp"
-    if clamps or ((x.numel() >= LARGE or _ours_always.get()) and goes_to_kernels(layer, x)):
+    if clamps or ((x.numel() >= FUSED or _ours_always.get()) and goes_to_kernels(layer, x)):
         return _by_node(layer, x, None)
     tracks = layer.track_running_stats
     unusual = layer.training and (backward_task() != -1 or layer._tracked is not tracks)
     if unusual and not _updates(layer, tracks):
-        return _recomputed(layer, x)
-    return _torch_forward(layer, x)
+        return activated(_recomputed(layer, x), layer._activation)
+    return activated(_torch_forward(layer, x), layer._activation)
 
 
 def _recomputed(layer: LayerState, x: Tensor) -> Tensor:
@@ -109,8 +112,8 @@ def _recomputed(layer: LayerState, x: Tensor) -> Tensor:
 def goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
     """Whether a layer alone that does not clamp computes by the node.
 
-    With large planes of float32 or float64 on the CPU our kernels are faster than torch's
-    (docs/speed.md).
+    With large planes of float32 or float64 on the CPU our kernels are faster than torch's, with
+    an activation from fewer elements on, because they save its passes (docs/speed.md).
     """
     if _is_watched():
         return False
@@ -119,10 +122,16 @@ def goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
         x.dtype in (torch.float32, torch.float64)
         and x.dim() > 2
         and not x.is_nested
-        and x.numel() >= max(LARGE, PLANE * x.size(0) * x.size(1))
+        and _is_large(x, layer._activation[0] is not None)
         and all(t is None or (arrays.supports(t) and t.dtype is x.dtype) for t in tensors)
-        and x.is_contiguous()
     )
+
+
+def _is_large(x: Tensor, fused: bool) -> bool:
+    if x.is_contiguous():
+        return x.numel() >= (FUSED if fused else max(LARGE, PLANE * x.size(0) * x.size(1)))
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return fused and channels_last and x.numel() >= FUSED_CHANNELS_LAST
 
 
 def _is_watched() -> bool:
@@ -242,7 +251,8 @@ def has_running_statistics(layer: LayerState) -> bool:
 def eval_batch_norm(layer: LayerState, x: Tensor) -> Tensor:
     """y in eval, by torch's layer; "clamp" passes the clamped variance and a negligible eps."""
     if layer.effective_eps_mode != "clamp":
-        return _torch_forward(layer, x)
+        return activated(_torch_forward(layer, x), layer._activation)
     mean, var, eps = layer.running_mean, cast(Tensor, layer.running_var), layer.eps
     clamped = var.clamp(min=eps)
-    return F.batch_norm(x, mean, clamped, layer.weight, layer.bias, False, 0.0, eps * 1e-30)
+    y = F.batch_norm(x, mean, clamped, layer.weight, layer.bias, False, 0.0, eps * 1e-30)
+    return activated(y, layer._activation)

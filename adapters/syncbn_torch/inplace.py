@@ -104,7 +104,7 @@ class ABN(LayerState):
         self.activation, self.activation_param = activation, activation_param
 
     @property
-    def _activation(self) -> _Activation:
+    def _applied(self) -> _Activation:
         return _Activation(self.activation, float(self.activation_param))
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -115,7 +115,7 @@ class ABN(LayerState):
 
     def forward(self, input: Tensor) -> Tensor:
         """y, a new tensor like `input`."""
-        return self._activation.apply_(super().forward(input))
+        return self._applied.apply_(super().forward(input))
 
     def extra_repr(self) -> str:
         shown = f", activation_param={self.activation_param}"
@@ -135,7 +135,7 @@ class InPlaceABN(ABN):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        name, param = self._activation
+        name, param = self._applied
         if name != "identity" and not param > 0:
             raise ArgumentError(
                 f"expected activation_param > 0, because {name} with {param} has no inverse; use "
@@ -155,12 +155,12 @@ class InPlaceABN(ABN):
         if not self.training and has_running_statistics(self):
             mean, var = self.running_mean, self.running_var
             z = F.batch_norm(input, mean, var, weight, self.bias, False, 0.0, self.eps)
-            return self._activation.apply_(z)
+            return self._applied.apply_(z)
         self._check_may_be_overwritten(input)
         processes = processes_of(self, input) if isinstance(self, InPlaceABNSync) else None
         try:
             part = checked_part(self, input, processes)
-            y: Tensor = _InPlace.apply(input, weight, self.bias, part, self._activation)
+            y: Tensor = _InPlace.apply(input, weight, self.bias, part, self._applied)
         except OF_INPUT as error:
             add_name(self, error)
             raise

@@ -15,9 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn_core.checks import check_eps_mode
 from syncbn_core.errors import StateError
 from syncbn_core.moments import EpsMode, NormRule
+from syncbn_torch.activations import NONE, Activation
 from syncbn_torch.module_names import name_of
 
-__all__ = ["LayerState", "give_number", "layer_of", "set_sbn_eps_mode"]
+__all__ = ["LayerState", "give_number", "layer_of", "own_activation", "set_sbn_eps_mode"]
 
 _default_eps_mode: EpsMode = "plus"
 
@@ -68,12 +69,19 @@ class _UnpicklableGroup:
         )
 
 
+def own_activation(layer: nn.Module) -> Activation:
+    """The activation that a layer was made with; not that of a module which it holds."""
+    activation: Activation = vars(layer).get("_activation", NONE)
+    return activation
+
+
 class LayerState(_BatchNorm):
     """The state of a layer; its subclasses in `batchnorm` define forward."""
 
     # Attributes of an instance that torch's layers do not have.
     _own_attributes: ClassVar[tuple[str, ...]] = (
         "eps_mode",
+        "_activation",
         "_replica_sync",
         "_copied_from",
         "_number",
@@ -82,6 +90,7 @@ class LayerState(_BatchNorm):
     # Class-level defaults: converted layers and old pickles never ran __init__.
     process_group: Any = None
     eps_mode: EpsMode | None = None
+    _activation: Activation = NONE
     _replica_sync: Any = None  # in replicas the link to the others
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
     # whether the last forward in training outside of backward updated the running statistics
@@ -91,7 +100,13 @@ class LayerState(_BatchNorm):
     @property
     def _rule(self) -> NormRule:
         """The layer's settings apart from arrays."""
-        return NormRule(float(self.eps), self.effective_eps_mode)
+        return NormRule(float(self.eps), self.effective_eps_mode, *self._activation)
+
+    @property
+    def _extra_setting(self) -> str | None:
+        """The setting that the batch norm of other libraries does not have, None for none."""
+        name = own_activation(self)[0]
+        return self._rule.extra_setting if name is None else f"activation={name!r}"
 
     @property
     def effective_eps_mode(self) -> EpsMode:
@@ -131,4 +146,7 @@ class LayerState(_BatchNorm):
 
     def extra_repr(self) -> str:
         mode = "" if self.eps_mode is None else f", eps_mode={self.eps_mode!r}"
-        return f"{super().extra_repr()}{mode}"
+        name, slope = own_activation(self)
+        act = "" if name is None else f", activation={name!r}"
+        act += f", negative_slope={slope}" if name == "leaky_relu" else ""
+        return f"{super().extra_repr()}{mode}{act}"

@@ -109,7 +109,8 @@ class BatchNormOfParts(Function):
     def forward(ctx: Any, parts: Sequence[Part], *operands: Any) -> tuple[Any, ...]:
         ys, ctx.call = _forward(parts)
         own = [part.x for part in parts if part.kept is None]
-        ctx.save_for_backward(*own, *(part.affine.for_backward(part.rule).weight for part in parts))
+        affine = [part.affine.for_backward(part.rule) for part in parts]
+        ctx.save_for_backward(*own, *chain(*zip(*affine, strict=True)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y, p in zip(ys, parts, strict=True) if not p.graph))
         return *ys, ctx.call
@@ -129,10 +130,11 @@ class BatchNormOfParts(Function):
             return (None,) * (1 + 3 * count)
         by_x, by_weight, by_bias = (ctx.needs_input_grad[1 + n * count :][:count] for n in range(3))
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
-        own, weights = iter(saved[:-count]), saved[-count:]
+        own, weights, biases = iter(saved[: -2 * count]), saved[-2 * count : -count], saved[-count:]
+        affine = [*map(Affine, weights, biases)]
         xs = [next(own) if kept is None else kept.saved_tensors[0] for kept in call.kept]
         with of_node(call.streams, xs, dys):
-            dxs, sums = _backward(call, xs, dys, weights, by_x)
+            dxs, sums = _backward(call, xs, dys, affine, by_x)
         of_weights = (s.grad_weight if by else None for s, by in zip(sums, by_weight, strict=True))
         of_biases = (s.grad_bias if by else None for s, by in zip(sums, by_bias, strict=True))
         return None, *dxs, *of_weights, *of_biases
@@ -163,7 +165,7 @@ def _backward(
     call: Call,
     xs: Sequence[Tensor],
     dys: Sequence[Tensor | None],
-    weights: Sequence[Tensor | None],
+    affine: Sequence[Affine],
     by_x: Sequence[bool],
 ) -> tuple[list[Tensor | None], list[Sums]]:
     """dx of each part that needs one, and the sums of each part."""
@@ -180,8 +182,8 @@ def _backward(
     elif processes is not None and len(xs) == 1:
         statistics = [processes.labelled(statistics[0], call.number)]
     operands = [
-        (x, dy, known, Affine(weight), call.rule)
-        for x, dy, known, weight in zip(xs, filled, statistics, weights, strict=True)
+        (x, dy, known, own, call.rule)
+        for x, dy, known, own in zip(xs, filled, statistics, affine, strict=True)
     ]
     sums = [do.backward_reduce(*operand) for operand in operands]
     total = _added([one.exchange for one in sums])

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.errors import StateError
-from syncbn_core.moments import EpsMode, Moments, NormRule
+from syncbn_core.moments import Moments, NormRule
 from syncbn_core.steps import Affine, RunningStatistics
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
@@ -24,6 +24,7 @@ from syncbn_torch._torch_private import (
     exporting,
     untraced,
 )
+from syncbn_torch.activations import activated
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_operands, checked_running
 from syncbn_torch.forward import batch_norm, eval_batch_norm, has_running_statistics
@@ -50,7 +51,7 @@ def traced_batch_norm(layer: LayerState, x: Tensor) -> Tensor:
     if processes:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
     if not group and not rule.clamps:
-        return _BatchNorm.forward(layer, x)
+        return activated(_BatchNorm.forward(layer, x), layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
     check_operands(layer, x, affine, running)
     if group and exporting():
@@ -105,25 +106,24 @@ class TracedBatchNorm(Function):
         bias: Tensor | None,
         number: Tensor,
         group: str,
-        eps: float,
-        mode: EpsMode,
+        *rule: Any,
     ) -> tuple[Tensor, Tensor]:
-        operations, rule = plain.TRACED, NormRule(eps, mode)
+        operations, affine, settings = plain.TRACED, Affine(weight, bias), NormRule(*rule)
         total = operations.row(operations.moments(x))
         if group:
             total = _exchange(torch.cat([total[:-1], number]), "moments", group)
-        statistics = operations.statistics(_moments(total), rule)
-        y: Tensor = operations.forward(x, statistics, Affine(weight, bias), rule).y
-        ctx.save_for_backward(x, weight, total, number)
-        ctx.group, ctx.eps, ctx.mode = group, eps, mode
+        statistics = operations.statistics(_moments(total), settings)
+        y: Tensor = operations.forward(x, statistics, affine, settings).y
+        ctx.save_for_backward(x, *affine.for_backward(settings), total, number)
+        ctx.group, ctx.rule = group, rule
         ctx.mark_non_differentiable(total)
         return y, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
-        operations, group, rule = plain.TRACED, ctx.group, NormRule(ctx.eps, ctx.mode)
-        x, weight, total, number = ctx.saved_tensors
-        affine, statistics = Affine(weight, None), operations.statistics(_moments(total), rule)
+        operations, group, rule = plain.TRACED, ctx.group, NormRule(*ctx.rule)
+        x, weight, bias, total, number = ctx.saved_tensors
+        affine, statistics = Affine(weight, bias), operations.statistics(_moments(total), rule)
         sums = operations.backward_reduce(x, dy, statistics, affine, rule)
         of_all = sums.exchange
         if group:
@@ -132,7 +132,8 @@ class TracedBatchNorm(Function):
         dx = operations.backward_input(x, dy, statistics, affine, rule, of_all)
         _, by_weight, by_bias, *_ = ctx.needs_input_grad
         grad_weight = sums.grad_weight if by_weight else None
-        return dx, grad_weight, sums.grad_bias if by_bias else None, None, None, None, None
+        grad_bias = sums.grad_bias if by_bias else None
+        return dx, grad_weight, grad_bias, None, None, *(None for _ in rule)
 
 
 def _in_graph(

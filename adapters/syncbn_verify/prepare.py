@@ -177,12 +177,13 @@ def converted(
 def make_alone(model: nn.Module) -> nn.Module:
     """Make the layers of a copy compute with torch's kernel over what they get, and nothing else.
 
-    Layers that torch does not have (eps_mode="clamp", subclasses) compute in a group of one.
+    Layers that torch does not have (eps_mode="clamp", an activation, subclasses) compute in a
+    group of one.
     """
     for layer in norm_layers(model).values():
         if isinstance(layer, _SynchronizedBatchNorm):
             target = origin_of(type(layer))
-            if target is None or layer._rule.extra_setting is not None:
+            if target is None or layer._extra_setting is not None:
                 layer.process_group = SingleCommunicator()
             else:
                 layer.__class__ = Undivided if type(layer) is SyncBatchNorm else target  # type: ignore[assignment]

@@ -19,6 +19,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from syncbn_core.moments import (
     Moments,
     NormRule,
@@ -96,6 +98,43 @@ class Namespace:
         mean = self.sum(values, axes) / count
         m2 = self.sum(self.product(values, values), axes) - count * mean * mean
         return mean, self.xp.where(m2 < 0, 0.0, m2)
+
+    def sigmoid(self, z: Array) -> Array:
+        with np.errstate(over="ignore"):  # exp gives infinity, as wanted
+            return 1 / (1 + self.xp.exp(-z))
+
+    def activated(self, z: Array, rule: NormRule) -> Array:
+        """The activation of z."""
+        where = self.xp.where
+        match rule.activation:
+            case "relu":
+                return where(z <= 0, 0, z)
+            case "leaky_relu":
+                return where(z <= 0, z * rule.negative_slope, z)
+            case "silu":
+                return z * self.sigmoid(z)
+            case "hardswish":
+                return where(z <= -3, 0, where(z >= 3, z, z * (z + 3) / 6))
+            case "relu6":
+                return where(z <= 0, 0, where(z >= 6, 6, z))
+        return z
+
+    def slope(self, z: Array, rule: NormRule) -> Array:
+        """The derivative of the activation at z."""
+        where, one = self.xp.where, self.xp.ones_like(z)
+        match rule.activation:
+            case "relu":
+                return where(z <= 0, 0, one)
+            case "leaky_relu":
+                return where(z <= 0, rule.negative_slope, one)
+            case "silu":
+                s = self.sigmoid(z)
+                return s * (1 + z * (1 - s))
+            case "hardswish":
+                return where(z <= -3, 0, where(z >= 3, one, z / 3 + 0.5))
+            case "relu6":
+                return where(z <= 0, 0, where(z >= 6, 0, one))
+        return one
 
 
 class PlainOperations(Operations):
@@ -175,7 +214,11 @@ class PlainOperations(Operations):
         shift = -rest * scale
         if affine.bias is not None:
             shift = shift + self._wide(affine.bias)
-        y = self._scaled(deviations, scale, shift, x.dtype)
+        if rule.activation is None:
+            y = self._scaled(deviations, scale, shift, x.dtype)
+        else:
+            z = self._scaled(deviations, scale, shift, deviations.dtype)
+            y = self.namespace.activated(z, rule)
         new = None if running is None else self.update_running(running, statistics)
         return Forward(self._result(y, x, out), statistics, new)
 
@@ -195,6 +238,7 @@ class PlainOperations(Operations):
         self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
     ) -> Sums:
         space, axes = self.namespace, _axes(x)
+        dy = self.by_z(x, dy, statistics, affine, rule)
         sum_dy = space.sum(dy, axes)
         deviations, rest = self._deviations(x, statistics)
         sum_dy_deviations = space.sum(space.product(deviations, dy), axes) - rest * sum_dy
@@ -215,6 +259,7 @@ class PlainOperations(Operations):
         out: Array | None = None,
     ) -> Array:
         moments, invstd = statistics
+        dy = self.by_z(x, dy, statistics, affine, rule)
         scale = invstd
         if affine.weight is not None:
             scale = scale * self._wide(affine.weight)
@@ -229,6 +274,17 @@ class PlainOperations(Operations):
         values = self._scaled(deviations, -slope, rest * slope - mean_dy * invstd, deviations.dtype)
         dx = self.namespace.plus_scaled(values, dy, self._column(scale, values), x.dtype)
         return self._result(dx, x, out)
+
+    def by_z(self, x: Array, dy: Array, statistics: Any, affine: Affine, rule: NormRule) -> Array:
+        """The gradient by `z = xhat * weight + bias`, the input of the activation.
+
+        `statistics`: of any backend.
+        """
+        if rule.activation is None:
+            return dy
+        wide = self.namespace.cast(x, self.namespace.working(x))
+        z = self.forward(wide, statistics, affine, rule._replace(activation=None)).y
+        return self.namespace.product(self.namespace.slope(z, rule), dy)
 
     def update_running(
         self, running: RunningStatistics, statistics: Statistics

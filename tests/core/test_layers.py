@@ -57,6 +57,48 @@ def test_training_normalizes_by_the_batch_and_updates_the_statistics(
     assert layer.num_batches_tracked == 12
 
 
+FUNCTIONS = {
+    "relu": lambda z: np.maximum(z, 0),
+    "leaky_relu": lambda z: np.where(z < 0, 0.01 * z, z),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "hardswish": lambda z: z * np.clip(z + 3, 0, 6) / 6,
+    "relu6": lambda z: np.clip(z, 0, 6),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_an_activation_in_a_group_and_alone(
+    name: str, dtype: Any, in_group: Function, batch_norm: Function
+) -> None:
+    x, dy = (batch(9, 3, 40, 50, seed=seed).astype(dtype) for seed in (0, 1))
+    layers = [BatchNorm(3, dtype=np.float64, activation=name, name=str(n)) for n in range(3)]
+    for layer in layers:
+        layer.weight[...], layer.bias[...] = (3, -4, 2), (1, 0.5, -1)
+    weight, bias = layers[0].parameters()
+
+    def member(rank: int, communicator: Communicator) -> tuple[Array, Array]:
+        layers[rank].communicator = communicator
+        own = slice(0, 2) if rank == 0 else slice(2, 9)
+        return layers[rank](x[own]), layers[rank].backward(dy[own])
+
+    y, dx = map(np.concatenate, zip(*in_group(2, member), strict=True))
+    f, h = FUNCTIONS[name], 1e-6
+    z = batch_norm(x.astype("f8"), weight, bias).y
+    slope = (f(z + h) - f(z - h)) / (2 * h)
+    expected = batch_norm(x.astype("f8"), weight, bias, dy=dy * slope)
+    allowed = 1e-6 if dtype is np.float64 else 2e-4
+    np.testing.assert_allclose(y, f(z), atol=allowed)
+    np.testing.assert_allclose(dx, expected.dx, atol=allowed)
+    total = sum(layer.weight_grad for layer in layers)
+    np.testing.assert_allclose(total, expected.dweight, rtol=1e-4, atol=allowed)
+    np.testing.assert_allclose(layers[2](x), y, atol=allowed)
+    np.testing.assert_allclose(layers[2].backward(dy), dx, atol=allowed)
+    mean, var = x.astype("f8").mean((0, 2, 3)), x.astype("f8").var((0, 2, 3))
+    layers[2].running_mean[...], layers[2].running_var[...] = mean, var
+    np.testing.assert_allclose(layers[2].eval()(x), y, atol=allowed)
+
+
 @pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
 def test_eval_normalizes_by_running_statistics_and_leaves_them(
     eps_mode: Any, close: Function

@@ -19,6 +19,7 @@ from syncbn_core.kernels.cpu import launch as cpu
 from syncbn_core.kernels.cpu import numerics, row_blocks, row_parts
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
+from syncbn_core.kernels.cpu.activations import activation_of
 from syncbn_core.numpy_steps import PARALLEL_SIZE
 
 backend = Steps(numpy_steps.OPERATIONS)
@@ -26,6 +27,7 @@ Array = np.ndarray
 Layouts = dict[str, Callable[[Array], Array]]
 Function = Callable[..., Any]
 
+BUILDS = ("serial", "parallel")
 STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
 KERNELS = {
     f"{kind}_{step}": getattr(module, f"{kind}_{step}")
@@ -66,7 +68,9 @@ ROWS = {
 }
 
 
-def run_kernels(kind: str, build: str, case: Any) -> dict[str, Array]:
+def run_kernels(
+    kind: str, build: str, case: Any, activation: str | None = None
+) -> dict[str, Array]:
     """All four kernels of a kind, straight, with results that were NaN before."""
     x, dy, mean, invstd, weight, bias, mean_dy, mean_dy_xhat = case
     inner: tuple[int, ...] = ()
@@ -81,10 +85,10 @@ def run_kernels(kind: str, build: str, case: Any) -> dict[str, Array]:
     result = {name: np.full(channels, np.nan) for name in ("mean", "m2", "sum_dy", "sum_dy_xhat")}
     result |= {name: np.full_like(x, np.nan) for name in ("y", "dx")}
     kernels["moments"](x, *inner, result["mean"], result["m2"])
-    kernels["normalize"](x, *inner, mean, invstd, weight, bias, result["y"])
-    kernels["backward_reduce"](x, dy, *inner, mean, invstd, result["sum_dy"], result["sum_dy_xhat"])
-    sums = (mean_dy, mean_dy_xhat)
-    kernels["backward_input"](x, dy, *inner, mean, invstd, weight, *sums, result["dx"])
+    settings = *inner, mean, invstd, weight, bias, activation_of(activation, 0.1)
+    kernels["normalize"](x, *settings, result["y"])
+    kernels["backward_reduce"](x, dy, *settings, result["sum_dy"], result["sum_dy_xhat"])
+    kernels["backward_input"](x, dy, *settings, mean_dy, mean_dy_xhat, result["dx"])
     return result | {name: result[name].reshape(case.x.shape) for name in ("y", "dx")}
 
 
@@ -111,10 +115,19 @@ def test_serial_and_parallel_builds_give_the_same_bits(
 ) -> None:
     for affine in ("f4", None):
         case = make_case(shape, dtype, affine=affine)
-        serial, parallel = (run_kernels(kind, build, case) for build in ("serial", "parallel"))
+        serial, parallel = (run_kernels(kind, build, case) for build in BUILDS)
         assert_same_bits(serial, parallel)
         count = prod(shape) // shape[1]
         equal_reference(serial | {"count": np.array(count), "var": serial["m2"] / count}, case)
+
+
+@pytest.mark.parametrize("activation", ["silu", "hardswish"])
+@pytest.mark.parametrize(("kind", "shape"), [("planes", (3, 5, 4900)), ("rows", (1300, 2048))])
+def test_an_activation_gives_the_same_bits_too(
+    kind: str, shape: tuple[int, ...], activation: str, make_case: Function
+) -> None:
+    case = make_case(shape, "f4", affine="f4")
+    assert_same_bits(*(run_kernels(kind, build, case, activation) for build in BUILDS))
 
 
 def test_results_do_not_depend_on_the_number_of_threads(make_case: Function) -> None:
@@ -541,15 +554,16 @@ def kernels(build, channels, workers):
     of = lambda module, name: getattr(getattr(module, name), build)
     yield sums, lambda: of(cpu_planes, "planes_moments")(x, *sums)
     reduce = of(cpu_planes, "planes_backward_reduce")
-    yield sums, lambda: reduce(x, x, ones, ones, *sums)
+    none = np.empty(0)
+    yield sums, lambda: reduce(x, x, ones, ones, none, none, None, *sums)
     x2, sums2, ones2 = np.ones((64, 3), np.float32), np.full((2, 3), 7.0), np.ones(3)
     y = np.full((64, 3), 7, np.float32)
-    none = np.empty(0)
+    each = 1, workers, ones2, ones2, none, none, None
     rows = lambda name: of(cpu_rows, "rows_" + name)
     yield sums2, lambda: rows("moments")(x2, 1, workers, *sums2)
-    yield y, lambda: rows("normalize")(x2, 1, workers, ones2, ones2, none, none, y)
-    yield sums2, lambda: rows("backward_reduce")(x2, x2, 1, workers, ones2, ones2, *sums2)
-    yield y, lambda: rows("backward_input")(x2, x2, 1, workers, *[ones2] * 2, none, *[ones2] * 2, y)
+    yield y, lambda: rows("normalize")(x2, *each, y)
+    yield sums2, lambda: rows("backward_reduce")(x2, x2, *each, *sums2)
+    yield y, lambda: rows("backward_input")(x2, x2, *each, ones2, ones2, y)
 
 for build in ("serial", "parallel"):
     for _, run in kernels(build, 3, 2):

@@ -335,6 +335,21 @@ def test_a_layer_equals_torch(shape, channels_last, dtype, gpu):
         assert not gpu.keys, "a device too old for a dtype takes plain operations"
 
 
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_activation_equals_torch(dtype, activation, gpu):
+    x = batch(SPLIT, dtype)
+    layer, twin = layer_for(2, dtype, activation=activation), layer_for(2, dtype).double()
+    wide, dy = x.double().requires_grad_(), torch.randn(SPLIT).to(x.dtype)
+    expected = getattr(F, activation)(F.batch_norm(wide, None, None, *twin.parameters(), True))
+    wanted = torch.autograd.grad(expected, [wide, *twin.parameters()], dy.double())
+    y = layer(x.requires_grad_())
+    found = torch.autograd.grad(y, [x, *layer.parameters()], dy)
+    for actual, value in zip((y, *found), (expected, *wanted), strict=True):
+        close(actual, value, dtype, 1 + value.abs().max().item())
+    assert len(gpu.keys) == (4 if gpu.takes(x) else 0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize("shape", [(4, 6, 8, 8), (4, 6, 7, 7), (40, 8)], ids=str)
 def test_misaligned_tensors(shape, dtype, gpu):

@@ -165,6 +165,23 @@ def test_drop_comes_before_the_activation() -> None:
     assert torch.count_nonzero(layer(torch.randn(4, 3, 5, 5).double())) == 0
 
 
+ACTS = [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.ReLU6, nn.GELU]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_the_layer_computes_its_activation_itself_if_nobody_looks(act: type[nn.Module]) -> None:
+    layer, x, seen = acting(act_layer=act), torch.randn(4, 3, 70, 70).double(), []
+    assert over_replicas(layer, x) < LIMIT
+    converted = convert_model(copy.deepcopy(layer))
+    fused = "BatchNormOfParts" in converted(x).grad_fn.name()
+    assert fused == (act is not nn.GELU)
+    converted.act.register_forward_hook(lambda module, args, y: seen.append(module))
+    torch.testing.assert_close(converted(x), layer(x))
+    assert seen == [converted.act]
+    converted.act = layer.act = nn.Tanh()
+    torch.testing.assert_close(converted(x), layer(x))
+
+
 def test_strict_state_dicts_in_both_directions() -> None:
     model, fresh = (timm.create_model("test_efficientnet") for _ in range(2))
     converted = convert_model(copy.deepcopy(fresh))
@@ -184,7 +201,7 @@ def test_copies_and_pickles_are_converted_layers() -> None:
 
 def test_the_drop_in_class_method_keeps_activations_too() -> None:
     """torch's own loses the activation here."""
-    group = object()
+    group = torch.distributed.GroupMember.NON_GROUP_MEMBER
     model = SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(acting(act_layer=nn.SiLU)), group)
     assert isinstance(model[0], SynchronizedBatchNorm2d)
     assert type(model[0].act) is nn.SiLU

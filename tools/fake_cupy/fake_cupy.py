@@ -676,6 +676,10 @@ def ones(shape, dtype=float, order="C"):
     return full(shape, 1, dtype, order)
 
 
+def ones_like(a):
+    return full(a.shape, 1, a.dtype)
+
+
 def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
     if isinstance(a, ndarray):
         if a.data.device_id != _get_device():
@@ -832,7 +836,7 @@ def install(emulated: Emulated | None = None) -> ModuleType:
     module = ModuleType("cupy")
     module.__version__ = "14"
     for function in (
-        *(ndarray, empty, zeros, ones, full, asarray, asnumpy, ascontiguousarray),
+        *(ndarray, empty, zeros, ones, ones_like, full, asarray, asnumpy, ascontiguousarray),
         *(concatenate, stack, exp, sqrt, isfinite, maximum, where, may_share_memory),
     ):
         setattr(module, function.__name__, function)

@@ -44,9 +44,9 @@ class TensorSteps(NumpySteps):
         self, x: Any, dy: Any, statistics: HostStatistics, affine: Affine, rule: Any
     ) -> Sums:
         dtype = x.dtype if affine.weight is None else affine.weight.dtype
-        weight = Affine(array_of(affine.weight))
+        arrays = Affine(*map(array_of, affine))
         dy = _like(dy, x)
-        operands = array_of(x), array_of(dy), statistics, weight, rule
+        operands = array_of(x), array_of(dy), statistics, arrays, rule
         exchange, *gradients = super().backward_reduce(*operands)
         return Sums(exchange, *(tensor_of(values, dtype) for values in gradients))
 
@@ -61,9 +61,9 @@ class TensorSteps(NumpySteps):
         out: Any = None,
     ) -> Any:
         dx = empty_like(x) if out is None else out
-        weight = Affine(array_of(affine.weight))
+        arrays = Affine(*map(array_of, affine))
         dy = _like(dy, x)
-        operands = array_of(x), array_of(dy), statistics, weight, rule, total
+        operands = array_of(x), array_of(dy), statistics, arrays, rule, total
         super().backward_input(*operands, array_of(dx))
         return dx
 

@@ -64,6 +64,9 @@ class TensorNamespace(Namespace):
     ) -> Tensor:
         return torch.addcmul(values, other, scale, out=_room(values, dtype))
 
+    def sigmoid(self, z: Tensor) -> Tensor:
+        return z.sigmoid()
+
     def sum(self, values: Tensor, axes: tuple[int, ...]) -> Tensor:
         return values.sum(axes, dtype=self.working(values)).to(self.widest(values))
 

@@ -106,8 +106,8 @@ def revert_model(module: ModuleT, *, report: ConversionReport | None = None) -> 
     `SynchronizedBatchNorm2d` becomes `nn.BatchNorm2d`, and a layer of another class becomes what it
     was before. `SyncBatchNorm` becomes the class that it was converted from, or
     `nn.SyncBatchNorm`. `DataParallelWithCallback` stays. Layers with a setting that torch does not
-    have (eps_mode="clamp") stay too, and a `UserWarning` lists them. Returns, reports and raises
-    as `convert_model`, which also says what is kept.
+    have (eps_mode="clamp", an activation) stay too, and a `UserWarning` lists them. Returns,
+    reports and raises as `convert_model`, which also says what is kept.
     """
     report = ConversionReport() if report is None else report
     report.title = "revert_model"
@@ -131,7 +131,7 @@ def _choose_original(module: nn.Module) -> Choice:
     if isinstance(module, _SynchronizedBatchNorm):
         if origin is None:
             return Keep("unknown subclass; see register_conversion")
-        setting = module._rule.extra_setting
+        setting = module._extra_setting
         if setting is not None:
             return Keep(f"{setting}, which torch does not have")
     if origin is None or issubclass(kind, nn.DataParallel):

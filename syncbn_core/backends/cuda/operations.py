@@ -134,6 +134,7 @@ class CudaOperations(PlainDeviceOperations):
                 if running.momentum is None:
                     counter: Any = running.num_batches_tracked
                     counter += 1  # not in the kernel, where many blocks read it
+            self._activate(y, rule)
             return Forward(memory.cast_to_output(y, out), known, running)
 
     @_or_plain
@@ -170,6 +171,7 @@ class CudaOperations(PlainDeviceOperations):
                 rule=rule,
                 running=constant,
             )
+            self._activate(y, rule)
             return Forward(memory.cast_to_output(y, out), DeviceStatistics(packed))
 
     @_or_plain
@@ -185,7 +187,7 @@ class CudaOperations(PlainDeviceOperations):
                     exchange = memory.zeros((2 * x.shape[1] + 1,), "float64", index)
                     exchange[-1:] = statistics.label
                 return Sums(exchange, *memory.zeros((2, x.shape[1]), dtype, index))
-            pair = self._pair(x, dy)
+            pair = self._pair(x, memory.plain.by_z(x, dy, statistics, affine, rule))
             parameters, _kept = self._parameters(affine)
             shape = (2, pair.x.channels)
             dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
@@ -220,7 +222,7 @@ class CudaOperations(PlainDeviceOperations):
     ) -> Array:
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
-            pair = self._pair(x, dy)
+            pair = self._pair(x, memory.plain.by_z(x, dy, statistics, affine, rule))
             parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
             dx = memory.target(pair.dense, pair.layout, out, pair.grad)
@@ -236,6 +238,12 @@ class CudaOperations(PlainDeviceOperations):
                 label=grid.NO_LABEL if statistics.label is None else statistics.label_of_total,
             )
             return memory.cast_to_output(dx, out)
+
+    def _activate(self, y: Array, rule: NormRule) -> None:
+        """Write the activation of y to y."""
+        if rule.activation is not None:
+            space = self.memory.plain.namespace
+            y[...] = space.activated(space.cast(y, space.working(y)), rule)
 
     def _pair(self, x: Array, dy: Array) -> _Pair:
         dense, layout = self.memory.dense(x)

@@ -237,10 +237,10 @@ def affine(x, power, centre, scale, shift):
 
 
 @may_contract
-def gradient(x, dy, power, centre, of_dy, of_x, shift):
-    """`dx` of one element of an activation, before it is narrowed; see the top of this file."""
+def gradient(x, dz, power, centre, of_dy, of_x, shift):
+    """`dx` of one element, before it is narrowed; `dz` is in the computing dtype."""
     d = widen(x) * power - centre
-    return widen(dy) * of_dy + (d * of_x + shift)
+    return dz * of_dy + (d * of_x + shift)
 
 
 # -------------------------------------------------------- numbers of one channel

@@ -23,6 +23,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from syncbn_core.kernels.cpu.activations import activated, incoming
 from syncbn_core.kernels.cpu.builds import SerialParallelKernel, may_contract, may_reorder, strict
 from syncbn_core.kernels.cpu.numerics import (
     affine,
@@ -78,29 +79,31 @@ def _deviations(run, shift, zero):
 
 
 @may_reorder
-def _products(x, dy, power, centre):
-    """`(sum(dy), sum(dy * (x * power - centre)))` of two runs."""
+def _products(x, dy, act, power, centre, scale, shift):
+    """`(sum(dz), sum(dz * (x * power - centre)))` of two runs."""
     first = rounded(0, x)
     second = rounded(0, x)
     for i in range(x.shape[0]):
-        g = widen(dy[i])
+        g = incoming(act, x[i], dy[i], power, centre, scale, shift)
         first += g
         second += g * (widen(x[i]) * power - centre)
     return first, second
 
 
 @may_contract
-def _affine(source, power, centre, scale, shift, target):
+def _affine(source, act, power, centre, scale, shift, target):
     """Write `y` of one run to `target`."""
     for i in range(source.shape[0]):
-        target[i] = narrow(affine(source[i], power, centre, scale, shift), target)
+        z = affine(source[i], power, centre, scale, shift)
+        target[i] = narrow(activated(act, z), target)
 
 
 @may_contract
-def _gradient(source, grad, power, centre, of_dy, of_x, shift, target):
+def _gradient(source, grad, act, power, centre, scale, bias, of_dy, of_x, shift, target):
     """Write `dx` of one run to `target`."""
     for i in range(source.shape[0]):
-        dx = gradient(source[i], grad[i], power, centre, of_dy, of_x, shift)
+        dz = incoming(act, source[i], grad[i], power, centre, scale, bias)
+        dx = gradient(source[i], dz, power, centre, of_dy, of_x, shift)
         target[i] = narrow(dx, target)
 
 
@@ -193,10 +196,10 @@ def _chunk_moments(x, c, begin, end, runs, pieces):
 
 
 @strict
-def _chunk_products(x, dy, c, mean, invstd, begin, end, runs, pieces):
-    """`(sum(dy), sum(dy * (x - rounded_mean)))` of the tiles `begin` to `end` of channel `c`."""
+def _chunk_products(x, dy, c, act, coefficients, begin, end, runs, pieces):
+    """`(sum(dz), sum(dz * (x - rounded_mean)))` of the tiles `begin` to `end` of channel `c`."""
     outer, _, inner = x.shape
-    power, centre = _power_and_centre(x, mean, invstd)
+    power, centre, scale, shift = coefficients
     first = 0.0
     second = 0.0
     for t in range(begin, end):
@@ -204,12 +207,13 @@ def _chunk_products(x, dy, c, mean, invstd, begin, end, runs, pieces):
             start = (t % pieces) * TILE
             stop = min(inner, start + TILE)
             a = t // pieces
-            f, s = _products(x[a, c, start:stop], dy[a, c, start:stop], power, centre)
+            source, grad = x[a, c, start:stop], dy[a, c, start:stop]
+            f, s = _products(source, grad, act, power, centre, scale, shift)
             first += f
             second += s
         else:
             for a in range(t * runs, min(outer, (t + 1) * runs)):
-                f, s = _products(x[a, c], dy[a, c], power, centre)
+                f, s = _products(x[a, c], dy[a, c], act, power, centre, scale, shift)
                 first += f
                 second += s
     return first, second / power
@@ -219,29 +223,25 @@ def _chunk_products(x, dy, c, mean, invstd, begin, end, runs, pieces):
 
 
 @strict
-def _power_and_centre(x, mean, invstd):
-    """`(power, centre)` of one channel, in the computing dtype of `x`; the power stays exact."""
-    rounded_mean = rounded(mean, x)
-    power = power_of(invstd, rounded_mean)
-    return rounded(power, x), rounded(rounded_mean * power, x)
-
-
-@strict
 def _affine_arguments(x, mean, invstd, weight, bias):
-    """`(power, centre, scale, shift)` of one channel, in the computing dtype of `x`."""
-    power, centre = _power_and_centre(x, mean, invstd)
-    scale, shift = affine_coefficients(mean, rounded(mean, x), invstd, weight, power)
+    """`(power, centre, scale, shift)` of one channel, in the computing dtype of `x`.
+
+    The power stays exact.
+    """
+    rounded_mean = rounded(mean, x)
+    power = rounded(power_of(invstd, rounded_mean), x)
+    centre = rounded(rounded_mean * power, x)
+    scale, shift = affine_coefficients(mean, rounded_mean, invstd, weight, power)
     return power, centre, rounded(scale, x), rounded(shift + bias, x)
 
 
 @strict
-def _gradient_arguments(x, mean, invstd, weight, mean_dy, mean_dy_xhat):
-    """`(power, centre, of_dy, of_x, shift)` of one channel, in the computing dtype of `x`."""
-    power, centre = _power_and_centre(x, mean, invstd)
+def _gradient_arguments(x, mean, invstd, weight, mean_dy, mean_dy_xhat, power):
+    """`(of_dy, of_x, shift)` of one channel, in the computing dtype of `x`."""
     of_dy, of_x, shift = gradient_coefficients(
         mean, rounded(mean, x), invstd, weight, mean_dy, mean_dy_xhat, power
     )
-    return power, centre, rounded(of_dy, x), rounded(of_x, x), rounded(shift, x)
+    return rounded(of_dy, x), rounded(of_x, x), rounded(shift, x)
 
 
 # -------------------------------------------------------- kernels of one step each
@@ -271,8 +271,8 @@ def planes_moments(x, mean, m2):
 
 
 @SerialParallelKernel
-def planes_normalize(x, mean, invstd, weight, bias, y):
-    """`y = (x - mean) * invstd * weight + bias`; `x`, `y` [A, C, B]."""
+def planes_normalize(x, mean, invstd, weight, bias, act, y):
+    """`y = act((x - mean) * invstd * weight + bias)`; `x`, `y` [A, C, B]."""
     x, y = unowned(x), unowned(y)
     _, channels, inner = x.shape
     for task in prange(_map_tasks(x)):
@@ -280,12 +280,15 @@ def planes_normalize(x, mean, invstd, weight, bias, y):
         power, centre, scale, shift = _affine_arguments(
             x, mean[c], invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
         )
-        _affine(x[a, c, begin:end], power, centre, scale, shift, y[a, c, begin:end])
+        _affine(x[a, c, begin:end], act, power, centre, scale, shift, y[a, c, begin:end])
 
 
 @SerialParallelKernel
-def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
-    """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [A, C, B]."""
+def planes_backward_reduce(x, dy, mean, invstd, weight, bias, act, sum_dy, sum_dy_xhat):
+    """`sum_dy = sum(dz)`, `sum_dy_xhat = sum(dz * (x - mean)) * invstd`; `x`, `dy` [A, C, B].
+
+    `dz` is dy times the derivative of `act`; only that needs `weight` and `bias`.
+    """
     x, dy = unowned(x), unowned(dy)
     outer, channels, inner = x.shape
     tiles, runs, pieces = _tiles(outer, inner)
@@ -295,8 +298,11 @@ def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
     for task in prange(channels * chunks):
         c, k = task // chunks, task % chunks
         begin, end = share(tiles, k, chunks)
+        coefficients = _affine_arguments(
+            x, mean[c], invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
+        )
         firsts[c, k], seconds[c, k] = _chunk_products(
-            x, dy, c, mean[c], invstd[c], begin, end, runs, pieces
+            x, dy, c, act, coefficients, begin, end, runs, pieces
         )
     for c in range(channels):
         first = 0.0
@@ -309,17 +315,22 @@ def planes_backward_reduce(x, dy, mean, invstd, sum_dy, sum_dy_xhat):
 
 
 @SerialParallelKernel
-def planes_backward_input(x, dy, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
-    """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, all [A, C, B].
+def planes_backward_input(x, dy, mean, invstd, weight, bias, act, mean_dy, mean_dy_xhat, dx):
+    """`dx = invstd * (weight * dz - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, all [A, C, B].
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
+    `dz`, `bias`: as in `planes_backward_reduce`.
     """
     x, dy, dx = unowned(x), unowned(dy), unowned(dx)
     _, channels, inner = x.shape
     for task in prange(_map_tasks(x)):
         a, c, begin, end = _piece(task, channels, inner)
-        power, centre, of_dy, of_x, shift = _gradient_arguments(
-            x, mean[c], invstd[c], value_or(weight, c, 1.0), mean_dy[c], mean_dy_xhat[c]
+        w = value_or(weight, c, 1.0)
+        power, centre, scale, of_z = _affine_arguments(
+            x, mean[c], invstd[c], w, value_or(bias, c, 0.0)
+        )
+        of_dy, of_x, shift = _gradient_arguments(
+            x, mean[c], invstd[c], w, mean_dy[c], mean_dy_xhat[c], power
         )
         source, grad, target = x[a, c, begin:end], dy[a, c, begin:end], dx[a, c, begin:end]
-        _gradient(source, grad, power, centre, of_dy, of_x, shift, target)
+        _gradient(source, grad, act, power, centre, scale, of_z, of_dy, of_x, shift, target)

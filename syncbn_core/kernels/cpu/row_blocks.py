@@ -42,7 +42,7 @@ MIN_ROWS = 32
 MAX_ROWS = 256  # of a tile: a column is summed row by row, and longer sums lose digits
 MAX_CHUNKS = 64  # independent partial results per block, at most
 PIECE = 1 << 18  # elements written by one task, which begins with the coefficients of its columns
-LINES = 5  # the most that any task needs of a workspace
+LINES = 7  # the most that any task needs of a workspace
 
 
 def joined(rows: int, columns: int) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from syncbn_core.kernels.cpu.activations import activated, incoming
 from syncbn_core.kernels.cpu.builds import may_contract, strict
 from syncbn_core.kernels.cpu.numerics import (
     affine,
@@ -91,32 +92,33 @@ def _add_deviations(x, left, right, begin, end, shift, first, second):
 
 
 @may_contract
-def _add_products(x, dy, left, right, begin, end, power, centre, first, second):
-    """`first += sum(dy)`, `second += sum(dy * (x * power - centre))` over rows.
+def _add_products(x, dy, left, right, begin, end, act, power, centre, scale, shift, first, second):
+    """`first += sum(dz)`, `second += sum(dz * (x * power - centre))` over rows.
 
     Here and below, `power` has one number per column, or is one number for all.
     """
     for r in range(begin, end):
         a, g = x[r, left:right], dy[r, left:right]
         for i in range(first.shape[0]):
-            p = widen(g[i])
+            p = incoming(act, a[i], g[i], at(power, i), centre[i], scale[i], shift[i])
             first[i] += p
             second[i] += p * (widen(a[i]) * at(power, i) - centre[i])
 
 
 @may_contract
-def _affine(source, power, centre, scale, shift, target):
+def _affine(source, act, power, centre, scale, shift, target):
     """Write `y` of one row to `target`."""
     for i in range(source.shape[0]):
-        y = affine(source[i], at(power, i), centre[i], scale[i], shift[i])
-        target[i] = narrow(y, target)
+        z = affine(source[i], at(power, i), centre[i], scale[i], shift[i])
+        target[i] = narrow(activated(act, z), target)
 
 
 @may_contract
-def _gradient(source, grad, power, centre, of_dy, of_x, shift, target):
+def _gradient(source, grad, act, power, centre, scale, bias, of_dy, of_x, shift, target):
     """Write `dx` of one row to `target`."""
     for i in range(source.shape[0]):
-        dx = gradient(source[i], grad[i], at(power, i), centre[i], of_dy[i], of_x[i], shift[i])
+        dz = incoming(act, source[i], grad[i], at(power, i), centre[i], scale[i], bias[i])
+        dx = gradient(source[i], dz, at(power, i), centre[i], of_dy[i], of_x[i], shift[i])
         target[i] = narrow(dx, target)
 
 
@@ -234,15 +236,37 @@ def _fill_power_and_centre(x, mean, invstd, inner, numbers, power, centre):
 
 
 @strict
-def part_products(x, dy, part, inner, height, mean, invstd, lines, numbers, sum_dy, sum_dy_x):
-    """Write `sum(dy)`, `sum(dy * (x - rounded_mean))` of a part to its channels of the last two."""
+def _fill_affine(x, mean, invstd, weight, bias, powers, inner, numbers, scale, shift):
+    """Write `scale` and `shift` of all columns; `powers` as from `_fill_power_and_centre`."""
+    channels = mean.shape[0]
+    scales, shifts = numbers[2, :channels], numbers[3, :channels]
+    for c in range(channels):
+        scales[c], shifts[c] = affine_coefficients(
+            mean[c], rounded(mean[c], x), invstd[c], value_or(weight, c, 1.0), powers[c]
+        )
+    if bias.shape[0]:
+        for c in range(channels):
+            shifts[c] += bias[c]
+    fill_columns(scales, inner, scale)
+    fill_columns(shifts, inner, shift)
+
+
+@strict
+def part_products(
+    x, dy, part, inner, height, mean, invstd, weight, bias, act, lines, numbers, sum_dy, sum_dy_x
+):
+    """Write `sum(dz)`, `sum(dz * (x - rounded_mean))` of a part to its channels of the last two."""
     top, bottom, left, right, low, high = part
     mean, invstd = mean[low:high], invstd[low:high]
     sum_dy, sum_dy_x = sum_dy[low:high], sum_dy_x[low:high]
     width = right - left
     power, centre = lines[0, :width], lines[1, :width]
     first, second = lines[2, :width], lines[3, :width]
+    scale, shift = lines[4, :width], lines[5, :width]
     powers, same_power = _fill_power_and_centre(x, mean, invstd, inner, numbers, power, centre)
+    if act is not None:
+        weight, bias = weight[low:high], bias[low:high]
+        _fill_affine(x, mean, invstd, weight, bias, powers, inner, numbers, scale, shift)
     one_power = rounded(powers[0], x)
     first[:] = 0
     second[:] = 0
@@ -251,9 +275,13 @@ def part_products(x, dy, part, inner, height, mean, invstd, lines, numbers, sum_
     for begin in range(top, bottom, height):
         end = min(bottom, begin + height)
         if same_power:
-            _add_products(x, dy, left, right, begin, end, one_power, centre, first, second)
+            _add_products(
+                x, dy, left, right, begin, end, act, one_power, centre, scale, shift, first, second
+            )
         else:
-            _add_products(x, dy, left, right, begin, end, power, centre, first, second)
+            _add_products(
+                x, dy, left, right, begin, end, act, power, centre, scale, shift, first, second
+            )
         sum_columns(first, inner, sum_dy)
         sum_columns(second, inner, sum_dy_x)
     for c in range(high - low):
@@ -280,48 +308,44 @@ def add_chunks(x, sums_dy, sums_dy_x, low, high, mean, invstd, sum_dy, sum_dy_xh
 
 
 @strict
-def part_normalize(x, part, inner, mean, invstd, weight, bias, lines, numbers, y):
+def part_normalize(x, part, inner, mean, invstd, weight, bias, act, lines, numbers, y):
     """Write `y` of a part."""
     top, bottom, left, right, low, high = part
     mean, invstd = mean[low:high], invstd[low:high]
     weight, bias = weight[low:high], bias[low:high]
-    width, channels = right - left, high - low
+    width = right - left
     power, centre = lines[0, :width], lines[1, :width]
     scale, shift = lines[2, :width], lines[3, :width]
-    scales, shifts = numbers[2, :channels], numbers[3, :channels]
     powers, same_power = _fill_power_and_centre(x, mean, invstd, inner, numbers, power, centre)
-    for c in range(channels):
-        scales[c], shifts[c] = affine_coefficients(
-            mean[c], rounded(mean[c], x), invstd[c], value_or(weight, c, 1.0), powers[c]
-        )
-    if bias.shape[0]:
-        for c in range(channels):
-            shifts[c] += bias[c]
-    fill_columns(scales, inner, scale)
-    fill_columns(shifts, inner, shift)
+    _fill_affine(x, mean, invstd, weight, bias, powers, inner, numbers, scale, shift)
     one_power = rounded(powers[0], x)
     for r in range(top, bottom):
         source, target = x[r, left:right], y[r, left:right]
         if same_power:
-            _affine(source, one_power, centre, scale, shift, target)
+            _affine(source, act, one_power, centre, scale, shift, target)
         else:
-            _affine(source, power, centre, scale, shift, target)
+            _affine(source, act, power, centre, scale, shift, target)
 
 
 @strict
 def part_gradient(
-    x, dy, part, inner, mean, invstd, weight, mean_dy, mean_dy_xhat, lines, numbers, dx
+    x, dy, part, inner, mean, invstd, weight, bias, act, mean_dy, mean_dy_xhat, lines, numbers, dx
 ):
     """Write `dx` of a part."""
     top, bottom, left, right, low, high = part
     mean, invstd = mean[low:high], invstd[low:high]
-    weight, mean_dy, mean_dy_xhat = weight[low:high], mean_dy[low:high], mean_dy_xhat[low:high]
+    weight, bias = weight[low:high], bias[low:high]
+    mean_dy, mean_dy_xhat = mean_dy[low:high], mean_dy_xhat[low:high]
     width, channels = right - left, high - low
     power, centre, of_dy = lines[0, :width], lines[1, :width], lines[2, :width]
-    of_x, shift = lines[3, :width], lines[4, :width]
+    of_x, shift, scale, of_z = (
+        lines[3, :width], lines[4, :width], lines[5, :width], lines[6, :width]
+    )  # fmt: skip
     of_dys, of_xs = numbers[2, :channels], numbers[3, :channels]
     shifts = numbers[4, :channels]
     powers, same_power = _fill_power_and_centre(x, mean, invstd, inner, numbers, power, centre)
+    if act is not None:
+        _fill_affine(x, mean, invstd, weight, bias, powers, inner, numbers, scale, of_z)
     for c in range(channels):
         of_dys[c], of_xs[c], shifts[c] = gradient_coefficients(
             mean[c], rounded(mean[c], x), invstd[c], value_or(weight, c, 1.0),
@@ -334,6 +358,6 @@ def part_gradient(
     for r in range(top, bottom):
         source, grad, target = x[r, left:right], dy[r, left:right], dx[r, left:right]
         if same_power:
-            _gradient(source, grad, one_power, centre, of_dy, of_x, shift, target)
+            _gradient(source, grad, act, one_power, centre, scale, of_z, of_dy, of_x, shift, target)
         else:
-            _gradient(source, grad, power, centre, of_dy, of_x, shift, target)
+            _gradient(source, grad, act, power, centre, scale, of_z, of_dy, of_x, shift, target)

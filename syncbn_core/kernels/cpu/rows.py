@@ -79,8 +79,8 @@ def rows_moments(x, inner, workers, mean, m2):
 
 
 @SerialParallelKernel
-def rows_normalize(x, inner, workers, mean, invstd, weight, bias, y):
-    """`y = (x - mean) * invstd * weight + bias`; `x`, `y` [R, C * B]."""
+def rows_normalize(x, inner, workers, mean, invstd, weight, bias, act, y):
+    """`y = act((x - mean) * invstd * weight + bias)`; `x`, `y` [R, C * B]."""
     x, y = unowned(x), unowned(y)
     rows, columns = x.shape
     channels = mean.shape[0]
@@ -95,13 +95,18 @@ def rows_normalize(x, inner, workers, mean, invstd, weight, bias, y):
                 x, channels, per_block, block_columns, block, k * height, (k + 1) * height
             )
             part_normalize(
-                x, part, inner, mean, invstd, weight, bias, lines[worker], numbers[worker], y
+                x, part, inner, mean, invstd, weight, bias, act, lines[worker], numbers[worker], y
             )
 
 
 @SerialParallelKernel
-def rows_backward_reduce(x, dy, inner, workers, mean, invstd, sum_dy, sum_dy_xhat):
-    """`sum_dy = sum(dy)`, `sum_dy_xhat = sum(dy * (x - mean)) * invstd`; `x`, `dy` [R, C * B]."""
+def rows_backward_reduce(
+    x, dy, inner, workers, mean, invstd, weight, bias, act, sum_dy, sum_dy_xhat
+):
+    """`sum_dy = sum(dz)`, `sum_dy_xhat = sum(dz * (x - mean)) * invstd`; `x`, `dy` [R, C * B].
+
+    `dz`, `weight`, `bias`: as in `planes_backward_reduce`.
+    """
     x, dy = unowned(x), unowned(dy)
     rows, columns = x.shape
     channels = mean.shape[0]
@@ -119,17 +124,20 @@ def rows_backward_reduce(x, dy, inner, workers, mean, invstd, sum_dy, sum_dy_xha
                 x, channels, per_block, block_columns, block, begin * height, end * height
             )
             part_products(
-                x, dy, part, inner, height, mean, invstd,
+                x, dy, part, inner, height, mean, invstd, weight, bias, act,
                 lines[worker], numbers[worker], sums_dy[k], sums_dy_x[k],
             )  # fmt: skip
     add_chunks(x, sums_dy, sums_dy_x, 0, channels, mean, invstd, sum_dy, sum_dy_xhat)
 
 
 @SerialParallelKernel
-def rows_backward_input(x, dy, inner, workers, mean, invstd, weight, mean_dy, mean_dy_xhat, dx):
-    """`dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, [R, C * B].
+def rows_backward_input(
+    x, dy, inner, workers, mean, invstd, weight, bias, act, mean_dy, mean_dy_xhat, dx
+):
+    """`dx = invstd * (weight * dz - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, [R, C * B].
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
+    `dz`, `bias`: as in `planes_backward_reduce`.
     """
     x, dy, dx = unowned(x), unowned(dy), unowned(dx)
     rows, columns = x.shape
@@ -145,6 +153,6 @@ def rows_backward_input(x, dy, inner, workers, mean, invstd, weight, mean_dy, me
                 x, channels, per_block, block_columns, block, k * height, (k + 1) * height
             )
             part_gradient(
-                x, dy, part, inner, mean, invstd, weight, mean_dy, mean_dy_xhat,
+                x, dy, part, inner, mean, invstd, weight, bias, act, mean_dy, mean_dy_xhat,
                 lines[worker], numbers[worker], dx,
             )  # fmt: skip

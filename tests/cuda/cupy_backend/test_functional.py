@@ -26,7 +26,7 @@ from syncbn_core import BatchNorm, functional
 from syncbn_core.backends import operations_for
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import ArgumentError, BatchSizeError
-from syncbn_core.moments import NormRule
+from syncbn_core.moments import ACTIVATIONS, NormRule
 from syncbn_core.steps import Affine
 
 
@@ -193,6 +193,26 @@ def test_clamp_equals_numpy_where_it_holds_and_where_not(layout, rng):
         results.append((y, *gradients, of_eval))
     for actual, expected in zip(*results, strict=True):
         close(actual, expected, "float64")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_activations_equal_numpy(activation, dtype, rng):
+    x, host = pair(rng, "channels last", dtype)
+    dy = rng.normal(size=host.shape).astype(x.dtype)
+    weight, bias = parameters(rng, host.shape[1], "float64")
+    results = []
+    for values, grad, arrays in (
+        (x, to_device(dy), [to_device(weight), to_device(bias)]),
+        (host, as_float64(dy), [weight, bias]),
+    ):
+        y, saved = functional.batch_norm_forward(values, *arrays, activation=activation)
+        gradients = functional.batch_norm_backward(grad, saved)
+        running = saved.mean, saved.mean**2 + 1
+        of_eval = functional.batch_norm_eval(values, *running, *arrays, activation=activation)
+        results.append((y, *gradients, of_eval[0]))
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "sliced"])

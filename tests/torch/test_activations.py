@@ -1,0 +1,173 @@
+"""Layers with `activation=` equal batch norm followed by torch's activation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from world import equals_undivided, on_ranks, raises, rows_of, whole_batch
+
+from syncbn_core.errors import ArgumentError, ProtocolError
+from syncbn_torch import (
+    DataParallelWithCallback,
+    SyncBatchNorm,
+    SynchronizedBatchNorm2d,
+    revert_model,
+)
+from syncbn_torch.forward import always_ours
+
+MODULES: dict[str, nn.Module] = {
+    "relu": nn.ReLU(),
+    "leaky_relu": nn.LeakyReLU(0.1),
+    "silu": nn.SiLU(),
+    "hardswish": nn.Hardswish(),
+    "relu6": nn.ReLU6(),
+}
+NAMES = pytest.mark.parametrize("name", MODULES)
+# columns; pieces of planes, whole and short planes; many blocks of rows; five axes
+SHAPES = [(40, 5), (3, 5, 70, 70), (9, 5, 20, 20), (8, 5, 4, 4), (2, 600, 7, 7), (2, 5, 2, 3, 4)]
+
+
+def pair(name: str, shape: Any = (0, 5, 1, 1), **settings: Any) -> tuple[Any, nn.Sequential]:
+    """A layer for inputs of `shape`, and torch's with the same parameters and the activation."""
+    torch.manual_seed(0)
+    kind = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][max(len(shape) - 3, 0)]
+    twin = kind(shape[1], **settings).double()
+    for parameter in twin.parameters():
+        nn.init.normal_(parameter, std=2)
+    layer = SyncBatchNorm(shape[1], activation=name, negative_slope=0.1, **settings).double()
+    layer.load_state_dict(twin.state_dict())
+    return layer, nn.Sequential(twin, copy.deepcopy(MODULES[name]))
+
+
+def results(model: Any, x: Tensor, dy: Tensor, twice: bool = False) -> list[Any]:
+    """y, gradients by x and the parameters, running statistics; `twice`: second derivatives too."""
+    leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    dy = dy.to(x.dtype).requires_grad_()
+    sources = [leaf, *model.parameters()]
+    y = model(leaf)
+    gradients = torch.autograd.grad(y, sources, dy, create_graph=twice)
+    found = [y, *gradients, *model.buffers()]
+    if twice:
+        loss = sum(gradient.square().sum() for gradient in gradients)
+        found += torch.autograd.grad(loss, [*sources, dy], materialize_grads=True)
+    return found
+
+
+@NAMES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_equal_torch(name: str, shape: Any) -> None:
+    x, dy = whole_batch(shape)
+    for settings in ({}, {"affine": False}):
+        layer, twin = pair(name, shape, **settings)
+        for values in (x, x.movedim(1, -1).contiguous().movedim(-1, 1)):
+            for twice in (False, True):  # by kernels, by plain operations
+                with always_ours():
+                    ours = results(layer, values, dy, twice)
+                torch.testing.assert_close(ours, results(twin, values, dy, twice))
+
+
+@NAMES
+@pytest.mark.parametrize("shape", [(4, 5, 3, 3), (40, 5, 70, 70)], ids=str)
+def test_a_layer_alone_equals_torch(name: str, shape: Any) -> None:
+    """Small ones, which are torch's, and large ones; with each mode of training."""
+    x, dy = whole_batch(shape)
+    for settings in ({}, {"track_running_stats": False}, {"momentum": None}):
+        layer, twin = pair(name, shape, **settings)
+        for training in (True, False):
+            models = layer.train(training), twin.train(training)
+            torch.testing.assert_close(*(results(model, x, dy) for model in models))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@NAMES
+def test_replicas_in_other_dtypes_equal_the_undivided_batch(name: str, dtype: torch.dtype) -> None:
+    x, dy = (each.to(dtype) for each in whole_batch((7, 5, 20, 20)))
+    layer, twin = pair(name)
+    found = results(DataParallelWithCallback(layer.float(), replicas=3), x, dy)
+    expected = results(twin, x.double(), dy.double())
+    allowed = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    for one, other in zip(found, expected, strict=True):
+        scale = other.detach().abs().max().item()
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=allowed * scale)
+
+
+class Own(Tensor):
+    """A tensor that no kernel takes, so plain operations compute."""
+
+
+@on_ranks(2, 3)
+def test_ranks_equal_the_undivided_batch(rank: int, size: int) -> None:
+    x, dy = whole_batch((7, 5, 6, 6))
+    mine = rows_of(rank, (0, 5, 7) if size == 2 else (0, 5, 5, 7))
+    for name in MODULES:
+        for kind in (Tensor, Own):
+            equals_undivided(*pair(name), x.as_subclass(kind), dy, mine)
+
+
+@on_ranks(2)
+def test_graphs_go_with_ranks_that_have_none(rank: int, size: int) -> None:
+    x, dy = whole_batch((7, 5, 6, 6))
+    layer, twin = pair("silu")
+    model = torch.compile(layer, fullgraph=True) if rank else layer
+    equals_undivided(model, twin, x, dy, rows_of(rank, (0, 5, 7)))  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_unlike_activations_are_named_on_both_ranks(rank: int, size: int) -> None:
+    layer, _ = pair("silu" if rank else "relu")
+    words = "rank 0: forward of SyncBatchNorm, layer 1 with relu", "layer 1 with silu"
+    raises(ProtocolError, *words, call=lambda: layer(torch.ones(4, 5, 2, 2).double()))
+
+
+def test_nothing_is_kept_for_backward_beside_x() -> None:
+    layer, _ = pair("silu")
+    x = torch.randn(8, 5, 30, 30, dtype=torch.float64, requires_grad=True)
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        layer(x)
+    small = {layer.weight.data_ptr(), layer.bias.data_ptr()}
+    assert set(kept) <= {x.data_ptr()} | small
+
+
+def test_copies_and_a_subclass_that_holds_an_activation() -> None:
+    class Acting(SynchronizedBatchNorm2d):
+        def __init__(self, features: int) -> None:
+            super().__init__(features)
+            self.activation = nn.ReLU()
+
+        def forward(self, input: Tensor) -> Tensor:
+            return self.activation(super().forward(input))  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 5, 3, 3)
+    assert Acting(5)(x).min() == 0
+    layer = SynchronizedBatchNorm2d(5, activation="leaky_relu", negative_slope=0.5)
+    assert "activation='leaky_relu', negative_slope=0.5" in repr(layer)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer)):
+        torch.testing.assert_close(other(x), nn.LeakyReLU(0.5)(nn.BatchNorm2d(5)(x)))
+
+
+def test_a_layer_that_torch_does_not_have_stays() -> None:
+    model = nn.Sequential(SynchronizedBatchNorm2d(5, activation="relu"))
+    with pytest.warns(UserWarning, match="activation='relu', which torch does not have"):
+        assert type(revert_model(model)[0]) is SynchronizedBatchNorm2d
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"activation": "gelu"}, "one of None, relu, leaky_relu, .*, got 'gelu'"),
+        ({"activation": nn.ReLU()}, "got ReLU"),
+        ({"activation": "leaky_relu", "negative_slope": -1.0}, "negative_slope >= 0, got -1.0"),
+        ({"activation": "leaky_relu", "negative_slope": "0.1"}, "negative_slope >= 0, got '0.1'"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_told(settings: Any, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        SyncBatchNorm(5, **settings)
