@@ -48,23 +48,15 @@ def show(results: Row) -> None:
 
 
 def show_nets(rows: list[Row], console: Console, title: str) -> None:
-    """Steps of whole networks, and the microseconds of a call of their layers beside kernels."""
+    """Steps of whole networks."""
     table = Table(title=title)
-    for column in ("net", "step", "times as fast", "quartiles", "layers", "on", "forward: ours",
-                   "kernels", "torch", "backward: ours", "kernels", "torch"):  # fmt: skip
+    for column in ("net", "step", "times as fast", "quartiles"):
         table.add_column(column)
     for row in rows:
         low, high = row["quartiles"]
-        cells = [row["net"], f"{row['step_seconds']['torch'] * 1e3:.0f} ms", f"{row['faster']:.3f}"]
-        cells.append(f"{low:.3f} - {high:.3f}")
-        for kind, calls in row["calls"].items():
-            times = [
-                f"{calls[f'{part}{who}']:.0f}" if f"{part}{who}" in calls else ""
-                for part in ("forward", "backward")
-                for who in ("", ", kernels", ", torch")
-            ]
-            table.add_row(*cells, str(calls["layers"]), kind, *times)
-            cells = [""] * 4
+        seconds = row["step_seconds"]["torch"]
+        cells = f"{seconds * 1e3:.0f} ms", f"{row['faster']:.3f}", f"{low:.3f} - {high:.3f}"
+        table.add_row(row["net"], *cells)
     console.print(table)
 
 

@@ -1,42 +1,76 @@
 """Training steps of whole networks: timm's, converted, over timm's own with torch's layers.
 
-    python benchmarks/nets.py                      # six networks, some five minutes
+    python benchmarks/nets.py                      # the networks, some ten minutes
     python benchmarks/nets.py --nets resnet18 --rounds 5
+    python benchmarks/nets.py --nets --activations # layers with an activation by themselves
 
-A loop over one layer finds its code and its data in the caches; between the convolutions of a
-network they are gone. So this also measures the time per call of the layers within the steps, and
-how much of it is spent in our kernels: the rest is Python and torch.
+The two networks take turns, forwards in one round and backwards in the next. "kept" is the memory
+that a forward keeps for backward, without parameters. `--activations` compares layers alone with
+`nn.BatchNorm2d` and torch's activation in place. Writes nets-DATE-THREADS.json to results/ or
+--output.
 
-The two networks take turns, forwards in one round and backwards in the next. `cpu.py` runs this
-script twice: with the usual allocator, and with one that gives no memory back, because its page
-faults take up to 27 ms of a step, by chance.
+`cpu.py` runs this script twice: with the usual allocator, and with one that gives no memory back,
+because its page faults take up to 27 ms of a step, by chance.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numba
 import timm
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import syncbn_torch
-from syncbn_core import numpy_steps as steps
 
 NETS = [
-    "resnet18", "resnet50", "efficientnet_b0", "mobilenetv3_large_100", "densenet121",
-    "regnetx_002",
+    "resnet18", "resnet50", "efficientnet_b0", "mobilenetv3_large_100", "mobilenetv2_100",
+    "densenet121", "regnetx_002",
 ]  # fmt: skip
 SHAPE = (8, 3, 128, 128)
-CALLS = 5  # steps in which single calls are timed
+LAYERS = [
+    (32, 64, 56, 56), (16, 96, 56, 56), (8, 256, 28, 28), (32, 512, 14, 14), (32, 1024, 7, 7),
+    (8, 64, 16, 16),
+]  # fmt: skip
+ACTIVATIONS = {
+    "relu": nn.ReLU(inplace=True),
+    "leaky_relu": nn.LeakyReLU(0.01, inplace=True),
+    "silu": nn.SiLU(inplace=True),
+    "hardswish": nn.Hardswish(inplace=True),
+    "relu6": nn.ReLU6(inplace=True),
+}
+
+
+def in_turns(runs: Sequence[Callable[[], Any]], rounds: int) -> tuple[list[float], list[float]]:
+    """`(seconds of torch by round, of ours)`, without the first two."""
+    times: tuple[list[float], list[float]] = [], []
+    for index in range(rounds + 2):
+        for kind in (0, 1) if index % 2 else (1, 0):
+            begin = time.perf_counter()
+            runs[kind]()
+            times[kind].append(time.perf_counter() - begin)
+    return times[0][2:], times[1][2:]
+
+
+def compared(times: tuple[list[float], list[float]]) -> dict[str, Any]:
+    ratios = [t / o for t, o in zip(*times, strict=True)]
+    return {
+        "faster": statistics.median(ratios),
+        "quartiles": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2,
+        "step_seconds": dict(zip(("torch", "ours"), map(statistics.median, times), strict=True)),
+    }
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor) -> None:
@@ -45,157 +79,105 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: 
     optimizer.step()
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Seconds of a step by round, and microseconds per call of the layers within steps."""
+def kept(model: nn.Module, x: Tensor) -> float:
+    """MiB that a forward keeps for backward, without parameters."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    for parameter in model.parameters():
+        found.pop(parameter.untyped_storage().data_ptr(), None)
+    del y
+    return sum(found.values()) / 2**20
+
+
+def network(name: str, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     theirs = timm.create_model(name, num_classes=100).train()
     ours = timm.create_model(name, num_classes=100).train()
     ours.load_state_dict(theirs.state_dict())
     ours = syncbn_torch.convert_model(ours)
     x, target = torch.randn(SHAPE), torch.randint(100, SHAPE[:1])
-    models = {"torch": theirs, "ours": ours}
-    runs: dict[str, Callable[[], None]] = {}
-    for kind, model in models.items():
+    runs = []
+    for model in (theirs, ours):
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        runs[kind] = lambda m=model, o=optimizer: step(m, o, x, target)
-    times: dict[str, list[float]] = {kind: [] for kind in runs}
-    for index in range(rounds + 2):
-        for kind in runs if index % 2 else reversed(runs):
-            begin = time.perf_counter()
-            runs[kind]()
-            if index >= 2:
-                times[kind].append(time.perf_counter() - begin)
-    ratios = [t / o for t, o in zip(times["torch"], times["ours"], strict=True)]
-    return {
-        "net": name,
-        "faster": statistics.median(ratios),
-        "quartiles": statistics.quantiles(ratios, n=4)[::2],
-        "step_seconds": {kind: statistics.median(seconds) for kind, seconds in times.items()},
-        "calls": per_call(runs),
-    }
+        runs.append(lambda m=model, o=optimizer: step(m, o, x, target))
+    row = {"net": name, **compared(in_turns(runs, rounds))}
+    return row | {"kept_mib": {"torch": kept(theirs, x), "ours": kept(ours, x)}}
 
 
-# ------------------------------------------------------------------- times of single calls
+def layer(name: str, shape: tuple[int, ...], channels_last: bool, rounds: int) -> dict[str, Any]:
+    """Forward and backward of a layer with its activation."""
+    torch.manual_seed(0)
+    ours = syncbn_torch.SynchronizedBatchNorm2d(shape[1], activation=name)
+    theirs = nn.Sequential(nn.BatchNorm2d(shape[1]), ACTIVATIONS[name])
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x, dy = (torch.randn(shape).to(memory_format=layout) for _ in range(2))
+    x.requires_grad_()
 
+    def run(model: nn.Module) -> None:
+        torch.autograd.grad(model(x), [x, *model.parameters()], dy)
 
-def per_call(runs: dict[str, Callable[[], None]]) -> dict[str, dict[str, float]]:
-    """Mean microseconds per call, by which kernels computed it; the same layers of both networks.
-
-    Torch's forward is that of `F.batch_norm` alone, without its layer's Python.
-    """
-    found = {"torch": Calls(nn.functional, "batch_norm")}
-    found["ours"] = Calls(syncbn_torch.SynchronizedBatchNorm2d.__mro__[1], "forward")
-    for _ in range(CALLS):
-        for kind, run in runs.items():
-            with found[kind].timed():
-                run()
-    sums: dict[str, dict[str, list[float]]] = {}
-    for theirs, ours in zip(*(found[kind].medians() for kind in runs), strict=True):
-        into = sums.setdefault("our kernels" if ours.pop("ours") else "torch's kernel", {})
-        for part in ("forward", "backward"):
-            into.setdefault(f"{part}, torch", []).append(theirs[part])
-        for part, seconds in ours.items():
-            into.setdefault(part, []).append(seconds)
-    return {
-        kind: {"layers": len(parts["forward"])}
-        | {part: statistics.mean(seconds) * 1e6 for part, seconds in parts.items()}
-        for kind, parts in sums.items()
-    }
-
-
-class Calls:
-    """Times what is called as `owner.name`, the autograd node of its result, and our kernels."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
-        self.steps: list[list[dict[str, float]]] = []  # the calls of each step, in their order
-        self.in_kernels = 0.0
-
-    def medians(self) -> list[dict[str, float]]:
-        """Of each call of a step, over the steps."""
-        return [
-            {part: statistics.median(call[part] for call in same) for part in same[0]}
-            for same in zip(*self.steps, strict=True)
-        ]
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """In the block, which is a step, every call is timed."""
-        original, launch = getattr(self.owner, self.name), steps.launch
-        self.steps.append([])
-
-        def counted(*arguments: Any) -> None:
-            begin = time.perf_counter()
-            launch(*arguments)
-            self.in_kernels += time.perf_counter() - begin
-
-        def call(*arguments: Any) -> Tensor:
-            self.in_kernels = 0.0
-            begin = time.perf_counter()
-            y: Tensor = original(*arguments)
-            self.done(y, time.perf_counter() - begin)
-            return y
-
-        try:
-            steps.launch = counted
-            setattr(self.owner, self.name, call)
-            yield
-        finally:
-            steps.launch = launch
-            setattr(self.owner, self.name, original)
-
-    def done(self, y: Tensor, seconds: float) -> None:
-        node = y.grad_fn
-        assert node is not None
-        ours = type(node).__name__.startswith(("BatchNormFunction", "BatchNormOfParts"))
-        row = {"ours": ours, "forward": seconds}
-        if ours:
-            row["forward, kernels"] = self.in_kernels
-        self.steps[-1].append(row)
-        begin = 0.0
-
-        def before(_: Any) -> None:
-            nonlocal begin
-            self.in_kernels, begin = 0.0, time.perf_counter()
-
-        def after(_: Any, __: Any) -> None:
-            row["backward"] = time.perf_counter() - begin
-            if ours:
-                row["backward, kernels"] = self.in_kernels
-
-        node.register_prehook(before)
-        node.register_hook(after)
+    row = compared(in_turns([lambda: run(theirs), lambda: run(ours)], rounds))
+    kind = "NHWC" if channels_last else "NCHW"
+    return {"activation": name, "shape": shape, "layout": kind, **row}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nets", nargs="+", default=NETS)
+    parser.add_argument("--nets", nargs="*", default=NETS)
+    parser.add_argument("--activations", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print only JSON, for cpu.py")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     numba.set_num_threads(min(args.threads, numba.config.NUMBA_NUM_THREADS))
-    rows = []
+    rows, layers = [], []
     for name in args.nets:
-        rows.append(measure(name, args.rounds))
+        rows.append(network(name, args.rounds))
         if not args.json:
-            print_row(rows[-1])
+            print_row(name, rows[-1])
+    cases = [(n, s, c) for n in ACTIVATIONS for c in (False, True) for s in LAYERS]
+    for case in cases if args.activations else ():
+        layers.append(layer(*case, args.rounds))
+        print_row(f"{layers[-1]['layout']} {case[1]} {case[0]}", layers[-1])
     if args.json:
         print(json.dumps(rows))
-    else:
-        ratios = [row["faster"] for row in rows]
-        print(f"geometric mean {statistics.geometric_mean(ratios):.3f}x, worst {min(ratios):.3f}x")
+        return 0
+    for kind, found in (("nets", rows), ("layers", layers)):
+        ratios = [row["faster"] for row in found]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            print(f"{kind}: geometric mean {mean:.3f}x, worst {min(ratios):.3f}x")
+    date = datetime.date.today().isoformat()
+    facts = {
+        "date": date,
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "threads": args.threads,
+        "rounds": args.rounds,
+    }
+    path = args.output / f"nets-{date}-{args.threads}.json"
+    path.write_text(json.dumps({"facts": facts, "nets": rows, "layers": layers}, indent=1))
+    print(path)
     return 0
 
 
-def print_row(row: dict[str, Any]) -> None:
+def print_row(name: str, row: dict[str, Any]) -> None:
     low, high = row["quartiles"]
     seconds = row["step_seconds"]["torch"]
-    print(f"{row['net']}: {row['faster']:.3f}x ({low:.3f} to {high:.3f}) of {seconds * 1e3:.0f} ms")
-    for kind, parts in row["calls"].items():
-        cells = ", ".join(f"{part} {us:.0f}" for part, us in parts.items() if part != "layers")
-        print(f"    {parts['layers']} layers on {kind}, us per call: {cells}", flush=True)
+    text = f"{name}: {row['faster']:.3f}x ({low:.3f} to {high:.3f}) of {seconds * 1e3:.1f} ms"
+    if "kept_mib" in row:
+        text += ", kept {torch:.0f} MiB by torch, {ours:.0f} by ours".format(**row["kept_mib"])
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ def activation_of(module: nn.Module) -> Activation:
     return (name, slope) if slope >= 0 else NONE
 
 
+_OF_ALL_MODULES = [getattr(modules, f"_global{hooks}") for hooks in HOOKS]
+
+
 def runs_hooks(module: nn.Module) -> bool:
     """Whether calling `module` runs hooks, of its own or of all modules."""
-    return any(getattr(module, hooks) for hooks in HOOKS) or any(
-        getattr(modules, f"_global{hooks}") for hooks in HOOKS
-    )
+    return any(map(module.__dict__.__getitem__, HOOKS)) or any(_OF_ALL_MODULES)

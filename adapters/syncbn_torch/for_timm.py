@@ -50,10 +50,11 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
     @property
     def _activation(self) -> Activation:  # type: ignore[override]
         """What `act` computes, if the layer can do so itself."""
-        layer: Any = self
-        if torch.compiler.is_compiling() or type(layer.drop) is not nn.Identity:
+        modules: Any = self._modules  # nn.Module's lookup is slow
+        drop = modules["drop"]
+        if torch.compiler.is_compiling() or type(drop) is not nn.Identity or runs_hooks(drop):
             return NONE
-        return NONE if runs_hooks(layer.drop) else activation_of(layer.act)
+        return activation_of(modules["act"])
 
 
 register_conversion(BatchNormAct2d, SynchronizedBatchNormAct2d)

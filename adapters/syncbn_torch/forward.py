@@ -61,10 +61,9 @@ __all__ = [
     "operations_for",
 ]
 
-LARGE = 50_000  # elements from which our kernels are faster than torch's,
-PLANE = 256  # in planes of so many elements
-# with an activation
-FUSED, FUSED_CHANNELS_LAST = 16_000, 500_000
+LARGE = 500_000  # elements from which our kernels are faster than torch's in networks,
+PLANE = 256  # in planes of so many elements; with an activation in shorter ones too,
+CHANNELS_LAST = 3_000_000  # and from so many in channels_last
 
 _torch_forward = _BatchNorm.forward
 _has_world: Any = dist.is_initialized if dist.is_available() else bool
@@ -91,7 +90,7 @@ def batch_norm(layer: LayerState, x: Tensor) -> Tensor:
     if layer._replica_sync is not None or processes is not None:
         return _by_node(layer, x, processes)
     clamps = layer.effective_eps_mode == "clamp"
-    if clamps or ((x.numel() >= FUSED or _ours_always.get()) and goes_to_kernels(layer, x)):
+    if clamps or ((x.numel() >= LARGE or _ours_always.get()) and goes_to_kernels(layer, x)):
         return _by_node(layer, x, None)
     tracks = layer.track_running_stats
     unusual = layer.training and (backward_task() != -1 or layer._tracked is not tracks)
@@ -112,8 +111,8 @@ def _recomputed(layer: LayerState, x: Tensor) -> Tensor:
 def goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
     """Whether a layer alone that does not clamp computes by the node.
 
-    With large planes of float32 or float64 on the CPU our kernels are faster than torch's, with
-    an activation from fewer elements on, because they save its passes (docs/speed.md).
+    With large planes of float32 or float64 on the CPU our kernels are faster than torch's, and an
+    activation saves passes (docs/speed.md).
     """
     if _is_watched():
         return False
@@ -129,9 +128,9 @@ def goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
 
 def _is_large(x: Tensor, fused: bool) -> bool:
     if x.is_contiguous():
-        return x.numel() >= (FUSED if fused else max(LARGE, PLANE * x.size(0) * x.size(1)))
+        return x.numel() >= max(LARGE, 0 if fused else PLANE * x.size(0) * x.size(1))
     channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return fused and channels_last and x.numel() >= FUSED_CHANNELS_LAST
+    return fused and channels_last and x.numel() >= CHANNELS_LAST
 
 
 def _is_watched() -> bool:

@@ -35,7 +35,7 @@ from syncbn_torch import (
 )
 
 CHANNELS = 4
-SMALL, LARGE = (2, CHANNELS, 3, 3), (4, CHANNELS, 60, 60)
+SMALL, LARGE = (2, CHANNELS, 3, 3), (36, CHANNELS, 60, 60)
 Change = Callable[[Any, Tensor], Any]
 Program = Callable[[Any, Tensor], Any]
 

@@ -187,7 +187,7 @@ def cut(tensor: Tensor) -> Tensor:
     return tensor
 
 
-LARGE = (4, 16, 64, 64)  # so large that reading beyond it would hit foreign pages
+LARGE = (8, 16, 64, 64)  # so large that reading beyond it would hit foreign pages
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -220,7 +220,7 @@ def test_gradient_whose_storage_is_cut_is_refused(layout: str, dtype: torch.dtyp
     elif layout == "gaps":
         dy = torch.randn(*LARGE[:3], 2 * LARGE[3], dtype=dtype)[..., 1::2]
     elif layout == "offset":
-        dy = torch.randn(5, *LARGE[1:], dtype=dtype)[1:]
+        dy = torch.randn(LARGE[0] + 1, *LARGE[1:], dtype=dtype)[1:]
     operands = (x, dy, OURS.statistics(OURS.moments(x), RULE), Affine(), RULE)
     OURS.backward_reduce(*operands)
     held = dy.untyped_storage()

@@ -17,7 +17,7 @@ from syncbn_torch import DataParallelWithCallback, SynchronizedBatchNorm2d
 from syncbn_torch.backends import plain
 from syncbn_torch.forward import always_ours
 
-SMALL, LARGE = (6, 3, 4, 4), (16, 3, 100, 100)
+SMALL, LARGE = (6, 3, 4, 4), (18, 3, 100, 100)
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
 ROUTES = pytest.mark.parametrize("route", ["torch's kernel", "our kernels", "replicas", "plain"])
 OURS = pytest.mark.parametrize("route", ["our kernels", "replicas", "plain"])

@@ -170,7 +170,7 @@ ACTS = [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.ReLU6, nn.GELU]
 
 @pytest.mark.parametrize("act", ACTS)
 def test_the_layer_computes_its_activation_itself_if_nobody_looks(act: type[nn.Module]) -> None:
-    layer, x, seen = acting(act_layer=act), torch.randn(4, 3, 70, 70).double(), []
+    layer, x, seen = acting(act_layer=act), torch.randn(4, 3, 300, 300).double(), []
     assert over_replicas(layer, x) < LIMIT
     converted = convert_model(copy.deepcopy(layer))
     fused = "BatchNormOfParts" in converted(x).grad_fn.name()
