@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import syncbn_torch
+from syncbn_torch.inplace import InPlaceABN
 
 NETS = [
     "resnet18", "resnet50", "efficientnet_b0", "mobilenetv3_large_100", "mobilenetv2_100",
@@ -111,21 +112,25 @@ def network(name: str, rounds: int) -> dict[str, Any]:
     return row | {"kept_mib": {"torch": kept(theirs, x), "ours": kept(ours, x)}}
 
 
-def layer(name: str, shape: tuple[int, ...], channels_last: bool, rounds: int) -> dict[str, Any]:
-    """Forward and backward of a layer with its activation."""
+def layer(
+    name: str, shape: tuple[int, ...], channels_last: bool, in_place: bool, rounds: int
+) -> dict[str, Any]:
+    """Forward and backward of a layer with its activation; in place after a multiplication."""
     torch.manual_seed(0)
-    ours = syncbn_torch.SynchronizedBatchNorm2d(shape[1], activation=name)
+    ours: nn.Module = syncbn_torch.SynchronizedBatchNorm2d(shape[1], activation=name)
+    if in_place:
+        ours = InPlaceABN(shape[1], activation=name)
     theirs = nn.Sequential(nn.BatchNorm2d(shape[1]), ACTIVATIONS[name])
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x, dy = (torch.randn(shape).to(memory_format=layout) for _ in range(2))
     x.requires_grad_()
 
     def run(model: nn.Module) -> None:
-        torch.autograd.grad(model(x), [x, *model.parameters()], dy)
+        torch.autograd.grad(model(x * 1 if in_place else x), [x, *model.parameters()], dy)
 
     row = compared(in_turns([lambda: run(theirs), lambda: run(ours)], rounds))
     kind = "NHWC" if channels_last else "NCHW"
-    return {"activation": name, "shape": shape, "layout": kind, **row}
+    return {"activation": name, "shape": shape, "layout": kind, "in place": in_place, **row}
 
 
 def main() -> int:
@@ -144,14 +149,18 @@ def main() -> int:
         rows.append(network(name, args.rounds))
         if not args.json:
             print_row(name, rows[-1])
-    cases = [(n, s, c) for n in ACTIVATIONS for c in (False, True) for s in LAYERS]
+    cases = [(n, s, c, False) for n in ACTIVATIONS for c in (False, True) for s in LAYERS]
+    cases += [("leaky_relu", s, c, True) for c in (False, True) for s in LAYERS]
     for case in cases if args.activations else ():
         layers.append(layer(*case, args.rounds))
-        print_row(f"{layers[-1]['layout']} {case[1]} {case[0]}", layers[-1])
+        place = " in place" if case[3] else ""
+        print_row(f"{layers[-1]['layout']} {case[1]} {case[0]}{place}", layers[-1])
     if args.json:
         print(json.dumps(rows))
         return 0
-    for kind, found in (("nets", rows), ("layers", layers)):
+    apart = [row for row in layers if not row["in place"]]
+    within = [row for row in layers if row["in place"]]
+    for kind, found in (("nets", rows), ("layers", apart), ("layers in place", within)):
         ratios = [row["faster"] for row in found]
         if ratios:
             mean = statistics.geometric_mean(ratios)

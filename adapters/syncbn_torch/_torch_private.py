@@ -146,7 +146,7 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def raise_sequence_number(least: int = 0) -> int:
-    """Let nodes that this thread makes from now on come after `least` nodes; their next number.
+    """Raise this thread's counter of autograd nodes to at least `least`; returns the counter.
 
     autograd runs the nodes that are ready by their numbers, which each thread counts from 0.
     """

@@ -89,7 +89,7 @@ class _Exchange(dist.ProcessGroup):
         communicator = communicator_for(resolve_group(self._group))
         assert communicator is not None
         if _on_host(values, communicator):
-            row = np.array(values.cpu())
+            row = values.cpu().numpy().copy()
             sender = _sender(communicator, int(row[-1]), self._dtype)
             row = _moments(row, sender, _kind(self._group)) if self._moments else _sums(row, sender)
             values.copy_(torch.from_numpy(row))

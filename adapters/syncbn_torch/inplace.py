@@ -62,10 +62,12 @@ class _Activation(NamedTuple):
         if y.dtype in HALVES:
             y, dy = y.float(), dy.float()
         if self.name == "leaky_relu":
-            return F.leaky_relu(y, 1 / self.param), torch.where(y > 0, dy, dy * self.param)
+            dz = torch.ops.aten.leaky_relu_backward(dy, y, self.param, True)
+            return F.leaky_relu(y, 1 / self.param), dz
         # y may be rounded to its limit, -param
         share = (y / self.param).clamp(min=torch.finfo(y.dtype).eps - 1)
-        return torch.where(y > 0, y, share.log1p()), torch.where(y > 0, dy, dy * (y + self.param))
+        dz = torch.ops.aten.elu_backward(dy, self.param, 1, 1, True, y)
+        return torch.where(y > 0, y, share.log1p()), dz
 
 
 class ABN(LayerState):
@@ -239,8 +241,12 @@ class _InPlace(Function):
             members = part.processes.communicator.size
         require_more_than_one_value(total.known_count, x.shape, members)
         statistics = do.statistics(total, part.rule)
-        do.forward(x, statistics, Affine(weight, bias), part.rule, part.running, x)
-        activation.apply_(x)
+        rule = part.rule
+        if activation.name == "leaky_relu":  # in the pass that normalizes
+            rule = rule._replace(activation="leaky_relu", negative_slope=activation.param)
+        do.forward(x, statistics, Affine(weight, bias), rule, part.running, x)
+        if rule.activation is None:
+            activation.apply_(x)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias)
         ctx.kept = do, part.processes, number, statistics, activation

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from world import close, on_ranks, raises, rows_of, whole_batch
 
@@ -111,6 +113,27 @@ def test_plain_operations(activation: str, param: float) -> None:
     twin = copy.deepcopy(randomized(layer.double()))
     for _ in range(2):
         compare(layer, twin, torch.randn(4, 3, 5, 6, dtype=torch.float64).as_subclass(Own))
+
+
+@on_ranks(2)
+def test_steps_in_distributed_data_parallel_equal_those_of_one_device(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    convs = nn.Conv2d(3, 4, 3).double(), nn.Conv2d(4, 2, 1).double()
+    model = nn.Sequential(convs[0], randomized(InPlaceABNSync(4).double()), convs[1])
+    alone = copy.deepcopy(model)
+    alone[1].set_group(dist.new_subgroups(1)[0])  # a group of one
+    parallel = DistributedDataParallel(model)
+    for step in range(3):
+        x, _ = whole_batch((7, 3, 6, 6), step)
+        for net, rows in ((alone, slice(0, 7)), (parallel, rows_of(rank, (0, 5, 7)))):
+            net.zero_grad()
+            loss = net(x[rows]).square().sum() / 7
+            (loss if net is alone else loss * size).backward()  # whose gradients are averaged
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+    close(dict(model.state_dict()), dict(alone.state_dict()))
 
 
 @on_ranks(2, 3)

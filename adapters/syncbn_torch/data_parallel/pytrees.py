@@ -26,7 +26,8 @@ class Tree:
 
     Containers are what is registered with torch's pytree, such as tuples, lists, dictionaries and
     the outputs of transformers; and dataclasses, other mappings, and classes derived from lists and
-    tuples. Those with nothing but numbers, strings and None are one value, and so is what `stops`.
+    tuples. Those with nothing but numbers, strings and None are one value. A thing for which
+    `stops(thing)` is true is one value too.
     """
 
     def __init__(self, tree: Any, stops: Callable[[Any], bool] = lambda thing: False) -> None:
