@@ -676,8 +676,8 @@ def ones(shape, dtype=float, order="C"):
     return full(shape, 1, dtype, order)
 
 
-def ones_like(a):
-    return full(a.shape, 1, a.dtype)
+def ones_like(a, dtype=None, order="K", subok=None, shape=None):
+    return full(a.shape if shape is None else shape, 1, a.dtype if dtype is None else dtype)
 
 
 def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
