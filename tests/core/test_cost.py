@@ -15,7 +15,9 @@ from syncbn_core import batch_norm_backward, batch_norm_forward, numpy_steps
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import row_parts
+from syncbn_core.kernels.cpu.activations import activation_of
 from syncbn_core.kernels.cpu.numerics import has_half
+from syncbn_core.moments import ACTIVATIONS
 
 Array = np.ndarray[Any, Any]
 
@@ -74,7 +76,7 @@ LOOPS = {
 }
 
 
-def signature(function: Any, element: Any, number: Any) -> tuple[Any, ...]:
+def signature(function: Any, element: Any, number: Any, act: Any) -> tuple[Any, ...]:
     """Types of the arguments, told by their names."""
     rows = function.py_func.__module__ == row_parts.__name__
     run, line = types.Array(element, 1, "C"), types.Array(number, 1, "C")
@@ -86,7 +88,7 @@ def signature(function: Any, element: Any, number: Any) -> tuple[Any, ...]:
     known |= {"dy": known["x"], "y": known["x"], "dx": known["x"]}
     if function.py_func.__name__ == "_products":
         known |= {"x": run, "dy": run}
-    known |= {"power": number}  # one for all columns: the case that is fast
+    known |= {"act": act, "power": number}  # one for all columns: the case that is fast
     known |= dict.fromkeys(("left", "right", "begin", "end", "c"), types.int64)
     channelwise = line if rows else number
     code = function.py_func.__code__
@@ -109,14 +111,19 @@ def test_every_inner_loop_is_vectorized(element: Any) -> None:
             function = getattr(module, name)
             options = {k: v for k, v in function.targetoptions.items() if k != "nopython"}
             fresh = numba.njit(**options)(function.py_func)  # cached ones show no code
-            given = signature(function, element, number)
-            fresh.compile(given)
-            loops = vector_loops(fresh.inspect_asm(given))
-            # four rows at once, and those left over
-            due = 2 if name in ("_add", "_add_deviations") else 1
-            assert len(loops) >= due, (
-                f"{module.__name__}.{name} of {element}: {len(loops)} of {due}"
-            )
+            takes = "act" in function.py_func.__code__.co_varnames
+            # in float64 a library computes exp, number by number
+            for activation in ACTIVATIONS if takes and element is types.float32 else (None,):
+                given = signature(
+                    function, element, number, numba.typeof(activation_of(activation, 0.1))
+                )
+                fresh.compile(given)
+                loops = vector_loops(fresh.inspect_asm(given))
+                # four rows at once, and those left over
+                due = 2 if name in ("_add", "_add_deviations") else 1
+                assert len(loops) >= due, (
+                    f"{module.__name__}.{name} of {element}, {activation}: {len(loops)} of {due}"
+                )
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86's assembler")
