@@ -34,6 +34,7 @@ __all__ = [
     "check_per_channel",
     "check_rule",
     "check_running",
+    "check_same_device",
 ]
 
 Array = Any
@@ -119,7 +120,7 @@ def _is_writable(array: Array) -> bool:
     return bool(getattr(array.flags, "writeable", True))  # CuPy arrays are always writable
 
 
-def _check_device(name: str, array: Array, x: Array) -> None:
+def check_same_device(name: str, array: Array, x: Array) -> None:
     """Raise `DeviceError` unless `array` has the library and the device of x."""
     places = [getattr(a, "device", None) for a in (array, x)]
     if operations_for(array) is not operations_for(x) or places[0] != places[1]:
@@ -142,7 +143,7 @@ def check_per_channel(x: Array, **arrays: Array | None) -> None:
     for name, array in arrays.items():
         if array is None:
             continue
-        _check_device(name, array, x)
+        check_same_device(name, array, x)
         if tuple(array.shape) != (x.shape[1],):
             raise ShapeError(
                 f"expected {name} of shape ({x.shape[1]},), one value per channel of x "
@@ -176,7 +177,7 @@ def check_running(
             "pass an integer array of shape (), or a momentum"
         )
     if num_batches_tracked is not None:
-        _check_device("num_batches_tracked", num_batches_tracked, x)
+        check_same_device("num_batches_tracked", num_batches_tracked, x)
         if tuple(num_batches_tracked.shape) != ():
             raise ShapeError(
                 "expected num_batches_tracked of shape (), an integer array such as "
@@ -229,7 +230,7 @@ def check_dy(x: Array, dy: Array) -> None:
     """
     if tuple(dy.shape) != tuple(x.shape):
         raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")
-    _check_device("dy", dy, x)
+    check_same_device("dy", dy, x)
     if not _is_floating(dy.dtype):
         raise DTypeError(f"expected dy of a floating dtype, got {dy.dtype}")
 
@@ -241,7 +242,7 @@ def check_out(x: Array, out: Array | None) -> None:
     """
     if out is None:
         return
-    _check_device("out", out, x)
+    check_same_device("out", out, x)
     if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
         raise ShapeError(
             f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, like x, got "

@@ -8,6 +8,10 @@
 The activation is None, "relu", "leaky_relu" with its `negative_slope`, "silu", "hardswish" or
 "relu6". Backward computes its input again from x, so it keeps nothing more.
 
+`mask`: bool, `(N,)`, `(N, *spatial)` or `(N, 1, *spatial)`, where each axis may be 1. Statistics
+are those of the elements where it is True, over all members; y and dx are 0 elsewhere, whatever x
+and dy hold there (`syncbn_core.masks`). A member may have a mask or none, and no valid element.
+
 Ioffe and Szegedy 2015, "Batch Normalization". Shapes and dtypes, the same everywhere:
 
     x, dy, y, dx                  (N, C, *spatial), float64, float32, float16 or bfloat16 (CuPy's,
@@ -35,9 +39,14 @@ Raised before anything is written: `ShapeError`, `DTypeError`, `DeviceError`, `R
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from syncbn_core.backends import operations_for
+from syncbn_core.backends.devices import device_of
+from syncbn_core.backends.plain import Namespace
 from syncbn_core.checks import (
     check_dy,
     check_input,
@@ -45,11 +54,13 @@ from syncbn_core.checks import (
     check_per_channel,
     check_rule,
     check_running,
+    check_same_device,
 )
 from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, readable, writable
 from syncbn_core.errors import ArgumentError
 from syncbn_core.exchange import Exchange
+from syncbn_core.masks import filled, mask_shape, valid_count, without_filled
 from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Gradients, Operations, RunningStatistics
 
@@ -75,6 +86,7 @@ class Saved:
     notice different calls; 0 if the communicator counts none. `members`: how many there were.
     `operations`: the implementation that computed the forward. `caller`: how results become arrays
     of the library of x; `x` and `affine` are NumPy's or CuPy's, over the memory that was given.
+    `mask`: in a shape that broadcasts against x; x then is a filled copy.
     """
 
     x: Array
@@ -84,6 +96,7 @@ class Saved:
     count: int | None
     operations: Operations
     call: int = 0
+    mask: Array | None = None
     caller: Caller = NO_CONVERSION
     members: int = 1
 
@@ -103,6 +116,7 @@ def batch_norm_forward(
     weight: Array | None = None,
     bias: Array | None = None,
     *,
+    mask: Array | None = None,
     running_mean: Array | None = None,
     running_var: Array | None = None,
     num_batches_tracked: Array | None = None,
@@ -127,11 +141,11 @@ def batch_norm_forward(
     uses the calling thread only. `exchange`: a layer's access to its `communicator`.
     """
     caller, original_out = NO_CONVERSION, out
-    kinds = {type(x), type(weight), type(bias), type(out)}
+    kinds = {type(x), type(weight), type(bias), type(mask), type(out)}
     written = {type(running_mean), type(running_var), type(num_batches_tracked)}
     if not (kinds <= NATIVE_TYPES and written <= NATIVE_TYPES):
         caller = caller_of(x)
-        x, weight, bias = readable(x=x, weight=weight, bias=bias)
+        x, weight, bias, mask = readable(x=x, weight=weight, bias=bias, mask=mask)
         running_mean, running_var, num_batches_tracked, out = writable(
             running_mean=running_mean,
             running_var=running_var,
@@ -150,22 +164,25 @@ def batch_norm_forward(
     running = RunningStatistics(running_mean, running_var, num_batches_tracked, momentum)
     # Another library may refuse y. Then running statistics must not have changed.
     updated = running if caller is NO_CONVERSION else None
-    call = 0
-    if communicator is None:
-        count: int | None = x.size // max(x.shape[1], 1)
-        require_more_than_one_value(count, x.shape)
+    call, shape = 0, x.shape
+    if mask is None:
         total = operations.moments(x)
     else:
-        own, exchange = operations.moments(x), exchange or _without_layer(communicator, x)
-        total, call = exchange.moments(own)
-        count = total.known_count
-        require_more_than_one_value(count, x.shape, communicator.size)
+        with device_of(x):
+            mask, x, valid, fill = _filled(x, mask)
+            total = without_filled(operations.moments(x), valid, fill)
+    if communicator is not None:
+        exchange = exchange or _without_layer(communicator, x)
+        total, call = exchange.moments(total)
+    count = total.known_count
+    require_more_than_one_value(count, shape, _size_of(communicator))
     statistics = operations.statistics(total, rule)
     y, statistics, _ = operations.forward(x, statistics, affine, rule, updated, out)
+    _zero(y, mask)
     known = UNKNOWN if count is None else count
     kept = affine.for_backward(rule)
     members = _size_of(communicator)
-    saved = Saved(x, statistics, kept, rule, known, operations, call, caller, members)
+    saved = Saved(x, statistics, kept, rule, known, operations, call, mask, caller, members)
     if caller is not NO_CONVERSION or original_out is not out:
         y = caller.give(y, original_out)
     if caller is not NO_CONVERSION:
@@ -180,6 +197,7 @@ def batch_norm_eval(
     weight: Array | None = None,
     bias: Array | None = None,
     *,
+    mask: Array | None = None,
     eps: float = 1e-5,
     eps_mode: EpsMode = "plus",
     activation: str | None = None,
@@ -189,13 +207,13 @@ def batch_norm_eval(
 ) -> tuple[Array, Saved]:
     """Normalize x by running statistics, which stay as they are; returns `(y, saved)`."""
     caller, original_out = NO_CONVERSION, out
-    kinds = {type(x), type(weight), type(bias), type(out), type(running_mean), type(running_var)}
-    if not kinds <= NATIVE_TYPES:
+    kinds = {type(x), type(weight), type(bias), type(mask), type(out)}
+    if not kinds | {type(running_mean), type(running_var)} <= NATIVE_TYPES:
         caller = caller_of(x)
         x, running_mean, running_var = readable(
             x=x, running_mean=running_mean, running_var=running_var
         )
-        weight, bias = readable(weight=weight, bias=bias)
+        weight, bias, mask = readable(weight=weight, bias=bias, mask=mask)
         (out,) = writable(out=out)
     if running_mean is None or running_var is None:
         raise ArgumentError(
@@ -213,9 +231,13 @@ def batch_norm_eval(
         operations = operations.serial
     running = RunningStatistics(running_mean, running_var)
     affine = Affine(weight, bias)
+    if mask is not None:
+        with device_of(x):
+            mask, x, *_ = _filled(x, mask)
     y, statistics, _ = operations.forward_eval(x, running, affine, rule, out)
+    _zero(y, mask)
     kept = affine.for_backward(rule)
-    saved = Saved(x, statistics, kept, rule, None, operations, caller=caller)
+    saved = Saved(x, statistics, kept, rule, None, operations, mask=mask, caller=caller)
     if caller is not NO_CONVERSION or original_out is not out:
         y = caller.give(y, original_out)
     return y, saved
@@ -258,6 +280,9 @@ def batch_norm_backward(
     check_out(x, out)
     if not parallel:
         operations = operations.serial
+    if saved.mask is not None:
+        with device_of(x):
+            dy = _library(x).where(saved.mask, dy, 0)
     # Constant statistics: no gradient flows through them, and nothing is exchanged.
     group = None if saved.count is None else communicator
     if group is not None:
@@ -269,6 +294,7 @@ def batch_norm_backward(
         assert exchange is not None
         total = exchange.sums(sums.exchange, saved.call, statistics)
     dx = operations.backward_input(x, dy, statistics, affine, rule, total, out)
+    _zero(dx, saved.mask)
     return _converted(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
 
 
@@ -278,6 +304,29 @@ def _converted(caller: Caller, gradients: Gradients, out: Array | None) -> Gradi
         return gradients if out is None else gradients._replace(x=out)
     dx, dweight, dbias = gradients
     return Gradients(caller.give(dx, out), caller.give(dweight), caller.give(dbias))
+
+
+def _filled(x: Array, mask: Array) -> tuple[Array, Array, Any, Array]:
+    """`(mask that broadcasts, filled x, number of valid values, K)`, see `masks`."""
+    check_same_device("mask", mask, x)
+    mask = mask.reshape(mask_shape(mask.shape, x.shape, str(mask.dtype)))
+    count = valid_count(mask, x.shape)
+    if isinstance(x, np.ndarray):
+        count = int(count)
+    x, fill = filled(Namespace(_library(x)), x, mask, count)
+    return mask, x, count, fill
+
+
+def _library(x: Array) -> Any:
+    """NumPy or CuPy."""
+    return import_module(type(x).__module__.partition(".")[0])
+
+
+def _zero(values: Array, mask: Array | None) -> None:
+    """Set what is not valid to 0."""
+    if mask is not None:
+        with device_of(values):
+            values[...] = _library(values).where(mask, values, 0)
 
 
 def _size_of(communicator: Communicator | None) -> int:

@@ -129,11 +129,13 @@ class BatchNorm:
         """Use the running statistics; forgets forwards as `train` does; returns self."""
         return self.train(False)
 
-    def __call__(self, x: Array) -> Array:
-        return self.forward(x)
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        return self.forward(x, mask)
 
-    def forward(self, x: Array) -> Array:
+    def forward(self, x: Array, mask: Array | None = None) -> Array:
         """Normalized x, `(N, C, *spatial)`; remembers what `backward` needs until then.
+
+        `mask`: which elements count, as in `syncbn_core.functional`.
 
         Raises what `syncbn_core.functional.batch_norm_forward` does, with nothing changed.
         """
@@ -143,6 +145,7 @@ class BatchNorm:
             (x,) = readable(x=x)
         check_num_features(x, self.num_features)
         settings: dict[str, Any] = {
+            "mask": mask,
             "eps": self.eps,
             "eps_mode": self.eps_mode,
             "activation": self.activation,

@@ -32,6 +32,7 @@ from syncbn_torch.data_parallel.replicate import (
     patch_replication_callback,
 )
 from syncbn_torch.data_parallel.split import Shared
+from syncbn_torch.masks import mask_of_lengths
 from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.reference import BatchNorm2dReimpl
 
@@ -54,6 +55,7 @@ __all__ = [
     "convert_model",
     "create_syncbn_process_group",
     "execute_replication_callbacks",
+    "mask_of_lengths",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "register_conversion",

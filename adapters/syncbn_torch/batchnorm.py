@@ -114,8 +114,12 @@ class _SynchronizedBatchNorm(LayerState):
         )
         self._replica_sync = None if alone else ReplicaSync(shared, copy_id)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize `input` (N, C, *spatial); the result has its shape, dtype and memory layout.
+
+        `mask`: bool, (N,), (N, *spatial) or (N, 1, *spatial), where each axis may be 1. The
+        statistics are those of the elements where it is True, over all members; elsewhere the
+        result and the gradient by `input` are 0, whatever is there.
 
         Alone this is torch's layer, with its errors. With other members, `input` has the device and
         dtype of the layer, or float16 or bfloat16 for a float32 layer; else `ShapeError`,
@@ -126,16 +130,16 @@ class _SynchronizedBatchNorm(LayerState):
         layer is not part of the replicated model.
         """
         if isinstance(input, fx.Proxy):
-            return self._recorded_by_fx(input)
+            return self._recorded_by_fx(input, mask=mask)
         if self._replica_sync is not None:
             self._replica_sync.check()
         elif originals.active:
-            return self._beside_replicas(input)  # type: ignore[no-any-return]
+            return self._beside_replicas(input, mask)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
-            return traced_batch_norm(self, input)
-        return batch_norm(self, input)
+            return traced_batch_norm(self, input, mask)
+        return batch_norm(self, input, mask)
 
-    def _recorded_by_fx(self, input: fx.Proxy, forward: Any = None) -> Any:
+    def _recorded_by_fx(self, input: fx.Proxy, forward: Any = None, mask: Any = None) -> Any:
         """Add one graph node for this layer, as torch.fx does for torch's layers.
 
         `forward`: that of the calling subclass, if it overrides ours.
@@ -148,7 +152,8 @@ class _SynchronizedBatchNorm(LayerState):
                 f"({type(self).__name__}): torch.fx would trace that code, and run it again in "
                 "the layer; trace with a Tracer whose is_leaf_module is true for this layer"
             )
-        return tracer.create_proxy("call_module", path, (input,), {})
+        named = {} if mask is None else {"mask": mask}
+        return tracer.create_proxy("call_module", path, (input,), named)
 
     def _runs_other_code(self, forward: Any = None) -> bool:
         """Whether calling the layer runs hooks or a forward that is neither ours nor `forward`."""
@@ -159,11 +164,11 @@ class _SynchronizedBatchNorm(LayerState):
         )
 
     @untraced("only Python can look up whether the layer runs beside replicas")
-    def _beside_replicas(self, input: Tensor) -> Tensor:
+    def _beside_replicas(self, input: Tensor, mask: Tensor | None) -> Tensor:
         """Forward of a layer of the original model while replicas run, maybe in this thread."""
         if self.training or self.running_mean is None or self.running_var is None:
             originals.check_alone(self)
-        return batch_norm(self, input)
+        return batch_norm(self, input, mask)
 
 
 _ARGUMENTS = """
@@ -303,7 +308,7 @@ class _Arguments:
         self.process_group: Any = checked_process_group(process_group)
         self.eps_mode: EpsMode | None = None if eps_mode is None else check_eps_mode(eps_mode)
 
-    def initialize_parameters(self, input: Tensor) -> None:
+    def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:
         super().initialize_parameters(input)  # type: ignore[misc]
         if self.num_features == 0:  # load_state_dict set the parameters; torch leaves 0
             self.num_features = input.shape[1]

@@ -39,7 +39,7 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
         self.process_group = process_group
         self.eps_mode: EpsMode | None = None if eps_mode is None else check_eps_mode(eps_mode)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override] # as timm's
         layer: Any = self
         if isinstance(input, fx.Proxy):  # torch.fx records the whole layer as one node
             node: Tensor = layer._recorded_by_fx(input, SynchronizedBatchNormAct2d.forward)

@@ -45,6 +45,7 @@ from syncbn_torch.activations import activated
 from syncbn_torch.backends import cuda, plain
 from syncbn_torch.checks import check_operands, checked_running, refuse_transforms
 from syncbn_torch.layer_state import LayerState
+from syncbn_torch.masks import checked_mask, filled, zeroed
 from syncbn_torch.module_names import name_of
 from syncbn_torch.node import Part
 from syncbn_torch.processes import Processes, processes_of
@@ -80,15 +81,15 @@ def always_ours(on: bool = True) -> Iterator[None]:
         _ours_always.reset(token)
 
 
-def batch_norm(layer: LayerState, x: Tensor) -> Tensor:
+def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`."""
     if not layer.training and has_running_statistics(layer):
-        return eval_batch_norm(layer, x)
+        return eval_batch_norm(layer, x, mask)
     processes = None
     if layer.training and (layer.process_group is not None or _has_world()):
         processes = processes_of(layer, x)
-    if layer._replica_sync is not None or processes is not None:
-        return _by_node(layer, x, processes)
+    if layer._replica_sync is not None or processes is not None or mask is not None:
+        return _by_node(layer, x, processes, mask)
     clamps = layer.effective_eps_mode == "clamp"
     if clamps or ((x.numel() >= LARGE or _ours_always.get()) and goes_to_kernels(layer, x)):
         return _by_node(layer, x, None)
@@ -138,7 +139,9 @@ def _is_watched() -> bool:
     return transforming() or modes_run_other_code() or is_jit_tracing()
 
 
-def _by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tensor:
+def _by_node(
+    layer: LayerState, x: Tensor, processes: Processes | None, mask: Tensor | None = None
+) -> Tensor:
     """Normalize x by the statistics of the whole batch, after all checks; errors name the layer."""
     sync = layer._replica_sync
     try:
@@ -146,13 +149,19 @@ def _by_node(layer: LayerState, x: Tensor, processes: Processes | None) -> Tenso
             _refuse_to_be_recorded(layer, sync is None and processes is None)
         if _is_named_subclass(x):
             # its class is restored after the node, so that y is no view made inside of one
-            return handle_torch_function(_as_tensor, (x,), x, layer, processes)
+            return handle_torch_function(_as_tensor, (x,), x, layer, processes, mask)
         part = checked_part(layer, x, processes)
+        if mask is not None:
+            mask = checked_mask(mask, x)
+            on_host = x.is_cpu and part.operations is not plain.DIFFERENTIABLE
+            x, valid = filled(x, mask, on_host)
+            part = part._replace(x=x, valid=valid)
+        y: Tensor
         if sync is not None:
-            y: Tensor = sync.forward(part)
-            return y
-        (y,), _ = node.batch_norm([part])
-        return y
+            y = sync.forward(part)
+        else:
+            (y,), _ = node.batch_norm([part])
+        return y if mask is None else zeroed(y, mask)
     except OF_INPUT as error:
         add_name(layer, error)
         raise
@@ -177,9 +186,11 @@ def _is_named_subclass(x: Tensor) -> bool:
     )
 
 
-def _as_tensor(input: Tensor, layer: LayerState, processes: Processes | None) -> Tensor:
+def _as_tensor(
+    input: Tensor, layer: LayerState, processes: Processes | None, mask: Tensor | None
+) -> Tensor:
     """What the `__torch_function__` of a subclass gets: y as a plain tensor."""
-    return _by_node(layer, input.as_subclass(Tensor), processes)
+    return _by_node(layer, input.as_subclass(Tensor), processes, mask)
 
 
 def checked_part(layer: LayerState, x: Tensor, processes: Processes | None) -> Part:
@@ -247,8 +258,11 @@ def has_running_statistics(layer: LayerState) -> bool:
     return layer.running_mean is not None and layer.running_var is not None
 
 
-def eval_batch_norm(layer: LayerState, x: Tensor) -> Tensor:
+def eval_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """y in eval, by torch's layer; "clamp" passes the clamped variance and a negligible eps."""
+    if mask is not None:
+        mask = checked_mask(mask, x)
+        return zeroed(eval_batch_norm(layer, zeroed(x, mask)), mask)
     if layer.effective_eps_mode != "clamp":
         return activated(_torch_forward(layer, x), layer._activation)
     mean, var, eps = layer.running_mean, cast(Tensor, layer.running_var), layer.eps

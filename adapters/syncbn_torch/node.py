@@ -24,11 +24,13 @@ from torch.autograd import Function
 
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import StateError
-from syncbn_core.moments import NormRule, require_more_than_one_value
+from syncbn_core.masks import without_filled
+from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Operations, RunningStatistics, Sums
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_unchanged, has_tangent_or_wrapper, refuse_transforms
 from syncbn_torch.derivatives import sum_over_processes, total_moments
+from syncbn_torch.masks import Valid
 from syncbn_torch.processes import Processes
 from syncbn_torch.streams import of_node
 
@@ -43,6 +45,7 @@ class Part(NamedTuple):
     `context`: the forward that they share. `kept`: the ctx of a node that has saved x, if any.
     `stream`: that of its GPU on which it computes x, and goes on with y; None on a host.
     `nodes`: how many nodes of autograd its thread has made.
+    `valid`: with a mask, what `masks.filled` says of x.
     """
 
     operations: Operations
@@ -57,6 +60,11 @@ class Part(NamedTuple):
     kept: Any = None
     stream: Any = None
     nodes: int = 0
+    valid: Valid | None = None
+
+    def moments(self) -> Any:
+        """Those of x, of its valid values if there is a mask."""
+        return _moments(self.operations, self.x, self.valid)
 
 
 class Call(NamedTuple):
@@ -64,7 +72,8 @@ class Call(NamedTuple):
 
     `operations`, `rule`, `processes`, `context`: those of all parts. `number`: of the exchange.
     `moments`: of each part. `total`: those of the whole batch; `known`: its statistics on each
-    device. `statistics`: what backward needs, for each part. `kept`, `streams`: those of the parts.
+    device. `statistics`: what backward needs, for each part. `kept`, `streams`, `valid`: those of
+    the parts.
     """
 
     operations: Operations
@@ -78,6 +87,7 @@ class Call(NamedTuple):
     statistics: Sequence[Any]
     kept: Sequence[Any]
     streams: Sequence[Any]
+    valid: Sequence[Valid | None]
 
 
 def batch_norm(parts: Sequence[Part]) -> tuple[Sequence[Tensor], Call]:
@@ -143,7 +153,7 @@ class BatchNormOfParts(Function):
 def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     first = parts[0]
     do, rule, processes = first.operations, first.rule, first.processes
-    moments, number, members = [do.moments(part.x) for part in parts], 0, 1
+    moments, number, members = [part.moments() for part in parts], 0, 1
     total = do.merge(moments)
     if processes is not None:
         total, number = processes.moments(total)
@@ -154,10 +164,9 @@ def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     known = {device: _on(device, statistics) for device in {part.x.device for part in parts}}
     results = [do.forward(p.x, known[p.x.device], p.affine, rule, p.running) for p in parts]
     kept, streams = [part.kept for part in parts], [part.stream for part in parts]
-    each = [result.statistics for result in results]
-    call = Call(
-        *(do, rule, processes, first.context, number, moments, total, known, each, kept, streams)
-    )
+    each, valid = [result.statistics for result in results], [part.valid for part in parts]
+    of_parts = moments, total, known, each, kept, streams, valid
+    call = Call(do, rule, processes, first.context, number, *of_parts)
     return [result.y for result in results], call
 
 
@@ -199,6 +208,15 @@ def _backward(
     return dxs, sums
 
 
+def _moments(do: Operations, x: Tensor, valid: Valid | None) -> Any:
+    part = do.moments(x)
+    if valid is None:
+        return part
+    count, fill = valid
+    on_host = isinstance(part, Moments) and isinstance(part.mean, np.ndarray)
+    return without_filled(part, count, fill.numpy() if on_host else fill)
+
+
 def _name(call: Call) -> str:
     return str(call.context.name) if call.processes is None else call.processes.name()
 
@@ -206,7 +224,7 @@ def _name(call: Call) -> str:
 def _differentiable(call: Call, xs: Sequence[Tensor]) -> list[Any]:
     """The statistics as differentiable functions of `xs`."""
     do = plain.DIFFERENTIABLE
-    total = do.merge([do.moments(x) for x in xs])
+    total = do.merge([_moments(do, x, valid) for x, valid in zip(xs, call.valid, strict=True)])
     if call.processes is not None:
         known = plain.plain_moments(call.statistics[0].moments, xs[0].device)
         total = total_moments(total, known, call.processes, call.number)

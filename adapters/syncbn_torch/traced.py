@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.errors import StateError
+from syncbn_core.masks import without_filled
 from syncbn_core.moments import Moments, NormRule
 from syncbn_core.steps import Affine, RunningStatistics
 from syncbn_torch._torch_private import (
@@ -29,6 +30,7 @@ from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_operands, checked_running
 from syncbn_torch.forward import batch_norm, eval_batch_norm, has_running_statistics
 from syncbn_torch.layer_state import LayerState
+from syncbn_torch.masks import Valid, checked_mask, filled, zeroed
 from syncbn_torch.process_group import is_communicator
 
 __all__ = ["TRACES_LAYERS", "traced_batch_norm"]
@@ -38,19 +40,20 @@ __all__ = ["TRACES_LAYERS", "traced_batch_norm"]
 TRACES_LAYERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
-def traced_batch_norm(layer: LayerState, x: Tensor) -> Tensor:
+def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """`batch_norm` while torch.compile traces it."""
     if not layer.training and has_running_statistics(layer):
-        return eval_batch_norm(layer, x)
+        return eval_batch_norm(layer, x, mask)
     if layer._replica_sync is not None or is_communicator(type(layer.process_group)):
-        return _with_messages_of_python(layer, x)  # type: ignore[no-any-return]
+        return _with_messages_of_python(layer, x, mask)  # type: ignore[no-any-return]
     group, rule = "", layer._rule
     processes = layer.training and (layer.process_group is not None or default_group() is not None)
-    if not TRACES_LAYERS and (processes or rule.clamps):
-        return _for_newer_torch(layer, x)  # type: ignore[no-any-return]
+    ours = rule.clamps or mask is not None
+    if not TRACES_LAYERS and (processes or ours):
+        return _for_newer_torch(layer, x, mask)  # type: ignore[no-any-return]
     if processes:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
-    if not group and not rule.clamps:
+    if not group and not ours:
         return activated(_BatchNorm.forward(layer, x), layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
     check_operands(layer, x, affine, running)
@@ -61,8 +64,12 @@ def traced_batch_norm(layer: LayerState, x: Tensor) -> Tensor:
             "model.eval(), or export revert_model(copy.deepcopy(model))"
         )
     if not group and x.numel() <= x.shape[1]:
-        return _of_one_value(layer, x)  # type: ignore[no-any-return]
-    return _in_graph(x, affine, running, rule, layer._number, group)
+        return _of_one_value(layer, x, mask)  # type: ignore[no-any-return]
+    if mask is None:
+        return _in_graph(x, None, affine, running, rule, layer._number, group)
+    mask = checked_mask(mask, x)
+    x, valid = filled(x, mask, on_host=False)
+    return zeroed(_in_graph(x, valid, affine, running, rule, layer._number, group), mask)
 
 
 # What torch.compile can't trace, and why.
@@ -70,7 +77,7 @@ _with_messages_of_python = untraced(
     "a layer in replicas, or with a communicator as its process_group, sends messages by Python"
 )(batch_norm)
 _for_newer_torch = untraced(
-    "a graph with a layer over processes, or in mode 'clamp', needs torch 2.10 or newer"
+    "a graph with a layer over processes, in mode 'clamp' or with a mask needs torch 2.10 or newer"
 )(batch_norm)
 _of_one_value = untraced("the layer raises an error: expected more than 1 value per channel")(
     batch_norm
@@ -105,11 +112,16 @@ class TracedBatchNorm(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         number: Tensor,
+        count: Tensor | None,
+        fill: Tensor | None,
         group: str,
         *rule: Any,
     ) -> tuple[Tensor, Tensor]:
         operations, affine, settings = plain.TRACED, Affine(weight, bias), NormRule(*rule)
-        total = operations.row(operations.moments(x))
+        moments = operations.moments(x)
+        if fill is not None:
+            moments = without_filled(moments, count, fill)
+        total = operations.row(moments)
         if group:
             total = _exchange(torch.cat([total[:-1], number]), "moments", group)
         statistics = operations.statistics(_moments(total), settings)
@@ -133,25 +145,26 @@ class TracedBatchNorm(Function):
         _, by_weight, by_bias, *_ = ctx.needs_input_grad
         grad_weight = sums.grad_weight if by_weight else None
         grad_bias = sums.grad_bias if by_bias else None
-        return dx, grad_weight, grad_bias, None, None, *(None for _ in rule)
+        return dx, grad_weight, grad_bias, None, None, None, None, *(None for _ in rule)
 
 
 def _in_graph(
     x: Tensor,
+    valid: Valid | None,
     affine: Affine,
     running: RunningStatistics | None,
     rule: NormRule,
     number: Tensor,
     group: str,
 ) -> Tensor:
-    """y; updates `running` if given. `number`: that of the layer."""
+    """y; updates `running` if given. `valid`: of a mask. `number`: that of the layer."""
     place = _next_place()
     if x.is_cpu:
         number = number + place
     else:  # a CUDA graph can't read the layer's number
         number = torch.full((1,), place, dtype=number.dtype, device=x.device)
     y: Tensor
-    y, total = TracedBatchNorm.apply(x, *affine, number, group, *rule)
+    y, total = TracedBatchNorm.apply(x, *affine, number, *(valid or (None, None)), group, *rule)
     if running is not None:
         with torch.no_grad():
             statistics = plain.TRACED.statistics(_moments(total), rule)

@@ -31,7 +31,7 @@ from syncbn_core.moments import (
 )
 from syncbn_core.steps import Affine, Forward, Operations, RunningStatistics, Sums
 
-__all__ = ["Namespace", "PlainOperations"]
+__all__ = ["Namespace", "PlainOperations", "axes_of", "column"]
 
 Array = Any
 
@@ -145,7 +145,7 @@ class PlainOperations(Operations):
         self.xp = namespace.xp
 
     def moments(self, x: Array) -> Moments:
-        space, axes = self.namespace, _axes(x)
+        space, axes = self.namespace, axes_of(x)
         count = math.prod([x.shape[axis] for axis in axes]) if x.shape[1] else 0
         if count == 0:
             zeros = space.sum(x, axes)
@@ -163,7 +163,7 @@ class PlainOperations(Operations):
         """
         first = x[: -(-x.shape[0] // 16)]
         size = math.prod(first.shape) // x.shape[1]
-        mean = self.namespace.sum(first, _axes(x)) / size
+        mean = self.namespace.sum(first, axes_of(x)) / size
         mean = self.xp.where(self.xp.isfinite(mean), mean, 0.0)
         return self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
 
@@ -237,7 +237,7 @@ class PlainOperations(Operations):
     def backward_reduce(
         self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
     ) -> Sums:
-        space, axes = self.namespace, _axes(x)
+        space, axes = self.namespace, axes_of(x)
         dy = self.by_z(x, dy, statistics, affine, rule)
         sum_dy = space.sum(dy, axes)
         deviations, rest = self._deviations(x, statistics)
@@ -351,6 +351,6 @@ def column(values: Array, like: Array) -> Array:
     return values.reshape((1, -1) + (1,) * (like.ndim - 2))
 
 
-def _axes(x: Array) -> tuple[int, ...]:
+def axes_of(x: Array) -> tuple[int, ...]:
     """All axes except the channel axis 1."""
     return (0, *range(2, x.ndim))

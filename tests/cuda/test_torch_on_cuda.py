@@ -350,6 +350,24 @@ def test_an_activation_equals_torch(dtype, activation, gpu):
     assert len(gpu.keys) == (4 if gpu.takes(x) else 0)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_mask_equals_the_valid_elements(replicas, gpu):
+    x, mask = batch((7, 3, 6, 6), "float32"), torch.rand(7, 6, 6) < 0.7
+    layer = layer_for(3)
+    twin = nn.BatchNorm1d(3)
+    twin.load_state_dict(layer.state_dict())
+    rows = x.movedim(1, -1)[mask].requires_grad_()
+    expected, dy = twin(rows), torch.randn(int(mask.sum()), 3)
+    expected.backward(dy)
+    model = layer if replicas == 1 else syncbn_torch.DataParallelWithCallback(layer, replicas=3)
+    y = model(x.requires_grad_(), mask).movedim(1, -1)[mask]
+    y.backward(dy)
+    close(y, expected, "float32", 4)
+    close(x.grad.movedim(1, -1)[mask], rows.grad, "float32", 4)
+    close(layer.weight.grad, twin.weight.grad, "float32", 100)
+    close(layer.running_var, twin.running_var, "float32", 10)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize("shape", [(4, 6, 8, 8), (4, 6, 7, 7), (40, 8)], ids=str)
 def test_misaligned_tensors(shape, dtype, gpu):

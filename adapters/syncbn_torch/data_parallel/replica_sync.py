@@ -63,7 +63,7 @@ class ReplicaSync:
         part = part._replace(context=self.shared)
         if over:
             with torch.no_grad(), without_dispatch_modes():
-                call = self._earlier_call(part.operations.moments(x))
+                call = self._earlier_call(part.moments())
                 known = call.known[x.device]
                 if part.running is not None:  # before x is saved, where a checkpoint may end
                     part.operations.update_running(part.running, known)

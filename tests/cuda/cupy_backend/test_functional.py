@@ -215,6 +215,25 @@ def test_activations_equal_numpy(activation, dtype, rng):
         close(actual, expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_masks_equal_numpy(dtype, rng):
+    x, host = pair(rng, "channels last", dtype)
+    dy = rng.normal(size=host.shape).astype(x.dtype)
+    mask = rng.random((len(host), 1, *host.shape[2:])) < 0.6
+    results = []
+    for values, grad, given in (
+        (x, to_device(dy), to_device(mask)),
+        (host, as_float64(dy), mask),
+    ):
+        mean, var = (grad.sum((0, 2, 3)) * 0 + n for n in (0.0, 1.0))
+        running = {"running_mean": mean, "running_var": var}
+        y, saved = functional.batch_norm_forward(values, mask=given, **running)
+        of_eval, _ = functional.batch_norm_eval(values, mean, var, mask=given)
+        results.append((y, *functional.batch_norm_backward(grad, saved), mean, var, of_eval))
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected, dtype)
+
+
 @pytest.mark.parametrize("layout", ["NCHW", "sliced"])
 def test_eval_and_its_backward_leave_running_statistics(layout, rng):
     x, host = pair(rng, layout)

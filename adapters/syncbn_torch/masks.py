@@ -1,0 +1,48 @@
+"""Masks of a layer's input: `syncbn_core.masks` on tensors, by operations that torch derives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn_core import masks
+from syncbn_core.errors import DeviceError
+from syncbn_torch.backends import plain
+
+__all__ = ["Valid", "checked_mask", "filled", "mask_of_lengths", "zeroed"]
+
+Valid = tuple[Any, Tensor]  # how many values per channel, and K `(C,)` in all other places
+
+
+def mask_of_lengths(lengths: Tensor, size: int) -> Tensor:
+    """`(N, size)` bool: True in the first `lengths[n]` places of each sample; `lengths`: (N,)."""
+    return torch.arange(size, device=lengths.device) < lengths[:, None]
+
+
+def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """`mask` as it broadcasts against x.
+
+    Raises `ShapeError`, `DTypeError` or `DeviceError` if it does not fit.
+    """
+    shape = masks.mask_shape(mask.shape, x.shape, str(mask.dtype).removeprefix("torch."))
+    if mask.device != x.device:
+        raise DeviceError(f"expected a mask on {x.device}, the device of x, got {mask.device}")
+    return mask.reshape(shape)
+
+
+def filled(x: Tensor, mask: Tensor, on_host: bool) -> tuple[Tensor, Valid]:
+    """x with K where the mask is False. `on_host`: whether the host may read how many are valid."""
+    space = plain.TRACED.namespace
+    count: Any = masks.valid_count(mask, x.shape)
+    count = int(count) if on_host else count.to(space.widest(x))
+    with torch.no_grad():
+        _, fill = masks.filled(space, x, mask, count)
+    like = fill.to(x.dtype).reshape(1, -1, *(1,) * (x.dim() - 2))
+    return torch.where(mask, x, like), (count, fill)
+
+
+def zeroed(values: Tensor, mask: Tensor) -> Tensor:
+    """`values`, and 0 where the mask is False."""
+    return torch.where(mask, values, 0)

@@ -1,0 +1,83 @@
+"""Masks: statistics of some elements of x, by kernels that see no mask.
+
+The other elements are filled with K, the mean of the valid ones, rounded to the dtype of x. The
+moments of the filled x are exact for what it holds, so those of the n valid of its N values per
+channel are known:
+
+    mean = K + (mean' - K) N / n        m2 = m2' - n (N - n) / N (mean - K)**2
+
+y and dx are 0 elsewhere, by `where`: so NaN in x or dy stays out there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from syncbn_core.backends.plain import Namespace, axes_of, column
+from syncbn_core.device_moments import DeviceMoments
+from syncbn_core.errors import DTypeError, ShapeError
+from syncbn_core.moments import Moments
+
+__all__ = ["filled", "mask_shape", "valid_count", "without_filled"]
+
+Array = Any
+
+
+def mask_shape(mask: Sequence[int], x: Sequence[int], dtype: str) -> tuple[int, ...]:
+    """The shape in which a mask of shape and dtype `mask`, `dtype` broadcasts against x.
+
+    `mask`: (N,), (N, *spatial) or (N, 1, *spatial), where each axis may be 1. Raises `ShapeError`,
+    and `DTypeError` unless it is bool.
+    """
+    if dtype != "bool":
+        raise DTypeError(f"expected a mask of bool, got {dtype}; use mask != 0 if 0 is padding")
+    ones = (1,) * (len(x) - 2)
+    shape = tuple(mask)
+    if len(shape) == 1:
+        shape = (*shape, 1, *ones)
+    elif len(shape) == len(x) - 1:
+        shape = (shape[0], 1, *shape[1:])
+    full = (x[0], 1, *x[2:])
+    if len(shape) != len(full) or any(a not in (1, b) for a, b in zip(shape, full, strict=True)):
+        raise ShapeError(
+            f"expected a mask of shape (N,), (N, *spatial) or (N, 1, *spatial) for x of shape "
+            f"{tuple(x)}, got {tuple(mask)}; all channels of a position are valid or none"
+        )
+    return shape
+
+
+def valid_count(mask: Array, x: Sequence[int]) -> Any:
+    """How many values per channel are valid, an array `()`; `mask`: of the shape `mask_shape`."""
+    repeats = prod((x[0], *x[2:])) // max(prod(mask.shape), 1)
+    return mask.sum() * repeats
+
+
+def filled(space: Namespace, x: Array, mask: Array, count: Any) -> tuple[Array, Array]:
+    """`(x filled with K, K)`; K is `(C,)` in the widest dtype. `count`: of valid values."""
+    sums = space.sum(space.xp.where(mask, x, 0), axes_of(x))
+    rounded = space.constant(space.cast(sums / (count + (count == 0)), x.dtype))
+    return space.xp.where(mask, x, column(rounded, x)), space.cast(rounded, space.widest(x))
+
+
+def without_filled(part: Any, count: Any, fill: Array) -> Any:
+    """The moments of `count` values of `part`, `Moments` or `DeviceMoments`; all others are `fill`.
+
+    `fill`: `(C,)`, of the library of the moments; `count`: an int, or an array `()` of it.
+    """
+    if isinstance(part, DeviceMoments):
+        row, channels = part.rows[0], part.num_features
+        inner = Moments(row[:1], row[1 : 1 + channels], row[1 + channels : -1])
+        new = without_filled(inner, row[:1] * 0 + count, fill)
+        known = count if isinstance(count, int) else None
+        return part.with_rows(part.join([*new, row[-1:]]).reshape(1, -1), known)
+    total, mean, m2 = part
+    on_host = isinstance(mean, np.ndarray)
+    with np.errstate(invalid="ignore", over="ignore") if on_host else nullcontext():
+        delta = (mean - fill) * (total / (count + (count == 0)))
+        m2 = m2 - count * (total - count) / (total + (total == 0)) * delta * delta
+        return Moments(count, (fill + delta) * (count > 0), m2 * (m2 > 0))
