@@ -32,6 +32,7 @@ from syncbn_torch.data_parallel.replicate import (
     patch_replication_callback,
 )
 from syncbn_torch.data_parallel.split import Shared
+from syncbn_torch.frozen import freeze, register_frozen, unfreeze
 from syncbn_torch.masks import mask_of_lengths
 from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.reference import BatchNorm2dReimpl
@@ -55,12 +56,15 @@ __all__ = [
     "convert_model",
     "create_syncbn_process_group",
     "execute_replication_callbacks",
+    "freeze",
     "mask_of_lengths",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "register_conversion",
+    "register_frozen",
     "revert_model",
     "set_sbn_eps_mode",
+    "unfreeze",
     "verify_sync",
 ]
 

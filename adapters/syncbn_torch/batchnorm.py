@@ -27,7 +27,7 @@ from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.contexts import CallbackContext
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, shared_forward
-from syncbn_torch.forward import always_ours, batch_norm
+from syncbn_torch.forward import always_ours, batch_norm, uses_running_statistics
 from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
 from syncbn_torch.process_group import checked_process_group, communicator_for
 from syncbn_torch.traced import traced_batch_norm
@@ -166,7 +166,7 @@ class _SynchronizedBatchNorm(LayerState):
     @untraced("only Python can look up whether the layer runs beside replicas")
     def _beside_replicas(self, input: Tensor, mask: Tensor | None) -> Tensor:
         """Forward of a layer of the original model while replicas run, maybe in this thread."""
-        if self.training or self.running_mean is None or self.running_var is None:
+        if not uses_running_statistics(self):
             originals.check_alone(self)
         return batch_norm(self, input, mask)
 

@@ -58,8 +58,8 @@ __all__ = [
     "checked_part",
     "eval_batch_norm",
     "goes_to_kernels",
-    "has_running_statistics",
     "operations_for",
+    "uses_running_statistics",
 ]
 
 LARGE = 500_000  # elements from which our kernels are faster than torch's in networks,
@@ -83,7 +83,7 @@ def always_ours(on: bool = True) -> Iterator[None]:
 
 def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`."""
-    if not layer.training and has_running_statistics(layer):
+    if uses_running_statistics(layer):
         return eval_batch_norm(layer, x, mask)
     processes = None
     if layer.training and (layer.process_group is not None or _has_world()):
@@ -253,9 +253,10 @@ def _cpu() -> Operations:
     return operations
 
 
-def has_running_statistics(layer: LayerState) -> bool:
-    """Whether eval uses running statistics, not those of the batch."""
-    return layer.running_mean is not None and layer.running_var is not None
+def uses_running_statistics(layer: LayerState) -> bool:
+    """Whether y comes from running statistics, not from those of the batch."""
+    kept = layer.running_mean is not None and layer.running_var is not None
+    return kept and (not layer.training or layer._frozen is not None)
 
 
 def eval_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -263,9 +264,12 @@ def eval_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) ->
     if mask is not None:
         mask = checked_mask(mask, x)
         return zeroed(eval_batch_norm(layer, zeroed(x, mask)), mask)
-    if layer.effective_eps_mode != "clamp":
+    clamps = layer.effective_eps_mode == "clamp"
+    if not clamps and not layer.training:
         return activated(_torch_forward(layer, x), layer._activation)
+    layer._check_input_dim(x)
     mean, var, eps = layer.running_mean, cast(Tensor, layer.running_var), layer.eps
-    clamped = var.clamp(min=eps)
-    y = F.batch_norm(x, mean, clamped, layer.weight, layer.bias, False, 0.0, eps * 1e-30)
+    if clamps:
+        var, eps = var.clamp(min=eps), eps * 1e-30
+    y = F.batch_norm(x, mean, var, layer.weight, layer.bias, False, 0.0, eps)
     return activated(y, layer._activation)

@@ -29,8 +29,9 @@ from syncbn_torch.forward import (
     OF_INPUT,
     add_name,
     checked_part,
-    has_running_statistics,
+    eval_batch_norm,
     operations_for,
+    uses_running_statistics,
 )
 from syncbn_torch.layer_state import LayerState, give_number
 from syncbn_torch.module_names import name_of
@@ -117,6 +118,8 @@ class ABN(LayerState):
 
     def forward(self, input: Tensor) -> Tensor:
         """y, a new tensor like `input`."""
+        if uses_running_statistics(self):
+            return self._applied.apply_(eval_batch_norm(self, input))
         return self._applied.apply_(super().forward(input))
 
     def extra_repr(self) -> str:
@@ -154,7 +157,7 @@ class InPlaceABN(ABN):
         if torch.compiler.is_compiling():
             return self._without_a_graph(input)  # type: ignore[no-any-return]
         weight = None if self.weight is None else self.weight.abs() + self.eps
-        if not self.training and has_running_statistics(self):
+        if uses_running_statistics(self):
             mean, var = self.running_mean, self.running_var
             z = F.batch_norm(input, mean, var, weight, self.bias, False, 0.0, self.eps)
             return self._applied.apply_(z)

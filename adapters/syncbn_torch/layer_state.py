@@ -82,6 +82,7 @@ class LayerState(_BatchNorm):
     _own_attributes: ClassVar[tuple[str, ...]] = (
         "eps_mode",
         "_activation",
+        "_frozen",
         "_replica_sync",
         "_copied_from",
         "_number",
@@ -91,6 +92,8 @@ class LayerState(_BatchNorm):
     process_group: Any = None
     eps_mode: EpsMode | None = None
     _activation: Activation = NONE
+    # of `frozen.freeze`: the names of parameters that it has kept from getting a gradient
+    _frozen: list[str] | None = None
     _replica_sync: Any = None  # in replicas the link to the others
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
     # whether the last forward in training outside of backward updated the running statistics
@@ -105,6 +108,8 @@ class LayerState(_BatchNorm):
     @property
     def _extra_setting(self) -> str | None:
         """The setting that the batch norm of other libraries does not have, None for none."""
+        if self._frozen is not None:
+            return "freeze()"
         name = own_activation(self)[0]
         return self._rule.extra_setting if name is None else f"activation={name!r}"
 
@@ -149,4 +154,5 @@ class LayerState(_BatchNorm):
         name, slope = own_activation(self)
         act = "" if name is None else f", activation={name!r}"
         act += f", negative_slope={slope}" if name == "leaky_relu" else ""
-        return f"{super().extra_repr()}{mode}{act}"
+        frozen = "" if self._frozen is None else ", frozen"
+        return f"{super().extra_repr()}{mode}{act}{frozen}"

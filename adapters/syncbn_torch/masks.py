@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from syncbn_core import masks
-from syncbn_core.errors import DeviceError
+from syncbn_core.errors import DeviceError, DTypeError
 from syncbn_torch.backends import plain
 
 __all__ = ["Valid", "checked_mask", "filled", "mask_of_lengths", "zeroed"]
@@ -24,8 +24,10 @@ def mask_of_lengths(lengths: Tensor, size: int) -> Tensor:
 def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     """`mask` as it broadcasts against x.
 
-    Raises `ShapeError`, `DTypeError` or `DeviceError` if it does not fit.
+    Raises `ShapeError`, `DTypeError` or `DeviceError` unless it fits.
     """
+    if not isinstance(mask, Tensor):
+        raise DTypeError(f"expected a mask that is a tensor, got {type(mask).__name__}")
     shape = masks.mask_shape(mask.shape, x.shape, str(mask.dtype).removeprefix("torch."))
     if mask.device != x.device:
         raise DeviceError(f"expected a mask on {x.device}, the device of x, got {mask.device}")

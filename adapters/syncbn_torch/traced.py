@@ -28,7 +28,7 @@ from syncbn_torch._torch_private import (
 from syncbn_torch.activations import activated
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_operands, checked_running
-from syncbn_torch.forward import batch_norm, eval_batch_norm, has_running_statistics
+from syncbn_torch.forward import batch_norm, eval_batch_norm, uses_running_statistics
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import Valid, checked_mask, filled, zeroed
 from syncbn_torch.process_group import is_communicator
@@ -42,7 +42,7 @@ TRACES_LAYERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """`batch_norm` while torch.compile traces it."""
-    if not layer.training and has_running_statistics(layer):
+    if uses_running_statistics(layer):
         return eval_batch_norm(layer, x, mask)
     if layer._replica_sync is not None or is_communicator(type(layer.process_group)):
         return _with_messages_of_python(layer, x, mask)  # type: ignore[no-any-return]

@@ -172,6 +172,8 @@ def test_wrong_masks_are_told(training: bool) -> None:
     layer, x = SyncBatchNorm(3).train(training), torch.ones(4, 3, 5)
     with pytest.raises(DTypeError, match="a mask of bool, got int64"):
         layer(x, torch.ones(4, 5, dtype=torch.int64))
+    with pytest.raises(DTypeError, match="that is a tensor, got list"):
+        layer(x, [True] * 4)
     with pytest.raises(ShapeError, match=r"got \(4, 3, 5\)"):
         layer(x, torch.ones(4, 3, 5, dtype=torch.bool))
     with pytest.raises(DeviceError, match="a mask on cpu"):
