@@ -34,6 +34,7 @@ from syncbn_torch.data_parallel.replicate import (
 from syncbn_torch.data_parallel.split import Shared
 from syncbn_torch.frozen import freeze, register_frozen, unfreeze
 from syncbn_torch.masks import mask_of_lengths
+from syncbn_torch.population import update_bn_stats
 from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.reference import BatchNorm2dReimpl
 
@@ -65,6 +66,7 @@ __all__ = [
     "revert_model",
     "set_sbn_eps_mode",
     "unfreeze",
+    "update_bn_stats",
     "verify_sync",
 ]
 

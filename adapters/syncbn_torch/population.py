@@ -1,0 +1,94 @@
+"""`update_bn_stats`: running statistics of a whole data set, instead of an average over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn_core.comm import SingleCommunicator
+from syncbn_core.moments import Moments, merged, require_more_than_one_value
+from syncbn_torch.conversion.replacement import modules_of
+from syncbn_torch.layer_state import LayerState
+from syncbn_torch.processes import processes_of
+
+__all__ = ["update_bn_stats"]
+
+
+class _Population(SingleCommunicator):
+    """Stands for the group of a layer, and merges the moments that the layer sends."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.total = Moments.empty(num_features)
+
+    def all_gather(self, values: Any, call: Any = None) -> Any:
+        channels = self.total.num_features
+        batch = values[0], values[1 : 1 + channels], values[1 + channels : -1]
+        count, means, m2s = (np.stack(pair) for pair in zip(self.total, batch, strict=True))
+        self.total = Moments(int(count.sum()), *merged(count[:, None], means, m2s))
+        return values[None]
+
+
+def update_bn_stats(model: nn.Module, loader: Iterable[Any], device: Any = None) -> None:
+    """Set running statistics to those of all batches of `loader`, of all processes together.
+
+    Runs `model` in training mode without gradients, on each batch, or its first element if it is a
+    list or tuple, moved to `device` if that is given. Each layer normalizes by the batch of its own
+    process, so the processes may have loaders of unlike lengths. Mean and variance are merged
+    exactly: batches count by their sizes. Every process has to call it, with the same model.
+
+    For the synchronized layers that keep running statistics and are not frozen; other modules see
+    a step of training. Raises `BatchSizeError`, with nothing changed, where a layer has seen one
+    value per channel in all; a layer that has seen none keeps its statistics.
+
+    "Precise BN" of Wu and Johnson, "Rethinking 'Batch' in BatchNorm" (arXiv:2105.07576).
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # whose own forward waits for the other processes
+    layers = [m for m in modules_of(model) if isinstance(m, LayerState) and _updates(m)]
+    modes = [(module, module.training) for module in model.modules()]
+    groups = [layer.process_group for layer in layers]
+    found = [_Population(layer.num_features) for layer in layers]
+    try:
+        model.train()
+        for layer, population in zip(layers, found, strict=True):
+            layer.process_group, layer.track_running_stats = population, False
+        with torch.no_grad():
+            for batch in loader:
+                x = batch[0] if isinstance(batch, list | tuple) else batch
+                model(x if device is None else x.to(device))
+    finally:
+        for layer, group in zip(layers, groups, strict=True):
+            layer.process_group, layer.track_running_stats = group, True
+        for module, mode in modes:
+            module.training = mode
+    totals = [_of_all_processes(*each) for each in zip(layers, found, strict=True)]
+    for total in totals:
+        require_more_than_one_value(total.count)
+    with torch.no_grad():
+        for layer, (count, mean, m2) in zip(layers, totals, strict=True):
+            if count:
+                layer.running_mean.copy_(torch.from_numpy(mean))  # type: ignore[union-attr]
+                layer.running_var.copy_(torch.from_numpy(m2 / (count - 1)))  # type: ignore[union-attr]
+
+
+def _updates(layer: LayerState) -> bool:
+    kept = layer.running_mean is not None and layer.running_var is not None
+    return kept and layer.track_running_stats and layer._frozen is None
+
+
+def _of_all_processes(layer: LayerState, population: _Population) -> Moments:
+    training, layer.training = layer.training, True
+    try:
+        processes = processes_of(layer, layer.running_mean)  # type: ignore[arg-type]
+    finally:
+        layer.training = training
+    total: Any = population.total
+    if processes is not None:
+        total, _ = processes.moments(total)
+    return total  # type: ignore[no-any-return]
