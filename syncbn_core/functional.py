@@ -46,7 +46,7 @@ import numpy as np
 
 from syncbn_core.backends import operations_for
 from syncbn_core.backends.devices import device_of
-from syncbn_core.backends.plain import Namespace
+from syncbn_core.backends.plain import Namespace, column
 from syncbn_core.checks import (
     check_dy,
     check_input,
@@ -60,7 +60,7 @@ from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, readable, writable
 from syncbn_core.errors import ArgumentError
 from syncbn_core.exchange import Exchange
-from syncbn_core.masks import filled, mask_shape, valid_count, without_filled
+from syncbn_core.masks import filling, mask_shape, valid_count, without_filled
 from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Gradients, Operations, RunningStatistics
 
@@ -313,8 +313,9 @@ def _filled(x: Array, mask: Array) -> tuple[Array, Array, Any, Array]:
     count = valid_count(mask, x.shape)
     if isinstance(x, np.ndarray):
         count = int(count)
-    x, fill = filled(Namespace(_library(x)), x, mask, count)
-    return mask, x, count, fill
+    library = _library(x)
+    fill = filling(Namespace(library), x, mask, count)
+    return mask, library.where(mask, x, column(fill, x)), count, fill.astype(np.float64)
 
 
 def _library(x: Array) -> Any:

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends.plain import Namespace, axes_of, column
+from syncbn_core.backends.plain import Namespace, axes_of
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import DTypeError, ShapeError
 from syncbn_core.moments import Moments
 
-__all__ = ["filled", "mask_shape", "valid_count", "without_filled"]
+__all__ = ["filling", "mask_shape", "valid_count", "without_filled"]
 
 Array = Any
 
@@ -57,11 +57,10 @@ def valid_count(mask: Array, x: Sequence[int]) -> Any:
     return mask.sum() * repeats
 
 
-def filled(space: Namespace, x: Array, mask: Array, count: Any) -> tuple[Array, Array]:
-    """`(x filled with K, K)`; K is `(C,)` in the widest dtype. `count`: of valid values."""
+def filling(space: Namespace, x: Array, mask: Array, count: Any) -> Array:
+    """K `(C,)`, in the dtype of x. `count`: of valid values."""
     sums = space.sum(space.xp.where(mask, x, 0), axes_of(x))
-    rounded = space.constant(space.cast(sums / (count + (count == 0)), x.dtype))
-    return space.xp.where(mask, x, column(rounded, x)), space.cast(rounded, space.widest(x))
+    return space.cast(sums / (count + (count == 0)), x.dtype)
 
 
 def without_filled(part: Any, count: Any, fill: Array) -> Any:

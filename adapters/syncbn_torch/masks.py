@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from syncbn_core import masks
+from syncbn_core.backends.plain import column
 from syncbn_core.errors import DeviceError, DTypeError
 from syncbn_torch.backends import plain
 
@@ -39,10 +40,8 @@ def filled(x: Tensor, mask: Tensor, on_host: bool) -> tuple[Tensor, Valid]:
     space = plain.TRACED.namespace
     count: Any = masks.valid_count(mask, x.shape)
     count = int(count) if on_host else count.to(space.widest(x))
-    with torch.no_grad():
-        _, fill = masks.filled(space, x, mask, count)
-    like = fill.to(x.dtype).reshape(1, -1, *(1,) * (x.dim() - 2))
-    return torch.where(mask, x, like), (count, fill)
+    fill = masks.filling(space, x.detach(), mask, count)
+    return torch.where(mask, x, column(fill, x)), (count, fill.to(space.widest(x)))
 
 
 def zeroed(values: Tensor, mask: Tensor) -> Tensor:
