@@ -240,6 +240,14 @@ def tests_mpi(session: nox.Session) -> None:
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")
 
 
+@nox.session(python=TORCH_PYTHON)
+def tests_paddle(session: nox.Session) -> None:
+    """The adapter for PaddlePaddle, whose wheel is large; not in the usual check."""
+    install(session, "-e", ".[paddle]", *groups("test"), options=NEWEST)
+    kept_numba_cache(session)
+    session.run("pytest", *(session.posargs or ["tests/paddle"]))
+
+
 def install_cuda(session: nox.Session, cuda: str, *extras: str) -> None:
     tools = ["ptx"] if cuda == "13" else []
     wanted = ",".join([f"cuda{cuda}", *extras])

@@ -1,0 +1,166 @@
+"""syncbn for PaddlePaddle: `SyncBatchNorm` on a CPU, where Paddle's own has no kernel.
+
+    paddle.distributed.init_parallel_env()
+    model = SyncBatchNorm.convert_sync_batchnorm(model)
+
+y = (x - mean) / sqrt(var + epsilon) * weight + bias, with the statistics of all processes. Their
+parts may have any sizes, also none. Formulas and errors are those of `syncbn_core.functional`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.autograd import PyLayer
+from paddle.nn.layer.norm import _BatchNormBase
+
+from syncbn_core import batch_norm_backward, batch_norm_forward
+from syncbn_core.errors import CommError, ProtocolError
+from syncbn_core.exchange import Exchange
+
+__all__ = ["PaddleCommunicator", "SyncBatchNorm"]
+
+Array = np.ndarray[Any, Any]
+
+
+class PaddleCommunicator:
+    """A group of `paddle.distributed`, None for all processes, as a communicator of the core.
+
+    NumPy arrays travel as CPU tensors, by gloo, which ends the process if they differ in length: so
+    the lengths go first. Raises `ProtocolError` if they differ, and `CommError` where Paddle's
+    collective fails.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return int(dist.get_rank(self.group))
+
+    @property
+    def size(self) -> int:
+        """The number of processes in the group; 1 before `init_parallel_env`."""
+        return int(dist.get_world_size(self.group))
+
+    def all_gather(self, values: Array, call: Any = None) -> Array:
+        """The arrays of all processes in rank order, `(size, *values.shape)`."""
+        sizes = self._gathered(np.array([values.size]), call)[:, 0].tolist()
+        if len(set(sizes)) > 1:
+            raise ProtocolError(
+                f"expected {values.size} numbers from every process in {call}, got {sizes}; all "
+                "have to run the same layers in the same order"
+            )
+        return self._gathered(values, call)
+
+    def all_reduce(self, values: Array, call: Any = None) -> Array:
+        """The sum over all processes, added in rank order: the same bits on each."""
+        total: Array = self.all_gather(values, call).sum(0)
+        return total
+
+    def _gathered(self, values: Array, call: Any) -> Array:
+        parts: list[Any] = []
+        tensor = paddle.to_tensor(np.ascontiguousarray(values), place=paddle.CPUPlace())
+        try:
+            dist.all_gather(parts, tensor, group=self.group)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise CommError(f"paddle.distributed failed in {call}: {error}") from error
+        return np.stack([part.numpy() for part in parts])
+
+
+@cache
+def _communicator(group: Any) -> PaddleCommunicator:
+    """One for each group, because it counts the calls of all layers."""
+    return PaddleCommunicator(group)
+
+
+class SyncBatchNorm(paddle.nn.SyncBatchNorm):  # type: ignore[misc]
+    """`paddle.nn.SyncBatchNorm`, also on a CPU: its arguments, attributes and state dictionary.
+
+    Input (N, C, *spatial), or channels last by `data_format`; float64, float32, float16 or
+    bfloat16, which is computed in float32. In training on a CPU with several processes it
+    synchronizes over `group`, an attribute, None for all processes; on another device it is
+    Paddle's layer, and in one process, in eval and with `use_global_stats` Paddle's BatchNorm.
+
+    As in Paddle, `momentum` is the share that running statistics keep, and `_variance` is biased.
+    Raises the errors of `syncbn_core.batch_norm_forward`, with the running statistics unchanged.
+    """
+
+    group: Any = None
+
+    def forward(self, x: Any) -> Any:
+        self._check_data_format()
+        communicator = _communicator(self.group)
+        if not self.training or self._use_global_stats or communicator.size == 1:
+            return paddle.nn.functional.batch_norm(
+                x,
+                self._mean,
+                self._variance,
+                self.weight,
+                self.bias,
+                training=self.training,
+                momentum=self._momentum,
+                epsilon=self._epsilon,
+                data_format=self._data_format,
+                use_global_stats=self._use_global_stats,
+            )
+        if not x.place.is_cpu_place():
+            return super().forward(x)
+        dtype = x.dtype
+        if dtype == paddle.bfloat16:
+            x = x.astype("float32")
+        last = self._data_format == "NHWC"
+        y = _Synchronized.apply(
+            paddle.moveaxis(x, -1, 1) if last else x, self.weight, self.bias, self, communicator
+        )
+        return (paddle.moveaxis(y, 1, -1) if last else y).astype(dtype)
+
+    def _update(self, saved: Any) -> None:
+        """Blend the statistics of the batch into the running ones."""
+        if saved.count:
+            moments, keep = saved.statistics.moments, self._momentum
+            for own, new in ((self._mean, moments.mean), (self._variance, moments.var)):
+                own.set_value((keep * own.numpy() + (1 - keep) * new).astype(own.numpy().dtype))
+
+    @classmethod
+    def convert_sync_batchnorm(cls, layer: Any) -> Any:
+        """Make every `BatchNorm1D`, `2D`, `3D` and `SyncBatchNorm` in `layer` one of these.
+
+        In place: parameters, statistics, hooks and the layers themselves stay. Returns `layer`.
+        """
+        for found in layer.sublayers(include_self=True):
+            if isinstance(found, _BatchNormBase):
+                found.__class__ = cls
+        return layer
+
+
+class _Synchronized(PyLayer):  # type: ignore[misc]
+    """x, weight, bias -> y; one exchange in each direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, layer: SyncBatchNorm, communicator: Any
+    ) -> Any:
+        dtype = str(x.dtype).removeprefix("paddle.")
+        exchange = Exchange(communicator, layer.full_name, dtype, layer)
+        affine = [None if own is None else own.detach() for own in (weight, bias)]
+        settings = {"eps": layer._epsilon, "communicator": communicator, "exchange": exchange}
+        y, saved = batch_norm_forward(x.detach(), *affine, **settings)
+        layer._update(saved)
+        ctx.kept = saved, communicator, exchange
+        ctx.with_affine = weight is not None, bias is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
+        saved, communicator, exchange = ctx.kept
+        gradients = batch_norm_backward(
+            dy.detach(), saved, communicator=communicator, exchange=exchange
+        )
+        present = zip(gradients, (True, *ctx.with_affine), strict=True)
+        return tuple(gradient for gradient, there in present if there)

@@ -1,0 +1,75 @@
+"""Processes with uneven parts against the undivided batch in float64; run by test_paddle.py."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from syncbn_core.errors import ProtocolError
+from syncbn_paddle import SyncBatchNorm
+
+
+def whole() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(1e4, 1, (6, 4, 5, 5)), rng.normal(size=(6, 4, 5, 5))
+
+
+def formula(x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, ...]:
+    axes, count = (0, 2, 3), x.size // x.shape[1]
+    invstd = 1 / np.sqrt(x.var(axes, keepdims=True) + 1e-5)
+    xhat = (x - x.mean(axes, keepdims=True)) * invstd
+    sums = dy.sum(axes, keepdims=True), (dy * xhat).sum(axes, keepdims=True)
+    return xhat, invstd * (dy - sums[0] / count - xhat * sums[1] / count), sums[1], sums[0]
+
+
+def compare(rank: int, dtype: str, empty: bool, data_format: str) -> None:
+    x, dy = whole()
+    first = 0 if empty else 1
+    part = (slice(0, first), slice(first, 6), slice(6, 6))[rank]
+    y, dx, dweight, dbias = formula(x.astype(dtype).astype("float64"), dy)
+    paddle.set_default_dtype(dtype)
+    model = SyncBatchNorm.convert_sync_batchnorm(paddle.nn.BatchNorm2D(4, data_format=data_format))
+    move = (0, 2, 3, 1) if data_format == "NHWC" else (0, 1, 2, 3)
+    own = paddle.to_tensor(x[part].astype(dtype).transpose(move), stop_gradient=False)
+    out = model(own)
+    out.backward(paddle.to_tensor(dy[part].astype(dtype).transpose(move)))
+    allowed = 1e-9 if dtype == "float64" else 5e-3  # of the rounded x
+    np.testing.assert_allclose(out.numpy(), y[part].transpose(move), rtol=0, atol=allowed)
+    np.testing.assert_allclose(own.grad.numpy(), dx[part].transpose(move), rtol=0, atol=allowed)
+    for parameter, wanted in ((model.weight, dweight), (model.bias, dbias)):
+        total = parameter.grad.clone()
+        dist.all_reduce(total)
+        np.testing.assert_allclose(total.numpy(), wanted.ravel(), rtol=1e-3, atol=20 * allowed)
+    seen = x.astype(dtype).astype("float64")
+    mean, var = seen.mean((0, 2, 3)), seen.var((0, 2, 3))
+    np.testing.assert_allclose(model._mean.numpy(), 0.1 * mean, rtol=1e-6)
+    np.testing.assert_allclose(model._variance.numpy(), 0.9 + 0.1 * var, rtol=1e-4)
+
+
+def main() -> None:
+    dist.init_parallel_env()
+    rank = dist.get_rank()
+    for dtype in ("float64", "float32"):
+        for empty in (False, True):
+            for data_format in ("NCHW", "NHWC"):
+                compare(rank, dtype, empty, data_format)
+    layers = [SyncBatchNorm(4), SyncBatchNorm(4)]
+    for layer in layers:
+        layer(paddle.ones([2, 4, 3]))
+    with pytest.raises(ProtocolError, match="sync_batch_norm"):
+        layers[min(rank, 1)](paddle.ones([2, 4, 3]))
+    with pytest.raises(ProtocolError, match="numbers from every process"):
+        SyncBatchNorm(4 + rank)(paddle.ones([2, 4 + rank, 3]))
+    frozen = layers[0]
+    frozen.eval()
+    if rank == 0:  # nobody waits
+        frozen(paddle.ones([2, 4, 3]))
+    print("right on rank", rank, flush=True)
+
+
+if __name__ == "__main__":
+    dist.spawn(main, nprocs=int(sys.argv[1]), backend="gloo")
