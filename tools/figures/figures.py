@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from math import prod
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -25,6 +26,7 @@ from gpu_report import DIRECTIONS, faster_than, over_floor, total_of_resnet50
 
 ROOT = Path(__file__).parents[2]
 CPU = "cpu-2026-11-23.json"
+NETS = {threads: f"nets-2026-11-27-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 COMPILED = "compiled-2026-11-23.json"
 REPLICAS = "replicas-2026-11-25.json"
@@ -82,8 +84,9 @@ def of_replicas(depth: int) -> tuple[list[float], list[float]]:
 
 def readme() -> Iterator[str]:
     mean = on_threads("NCHW").split("x")[0]
-    yield f"a layer by itself is {mean} times as fast as `nn.BatchNorm2d` on one thread"
-    yield f"whole networks are {span(of_nets('usual').values())} times as fast as with their own"
+    yield f"our kernels make a layer by itself {mean} times as fast as `nn.BatchNorm2d` on one thread"
+    nets = span([*of_nets(1).values(), *of_nets(2).values()])
+    yield f"whole networks are {nets} times as fast as with their own"
     over = [
         resnet50_over("torch sync", (32, 256), ("fp32", "fp16", "bf16"), layout).split(" to ")
         for layout in LAYOUTS
@@ -136,17 +139,34 @@ def added_by_replicas() -> Iterator[str]:
     )
 
 
-def of_nets(allocator: str) -> dict[str, float]:
+def of_nets(threads: int) -> dict[str, float]:
     """Training steps with converted layers: times as fast as with the networks' own."""
-    return {row["net"]: row["faster"] for row in read(CPU)["nets"][allocator]}
+    return {row["net"]: row["faster"] for row in read(NETS[threads])["nets"]}
 
 
 def nets_cpu() -> Iterator[str]:
-    usual, kept = of_nets("usual"), of_nets("kept")
-    for net in usual:
-        yield f"| {net} | {usual[net]:.2f}x | {kept[net]:.2f}x |"
-    means = [geometric_mean(steps.values()) for steps in (usual, kept)]
-    yield "| geometric mean | {:.2f}x | {:.2f}x |".format(*means)
+    one, two = of_nets(1), of_nets(2)
+    for row in read(NETS[2])["nets"]:
+        net, kept = row["net"], {who: f"{mib:.0f}" for who, mib in row["kept_mib"].items()}
+        memory = f"{kept['ours']} instead of {kept['torch']}"
+        if kept["ours"] == kept["torch"]:
+            memory = f"{kept['ours']}, as torch"
+        yield f"| {net} | {one[net]:.2f}x | {two[net]:.2f}x | {memory} |"
+    means = [geometric_mean(steps.values()) for steps in (one, two)]
+    yield "| geometric mean | {:.2f}x | {:.2f}x | |".format(*means)
+    for in_place, name in ((False, ""), (True, "`InPlaceABN`, ")):
+        for kind, layout in (("NCHW", "NCHW"), ("NHWC", "channels_last")):
+            ratios = [
+                [
+                    row["faster"]
+                    for row in read(NETS[threads])["layers"]
+                    if (row["layout"], row["in place"]) == (kind, in_place)
+                    and prod(row["shape"]) > 1e6
+                ]
+                for threads in (1, 2)
+            ]
+            means = [f"{geometric_mean(faster):.2g}x" for faster in ratios]
+            yield f"| {name}{layout} | {' | '.join(means)} | {min(map(min, ratios)):.2f}x |"
 
 
 def targets_cpu() -> Iterator[str]:
