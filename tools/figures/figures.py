@@ -84,7 +84,8 @@ def of_replicas(depth: int) -> tuple[list[float], list[float]]:
 
 def readme() -> Iterator[str]:
     mean = on_threads("NCHW").split("x")[0]
-    yield f"our kernels make a layer by itself {mean} times as fast as `nn.BatchNorm2d` on one thread"
+    faster = f"{mean} times as fast as `nn.BatchNorm2d`"
+    yield f"our kernels make a layer by itself {faster} on one thread"
     nets = span([*of_nets(1).values(), *of_nets(2).values()])
     yield f"whole networks are {nets} times as fast as with their own"
     over = [
