@@ -6,7 +6,7 @@
     y         = activation(xhat * weight + bias)
 
 The activation is None, "relu", "leaky_relu" with its `negative_slope`, "silu", "hardswish" or
-"relu6". Backward computes its input again from x, so it keeps nothing more.
+"relu6". Backward computes the input of the activation again from x, so nothing more is kept.
 
 `mask`: bool, `(N,)`, `(N, *spatial)` or `(N, 1, *spatial)`, where each axis may be 1. Statistics
 are those of the elements where it is True, over all members; y and dx are 0 elsewhere, whatever x

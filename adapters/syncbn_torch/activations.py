@@ -10,9 +10,8 @@ from syncbn_torch._torch_private import HOOKS
 
 __all__ = ["NONE", "Activation", "activated", "activation_of", "runs_hooks"]
 
-Activation = tuple[
-    str | None, float
-]  # one of `ACTIVATIONS` of `syncbn_core.moments`, and the slope
+# One of `ACTIVATIONS` of `syncbn_core.moments`, and the negative slope.
+Activation = tuple[str | None, float]
 NONE: Activation = (None, 0.01)
 _OF_MODULES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",

@@ -19,9 +19,9 @@ __all__ = ["freeze", "register_frozen", "unfreeze"]
 def freeze(model: nn.Module, affine: bool = False) -> None:
     """Let all synchronized layers of `model`, itself included, use their running statistics.
 
-    In training too, and also after `model.train()`: they compute as in eval, update nothing and
-    send nothing. `affine`: also let weight and bias get no gradient. Copies and pickles stay
-    frozen; a state dictionary does not say so. Freeze the layers of all processes alike.
+    They do so in training too, also after `model.train()`: they compute as in eval, update nothing
+    and send nothing. `affine`: also stop the gradients of weight and bias. Copies and pickles stay
+    frozen; a state dictionary does not record it. Freeze the layers of all processes alike.
 
     Raises `StateError`, with nothing changed, for a layer without running statistics.
     """
@@ -41,7 +41,7 @@ def freeze(model: nn.Module, affine: bool = False) -> None:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Undo `freeze`; what it has kept from getting a gradient gets one again."""
+    """Undo `freeze`. Parameters whose gradients it has stopped get gradients again."""
     for layer in _layers(model):
         for name in layer._frozen or ():
             layer.get_parameter(name).requires_grad_()

@@ -92,7 +92,7 @@ class LayerState(_BatchNorm):
     process_group: Any = None
     eps_mode: EpsMode | None = None
     _activation: Activation = NONE
-    # of `frozen.freeze`: the names of parameters that it has kept from getting a gradient
+    # set by `frozen.freeze`: the names of the parameters whose gradients it has stopped
     _frozen: list[str] | None = None
     _replica_sync: Any = None  # in replicas the link to the others
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
