@@ -39,6 +39,7 @@ nox.options.sessions = [
     "examples",
     "tests_oldest",
     f"tests_core-{NEWER_PYTHONS[-1]}",
+    "tests_jax",
     "tests_cuda13",
     "tests",
 ]
@@ -218,11 +219,10 @@ def soak(session: nox.Session) -> None:
 @nox.session(python=NEWER_PYTHONS)
 def tests_core(session: nox.Session) -> None:
     """The tests of the core, without torch, on the newer Pythons."""
-    jax = ["jax"] if session.python == NEWER_PYTHONS[-1] else []
-    install(session, "-e", ".", *groups("test", *jax))
+    install(session, "-e", ".", *groups("test"))
     fresh_numba_cache(session)
     # what the kernels compute does not depend on Python: of them, the tests of the layer
-    names = ("comm", "comm_failures", "dlpack", "dlpack_jax", "functional_errors", "imports")
+    names = ("comm", "comm_failures", "dlpack", "functional_errors", "imports")
     names += ("layers", "exchange", "layout", "moments")
     usual = [*SIDE_BY_SIDE, *(f"tests/core/test_{name}.py" for name in names)]
     session.run("pytest", *(session.posargs or usual))
@@ -238,6 +238,14 @@ def tests_mpi(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or usual))
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")
+
+
+@nox.session(python=TORCH_PYTHON)
+def tests_jax(session: nox.Session) -> None:
+    """The adapter for JAX and Flax; arrays of JAX in the core."""
+    install(session, "-e", ".[jax]", *groups("test", "jax"))
+    kept_numba_cache(session)
+    session.run("pytest", *(session.posargs or ["tests/jax", "tests/core/test_dlpack_jax.py"]))
 
 
 @nox.session(python=TORCH_PYTHON)

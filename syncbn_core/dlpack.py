@@ -95,6 +95,8 @@ def _not_exported(name: str, array: Array, error: Exception) -> BackendError:
         remedy = "detach() it, or take syncbn_torch, whose layers differentiate"
     elif "bfloat16" in str(getattr(array, "dtype", "")):
         remedy = "NumPy and CuPy read no bfloat16: give float32, or NumPy's of ml_dtypes"
+    elif type(array).__module__.startswith("jax.") and "Tracer" in type(array).__name__:
+        remedy = "inside jit, grad or vmap take syncbn_jax.batch_norm"
     return BackendError(
         f"expected {name} to be exported by DLPack, got {_type_name(array)} and "
         f"{type(error).__name__}: {error}; {remedy}"

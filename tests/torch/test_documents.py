@@ -21,6 +21,7 @@ NOT_RUN = {
     "docs/verify.md": "test_verify_command.py runs its program",
     "docs/frameworks.md": "test_recipes.py and tests/works_with run its blocks",
     "docs/gpu.md": "needs CuPy",
+    "docs/jax.md": "tests/jax runs its programs",
     "docs/paddle.md": "tests/paddle runs it",
     "docs/pytorch.md": "pieces of programs",
     "docs/scaling.md": "a piece of a program",
