@@ -141,15 +141,14 @@ def _tangent(settings: _Settings, primals: Any, tangents: Any) -> Any:
         sums = jnp.stack([_sum(settings, counted), _sum(settings, counted * xhat)])
         if settings.axis_name is not None:
             sums = lax.psum(sums, settings.axis_name, axis_index_groups=settings.groups)
-        means = _column(sums / jnp.maximum(total.count, 1), x, settings.axis)
         scale = _invstd(settings, total)
         scale = scale if weight is None else scale * weight
-        dy = _column(scale, x, settings.axis) * (wide - means[0] - xhat * means[1])
-        if dweight is not None:
-            dy += xhat * _column(dweight, x, settings.axis)
-        if dbias is not None:
-            dy += _column(dbias, x, settings.axis)
-        return dy.astype(x.dtype)
+        # Summed per channel first, so that the transpose sums dy and dy * xhat once each.
+        shift, slope = -scale * sums / jnp.maximum(total.count, 1)
+        shift = shift if dbias is None else shift + dbias
+        slope = slope if dweight is None else slope + dweight
+        scale, slope, shift = (_column(each, x, settings.axis) for each in (scale, slope, shift))
+        return (scale * wide + slope * xhat + shift).astype(x.dtype)
 
     dx, dweight, dbias, _ = tangents
     y = _affine(_xhat(settings, x, total), settings, x, weight, bias)

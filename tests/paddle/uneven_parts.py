@@ -64,6 +64,19 @@ def main() -> None:
         layers[min(rank, 1)](paddle.ones([2, 4, 3]))
     with pytest.raises(ProtocolError, match="numbers from every process"):
         SyncBatchNorm(4 + rank)(paddle.ones([2, 4 + rank, 3]))
+    own = paddle.to_tensor(whole()[0][rank : rank + 2] - 1e4)
+    half = own.astype("bfloat16")
+    paddle.set_default_dtype("float32")
+    right = SyncBatchNorm(4)(half.astype("float32")).astype("bfloat16")
+    assert (SyncBatchNorm(4)(half) == right).all()
+    pair = SyncBatchNorm(4)
+    pair.group = dist.new_group([0, 1])
+    if rank < 2:  # parts of two and three of the first five samples
+        x, _ = whole()
+        y, *_ = formula(x[:5], x[:5])
+        part = slice(0, 2) if rank == 0 else slice(2, 5)
+        own = paddle.to_tensor((x[part] - 1e4).astype("float32"))
+        np.testing.assert_allclose(pair(own).numpy(), y[part], rtol=0, atol=1e-5)
     frozen = layers[0]
     frozen.eval()
     if rank == 0:  # nobody waits
