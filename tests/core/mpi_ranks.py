@@ -51,7 +51,7 @@ def fault(function: Case) -> Case:
 
 @promise
 def the_doctor_finds_what_is_wrong_on_one_rank_on_all(own: MPICommunicator) -> None:
-    case = doctor.Case("float64", "NCHW")
+    case = doctor.Case("float64")
     check = doctor.Check("ranks of MPI", lambda: doctor.over_mpi(case, own))
     assert doctor.examine(check).verdict == "ok"
     if own.rank == 2:

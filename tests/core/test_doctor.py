@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jsonschema
@@ -15,7 +16,7 @@ from syncbn_core import doctor
 from syncbn_core.__main__ import main
 from syncbn_core.backends.cuda import driver
 from syncbn_core.comm import SingleCommunicator
-from syncbn_core.doctor import Case, Check, Finding, Missing, Report, Skipped
+from syncbn_core.doctor import Case, Check, Finding, Outcome, status_of
 from syncbn_core.errors import BackendError
 
 SCHEMA = json.loads(
@@ -31,50 +32,51 @@ def test_a_right_machine_is_told_so_in_json_and_in_words(
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     jsonschema.validate(found, SCHEMA)
-    assert len(found["findings"]) == 9
+    assert len(found["findings"]) == 3
     assert all(0 < finding["difference"] < 1e-3 for finding in found["findings"])
     assert found["facts"]["variables"]["SYNCBN_TIMEOUT"] == "77"
 
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("\n  ok       4 members in threads, ") == 9
-    assert printed.endswith("all 9 checks give the results of the undivided batch\n")
+    assert printed.count("\n  ok       4 members in threads, ") == 3
+    assert printed.endswith("all 3 checks give the results of the undivided batch\n")
 
 
 def test_a_wrong_result_is_named_and_gives_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("float64", "NCHW")
+    case = Case("float64")
     found = {name: values.copy() for name, values in case.right.items()}
     assert doctor.examine(Check("x", lambda: case.difference(found))).verdict == "ok"
     found["dx"][3, 2] += 1e-9
     finding = doctor.examine(Check("x", lambda: case.difference(found)))
     assert finding.verdict == "WRONG"
     assert " of dx, where 6e-14 is allowed" in finding.detail
-    assert Report({}, [finding]).status == 1
+    assert status_of([finding]) == 1
     found["dx"][3, 2] = np.nan
     finding = doctor.examine(Check("x", lambda: case.difference(found)))
     assert (finding.verdict, finding.difference) == ("WRONG", None)
 
 
 def outcome(error: Exception) -> Finding:
-    def run() -> doctor.Difference:
-        raise error
-
-    return doctor.examine(Check("x", run))
+    return doctor.examine(Check("x", partial(doctor.refuse, error)))
 
 
-def test_each_kind_of_trouble_has_its_word_and_status() -> None:
-    right = Finding("x", "ok", "")
-    topics: doctor.Facts = {name: {} for name in SCHEMA["properties"]["facts"]["required"]}
-    kinds = {"failed": (OSError("no"), 1), "missing": (Missing("no"), 3)}
-    kinds["skipped"] = Skipped("no"), 4
+def test_each_kind_of_trouble_has_its_word_and_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Check("y", lambda: doctor.Difference(0.0, "y", 1e-9))
+    kinds = {"failed": (OSError("no"), 1), "missing": (Outcome("missing", "no"), 3)}
+    kinds["skipped"] = Outcome("skipped", "no"), 4
     for verdict, (error, status) in kinds.items():
         finding = outcome(error)
-        report = Report(topics, [right, finding])
-        assert (finding.verdict, report.status) == (verdict, status)
+        assert finding.verdict == verdict
         assert finding.detail.endswith("no")
-        jsonschema.validate(json.loads(report.to_json()), SCHEMA)
-    assert Report({}, [outcome(Missing("")), outcome(Skipped(""))]).status == 3
-    assert Report({}, [outcome(Missing("")), outcome(OSError())]).status == 1
+        checks = [right, Check("x", partial(doctor.refuse, error))]
+        monkeypatch.setattr(doctor, "array_checks", partial(iter, checks))
+        assert main(["doctor", "--json"]) == status
+        jsonschema.validate(json.loads(capsys.readouterr().out), SCHEMA)
+    all_kinds = [outcome(error) for error, _ in kinds.values()]
+    assert status_of(all_kinds) == 1
+    assert status_of(all_kinds[1:]) == 3
 
 
 def test_a_gpu_without_numba_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,19 @@
 
 import os
 import time
-from pathlib import Path
 
 
-def one_dies(rank: int, size: int, kind: str, folder: Path) -> None:
+def one_dies(rank: int) -> None:
     if rank == 1:
         os._exit(3)
     time.sleep(1000)
 
 
-def one_raises(rank: int, size: int, kind: str, folder: Path) -> None:
+def one_raises(rank: int) -> None:
     if rank == 1:
         raise OSError("no network")
 
 
-def one_hangs(rank: int, size: int, kind: str, folder: Path) -> None:
+def one_hangs(rank: int) -> None:
     if rank == 1:
         time.sleep(1000)

@@ -139,7 +139,7 @@ facts() {
 from syncbn_verify.doctor import facts
 found = facts()
 shown = {topic: found[topic] for topic in ("versions", "arrays", "engines")}  # and no paths
-print_facts(shown, lambda text, style: print(text))'
+print_facts(shown, print)'
 }
 # shellcheck disable=SC2329  # a stage calls it
 doctor() {
