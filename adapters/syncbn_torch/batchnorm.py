@@ -9,7 +9,6 @@ layer computes what the torch layer does.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any, TypeVar
 
@@ -268,11 +267,10 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
         checked_process_group(process_group)
         extra: dict[type[nn.Module], Any] = dict.fromkeys(_TORCHS_OWN, cls)
         extra[nn.DataParallel] = None
-        report = ConversionReport(title=f"{cls.__name__}.convert_sync_batchnorm")
-        result = synchronize(module, extra, report, _SynchronizedBatchNorm)
+        report, name = ConversionReport(), f"{cls.__name__}.convert_sync_batchnorm"
+        result = synchronize(module, extra, report, _SynchronizedBatchNorm, name)
         set_process_group(result, process_group)
-        if text := report.warning():
-            warnings.warn(text, UserWarning, stacklevel=2)
+        report.warn(name)
         return result
 
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError
 from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
-from syncbn_torch.conversion.registry import origin_of
+from syncbn_torch.conversion.registry import origins
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted
 from syncbn_torch.data_parallel.pytrees import Tree
@@ -182,7 +182,7 @@ def make_alone(model: nn.Module) -> nn.Module:
     """
     for layer in norm_layers(model).values():
         if isinstance(layer, _SynchronizedBatchNorm):
-            target = origin_of(type(layer))
+            target = origins.get(type(layer))
             if target is None or layer._extra_setting is not None:
                 layer.process_group = SingleCommunicator()
             else:

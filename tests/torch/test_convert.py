@@ -339,7 +339,7 @@ def test_a_layer_whose_forward_was_replaced_on_the_object_is_kept_and_named(chan
     plain = model[1].forward
     model[1].forward = lambda x: plain(x)
     report = ConversionReport()
-    with pytest.warns(UserWarning, match=r"\(1: its forward was replaced on the object"):
+    with pytest.warns(UserWarning, match=r"\(1\): its forward was replaced on the object"):
         change(model, report=report)
     assert type(model[1]) is kind
     assert [layer.name for layer in report.converted] == ["0"]

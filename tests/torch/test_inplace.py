@@ -284,7 +284,7 @@ def test_settings_that_it_cannot_have_are_named(kind: Any, arguments: Any) -> No
 def test_a_conversion_leaves_it_and_names_the_layers_that_do_not_synchronize() -> None:
     model = convert_model(nn.Sequential(InPlaceABNSync(3), nn.BatchNorm2d(3)))
     assert type(model[0]) is InPlaceABNSync
-    with pytest.warns(UserWarning, match="1 InPlaceABN .0: unknown subclass"):
+    with pytest.warns(UserWarning, match=r"1 InPlaceABN .0.: unknown subclass"):
         convert_model(nn.Sequential(InPlaceABN(3), InPlaceABNSync(3)))
     model = convert_model(nn.Sequential(InPlaceABN(3)), extra={InPlaceABN: InPlaceABNSync})
     assert type(model[0]) is InPlaceABNSync

@@ -214,7 +214,7 @@ def test_frozen_and_other_norms_stay_without_a_warning() -> None:
     report = ConversionReport()
     convert_model(model, report=report)
     assert model[1] is frozen
-    assert [layer.name for layer in report.layers] == ["0"]
+    assert [layer.name for layer in report] == ["0"]
 
 
 def test_norms_that_take_statistics_in_their_own_way_are_named() -> None:

@@ -22,10 +22,10 @@ from syncbn_torch.batchnorm import (
 )
 from syncbn_torch.conversion.registry import (
     Target,
-    conversion_of,
+    conversions,
     load_known_libraries,
     name_of_class,
-    origin_of,
+    origins,
     register_conversion,
 )
 from syncbn_torch.conversion.replacement import ModuleT, class_of
@@ -86,18 +86,16 @@ def convert_model(
     """
     checked_process_group(process_group)
     report = ConversionReport() if report is None else report
-    report.title = "convert_model"
-    result = synchronize(module, extra or {}, report, _SynchronizedBatchNorm)
+    name = "convert_model"
+    converted = synchronize(module, extra or {}, report, _SynchronizedBatchNorm, name)
     if process_group is not None:
-        set_process_group(result, process_group)
-    if not report.layers:
+        set_process_group(converted, process_group)
+    if not report:
         kind = type(module).__name__
-        text = f"convert_model found no batch norm layer in {kind}, so it changed nothing"
-    else:
-        text = report.warning()
-    if text:
+        text = f"{name} found no batch norm layer in {kind}, so it changed nothing"
         warnings.warn(text, UserWarning, stacklevel=2)
-    return result
+    report.warn(name)
+    return converted
 
 
 def revert_model(module: ModuleT, *, report: ConversionReport | None = None) -> ModuleT:
@@ -109,13 +107,10 @@ def revert_model(module: ModuleT, *, report: ConversionReport | None = None) -> 
     have (eps_mode="clamp", an activation) stay too, and a `UserWarning` lists them. Returns,
     reports and raises as `convert_model`, which also says what is kept.
     """
-    report = ConversionReport() if report is None else report
-    report.title = "revert_model"
     load_known_libraries()
-    result = change_modules(module, _choose_original, _forget_ours, report)
-    text = report.warning()
-    if text:
-        warnings.warn(text, UserWarning, stacklevel=2)
+    report = ConversionReport() if report is None else report
+    result = change_modules(module, _choose_original, _forget_ours, report, "revert_model")
+    report.warn("revert_model")
     return result
 
 
@@ -123,11 +118,11 @@ def _choose_original(module: nn.Module) -> Choice:
     kind = class_of(module)
     made_by = vars(module).get("_converted_by")
     if made_by is not None:
-        conversion = conversion_of(made_by)
+        conversion = conversions.get(made_by)
         if conversion is None or conversion.back is None:
             return Keep(f"no way back is registered for {name_of_class(made_by)}")
         return apply_target(module, conversion.back, "register_conversion")
-    origin = vars(module).get("_converted_from") or origin_of(kind)
+    origin = vars(module).get("_converted_from") or origins.get(kind)
     if isinstance(module, _SynchronizedBatchNorm):
         if origin is None:
             return Keep("unknown subclass; see register_conversion")
@@ -136,7 +131,7 @@ def _choose_original(module: nn.Module) -> Choice:
             return Keep(f"{setting}, which torch does not have")
     if origin is None or issubclass(kind, nn.DataParallel):
         return None
-    conversion = conversion_of(origin)
+    conversion = conversions.get(origin)
     if conversion is not None and conversion.back is not None:
         return apply_target(module, conversion.back, "register_conversion")
     return origin

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = [
-    "Conversion",
     "Target",
     "check_target",
-    "conversion_of",
+    "conversions",
     "load_known_libraries",
     "name_of_class",
-    "origin_of",
+    "origins",
     "register_conversion",
     "synchronized_subclass",
 ]
@@ -32,16 +30,15 @@ Target = type[nn.Module] | Callable[[Any], nn.Module] | None
 _KNOWN_LIBRARIES = {"timm.layers": "syncbn_torch.for_timm"}
 
 
-@dataclass(frozen=True)
-class Conversion:
+class _Conversion(NamedTuple):
     """What becomes of a layer, and how it comes back."""
 
     to: Target
     back: Target
 
 
-_conversions: dict[type[nn.Module], Conversion] = {}
-_origins: dict[type[nn.Module], type[nn.Module]] = {}  # class of a converted layer -> before
+conversions: dict[type[nn.Module], _Conversion] = {}
+origins: dict[type[nn.Module], type[nn.Module]] = {}  # class of a converted layer -> before
 
 
 def register_conversion(cls: type[nn.Module], to: Target, back: Target = None) -> None:
@@ -61,35 +58,21 @@ def register_conversion(cls: type[nn.Module], to: Target, back: Target = None) -
     check_target(cls, to)
     if back is not None:
         check_target(cls, back)
-    _conversions[cls] = Conversion(to, back)
+    conversions[cls] = _Conversion(to, back)
     if isinstance(to, type):
-        _origins.setdefault(to, cls)
+        origins.setdefault(to, cls)
 
 
 def check_target(cls: Any, target: Any) -> None:
     """Raise `TypeError` unless `target` can say what becomes of layers of class `cls`."""
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected a subclass of nn.Module as the class to convert, got {cls!r}")
-    module_class = isinstance(target, type) and issubclass(target, nn.Module)
-    if (
-        target is not None
-        and not module_class
-        and (isinstance(target, type) or not callable(target))
-    ):
+    fits = issubclass(target, nn.Module) if isinstance(target, type) else callable(target)
+    if target is not None and not fits:
         raise TypeError(
             f"expected a subclass of nn.Module, a function or None for {cls.__name__}, "
             f"got {target!r}"
         )
-
-
-def conversion_of(cls: type[nn.Module]) -> Conversion | None:
-    """The registered conversion of layers of this class, or None."""
-    return _conversions.get(cls)
-
-
-def origin_of(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class from which layers of class `cls` are usually converted, or None."""
-    return _origins.get(cls)
 
 
 def load_known_libraries() -> None:
@@ -132,8 +115,8 @@ def synchronized_subclass(cls: type[nn.Module]) -> type[nn.Module] | str:
     """
     if cls in _made:
         return _made[cls]
-    base = next((c for c in cls.__mro__ if c in _conversions), None)
-    ours = None if base is None else _conversions[base].to
+    base = next((c for c in cls.__mro__ if c in conversions), None)
+    ours = None if base is None else conversions[base].to
     if base is None or not isinstance(ours, type) or not issubclass(ours, base):
         above = nn.SyncBatchNorm if issubclass(cls, nn.SyncBatchNorm) else _BatchNorm
         return f"unknown subclass of {above.__name__}"
@@ -147,7 +130,7 @@ def synchronized_subclass(cls: type[nn.Module]) -> type[nn.Module] | str:
     except Exception as error:  # of an __init_subclass__ or metaclass
         return f"subclass of {base.__name__} of which no subclass can be made ({error})"
     _made[cls] = new
-    _origins[new] = cls
+    origins[new] = cls
     return new
 
 

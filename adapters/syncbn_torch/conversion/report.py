@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 __all__ = ["ConversionReport", "ReportedLayer"]
 
-_LONGEST_WARNING = 400
-_SHOWN_NAMES = 4
 
-
-@dataclass(frozen=True)
-class ReportedLayer:
+class ReportedLayer(NamedTuple):
     """One layer of a model.
 
     Attributes:
@@ -32,84 +29,47 @@ class ReportedLayer:
     registered: bool = True
 
 
-@dataclass
-class ConversionReport:
-    """Pass one to `convert_model(model, report=report)`, then `print(report)`.
+class ConversionReport(list[ReportedLayer]):
+    """A list that `convert_model(model, report=report)` fills: a `ReportedLayer` for each layer.
 
-    Attributes:
-        layers: a `ReportedLayer` for each layer, in the order of the model. A second call with the
-            same report replaces them.
-        title: what was called, for example "convert_model".
+    They are in the order of the model; a second call replaces them. `print(report)` shows a line
+    for each class and reason.
     """
-
-    layers: list[ReportedLayer] = field(default_factory=list)
-    title: str = "not filled yet: pass it to convert_model(model, report=report)"
 
     @property
     def converted(self) -> list[ReportedLayer]:
         """The layers that got a new class."""
-        return [layer for layer in self.layers if layer.after is not None]
+        return [layer for layer in self if layer.after is not None]
 
     @property
     def kept(self) -> list[ReportedLayer]:
         """The layers that are as they were."""
-        return [layer for layer in self.layers if layer.after is None]
+        return [layer for layer in self if layer.after is None]
 
     def __str__(self) -> str:
-        """A table: classes with their number of layers, the first names, and the reasons."""
-        lines = [f"{self.title}: {len(self.converted)} converted, {len(self.kept)} kept"]
-        for heading, layers in (("converted", self.converted), ("kept", self.kept)):
-            if layers:
-                lines += ["", heading]
-            for (what, reason), names in _grouped(layers).items():
-                lines.append(f"  {len(names):4}  {what}: {_first(names, _SHOWN_NAMES)}")
-                if reason:
-                    lines.append(f"        {reason}")
-        hidden = [layer.name for layer in self.layers if not layer.registered]
-        if hidden:
-            lines += [
-                "",
-                "not registered as submodules: a replica that calls them in training raises "
-                "StateError",
-                f"  {len(hidden):4}  {_first(hidden, _SHOWN_NAMES)}",
-            ]
-        return "\n".join(lines)
+        return "\n".join(_lines(self)) or "no batch norm layers"
 
-    def warning(self) -> str:
-        """One sentence about the layers that were kept unexpectedly; "" if there are none."""
+    def warn(self, caller: str) -> None:
+        """For a function `caller`: one warning about layers that were kept unexpectedly."""
         unexpected = [layer for layer in self.kept if not layer.expected]
-        if not unexpected:
-            return ""
-        start = f"{self.title} kept {len(unexpected)} of {len(self.layers)} layers as they are: "
-        end = "; to see all, pass report=ConversionReport() and print it"
-        groups = [
-            f"{len(names)} {what} ({_short(names[0])}{', ...' if len(names) > 1 else ''}: {reason})"
-            for (what, reason), names in _grouped(unexpected).items()
-        ]
-        shown = 1
-        while shown < len(groups):
-            length = len(start) + len("; ".join(groups[: shown + 1])) + len(end)
-            if length > _LONGEST_WARNING - len("; 99 more classes"):
-                break
-            shown += 1
-        more = len(groups) - shown
-        rest = [f"{more} more class{'es' if more > 1 else ''}"] if more else []
-        return start + "; ".join(groups[:shown] + rest) + end
+        if unexpected:
+            lines = list(_lines(unexpected, names=1))
+            lines[2:] = [f"{len(lines) - 2} more"] if len(lines) > 2 else []
+            warnings.warn(
+                f"{caller} kept {len(unexpected)} of {len(self)} layers as they are: "
+                f"{'; '.join(lines)}; to see all, pass report=ConversionReport() and print it",
+                stacklevel=3,
+            )
 
 
-def _grouped(layers: Iterable[ReportedLayer]) -> dict[tuple[str, str], list[str]]:
-    """The names of the layers by (`BatchNorm2d -> SynchronizedBatchNorm2d`, reason)."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for layer in layers:
-        what = layer.before if layer.after is None else f"{layer.before} -> {layer.after}"
-        groups.setdefault((what, layer.reason), []).append(layer.name)
-    return groups
-
-
-def _first(names: list[str], count: int) -> str:
-    rest = len(names) - count
-    return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 50 else f"{name[:20]}...{name[-27:]}"
+def _lines(layers: Iterable[ReportedLayer], names: int = 4) -> Iterator[str]:
+    """For each class and reason: how many layers, and the first `names`."""
+    groups: dict[tuple[str, str, bool], list[str]] = {}
+    for name, before, after, reason, _, registered in layers:
+        what = before if after is None else f"{before} -> {after}"
+        groups.setdefault((what, reason, registered), []).append(name)
+    for (what, reason, registered), own in groups.items():
+        first = ", ".join([*own[:names], *["..."] * (len(own) > names)])
+        why = f": {reason}" if reason else ""
+        where = "" if registered else "; no submodule, so a replica that calls it raises StateError"
+        yield f"{len(own)} {what} ({first}){why}{where}"

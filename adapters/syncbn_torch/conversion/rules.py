@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -14,10 +13,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from syncbn_torch.conversion.registry import (
     Target,
     check_target,
-    conversion_of,
+    conversions,
     load_known_libraries,
     name_of_class,
-    origin_of,
+    origins,
     synchronized_subclass,
 )
 from syncbn_torch.conversion.replacement import (
@@ -37,8 +36,7 @@ from syncbn_torch.reference import BatchNorm2dReimpl
 __all__ = ["Choice", "Keep", "apply_target", "change_modules", "synchronize"]
 
 
-@dataclass(frozen=True)
-class Keep:
+class Keep(NamedTuple):
     """Leave a layer as it is. `expected`: no warning is needed."""
 
     reason: str
@@ -55,6 +53,7 @@ def change_modules(
     choose: Callable[[nn.Module], Choice],
     finish: Callable[[nn.Module, type[nn.Module]], None],
     report: ConversionReport,
+    caller: str,
 ) -> ModuleT:
     """Change each module of `root` as `choose` says; return `root` or what takes its place.
 
@@ -63,38 +62,26 @@ def change_modules(
     """
     if not isinstance(root, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(root).__name__}")
-    names = modules_of(root)
-    registered = set(root.modules())
-    choices = {module: _possible(choose(module), module, report.title) for module in names}
-    classes = {m: (class_of(m), c) for m, c in choices.items() if isinstance(c, type)}
-    _change_classes({module: target for module, (_, target) in classes.items()}, names)
-    report.layers.clear()
+    names, registered = modules_of(root), set(root.modules())
+    choices = {module: _possible(choose(module), module, caller) for module in names}
+    before = {module: class_of(module) for module in names}
+    _change_classes({m: c for m, c in choices.items() if isinstance(c, type)}, names)
+    report.clear()
     new: dict[nn.Module, nn.Module] = {}
     for module, choice in choices.items():
         if choice is None:
             continue
-        before, after, kept = class_of(module), None, Keep("")
-        if isinstance(choice, Keep):
-            kept = choice
-        elif isinstance(choice, nn.Module):
+        after, kept = None, choice if isinstance(choice, Keep) else Keep("")
+        if isinstance(choice, nn.Module):
             new[module] = choice
             after = name_of_class(type(choice))
-        else:
-            before = classes[module][0]
-            finish(module, before)
+        elif isinstance(choice, type):
+            finish(module, before[module])
             after = name_of_class(choice)
-        report.layers.append(
-            ReportedLayer(
-                names[module] or "the model itself",
-                name_of_scripted(module)
-                if isinstance(module, torch.jit.ScriptModule)
-                else name_of_class(before),
-                after,
-                kept.reason,
-                kept.expected,
-                module in registered,
-            )
-        )
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        was = name_of_scripted(module) if scripted else name_of_class(before[module])
+        name = names[module] or "the model itself"
+        report.append(ReportedLayer(name, was, after, *kept, module in registered))
     if new:
         swap_modules(names, new)
     return cast(ModuleT, new.get(root, root))
@@ -104,19 +91,19 @@ def _change_classes(
     targets: Mapping[nn.Module, type[nn.Module]], names: dict[nn.Module, str]
 ) -> None:
     """Give each module its target class, or none of them if one can't take it (`TypeError`)."""
-    changed: list[tuple[nn.Module, type[nn.Module]]] = []
+    changed: dict[nn.Module, type[nn.Module]] = {}
     for module, target in targets.items():
         kind = type(module)
         try:
             become(module, target)
         except TypeError as error:
-            for earlier, before in changed:
+            for earlier, before in changed.items():
                 earlier.__class__ = before
             raise TypeError(
                 f"expected a class that {names[module] or 'the model'} ({name_of_class(kind)}) can "
                 f"become in place, got {name_of_class(target)} ({error}); use a function instead"
             ) from error
-        changed.append((module, kind))
+        changed[module] = kind
 
 
 def synchronize(
@@ -124,6 +111,7 @@ def synchronize(
     extra: Mapping[type[nn.Module], Target],
     report: ConversionReport,
     ours: type[nn.Module],
+    caller: str,
 ) -> ModuleT:
     """Make the layers of `root` synchronized ones. `ours`: the base class of these."""
     if not isinstance(extra, Mapping):
@@ -133,12 +121,15 @@ def synchronize(
     load_known_libraries()
 
     def remember_origin(module: nn.Module, before: type[nn.Module]) -> None:
-        if origin_of(class_of(module)) is not before:
+        if origins.get(class_of(module)) is not before:
             module.__dict__["_converted_from"] = before
         if isinstance(module, LayerState):
             give_number(module)
 
-    return change_modules(root, lambda m: _choose(m, extra, ours), remember_origin, report)
+    def choose(module: nn.Module) -> Choice:
+        return _choose(module, extra, ours)
+
+    return change_modules(root, choose, remember_origin, report, caller)
 
 
 def _choose(
@@ -150,15 +141,14 @@ def _choose(
     if kind in extra:
         return apply_target(module, extra[kind], "extra=")
     if issubclass(kind, ours):
-        return Keep("it synchronizes already", expected=True)
-    known = conversion_of(kind)
-    if known is not None:
-        new = apply_target(module, known.to, "register_conversion")
+        return Keep("it synchronizes already", True)
+    if kind in conversions:
+        new = apply_target(module, conversions[kind].to, "register_conversion")
         if isinstance(new, nn.Module):
             new.__dict__["_converted_by"] = kind  # `revert_model` looks for the way back there
         return new
     if issubclass(kind, BatchNorm2dReimpl):
-        return Keep("the reference layer does not synchronize", expected=True)
+        return Keep("the reference layer does not synchronize", True)
     if hasattr(module, "__data_parallel_replicate__"):
         return Keep("it synchronizes by itself", True) if issubclass(kind, _BatchNorm) else None
     if issubclass(kind, nn.DataParallel) and kind is not DataParallelWithCallback:
@@ -183,7 +173,7 @@ def _possible(choice: Choice, module: nn.Module, caller: str) -> Choice:
 def apply_target(module: nn.Module, target: Target, source: str) -> Choice:
     """What a user's conversion makes of `module`. `source`: where the conversion was given."""
     if target is None:
-        return Keep(f"{source} says that it stays", expected=True)
+        return Keep(f"{source} says that it stays", True)
     if isinstance(target, type):
         return target
     new = target(module)
@@ -196,12 +186,12 @@ def apply_target(module: nn.Module, target: Target, source: str) -> Choice:
 
 
 def _unknown(module: nn.Module, kind: type[nn.Module]) -> Choice:
-    name = name_of_class(kind)
     if issubclass(kind, _BatchNorm):
         made = synchronized_subclass(kind)
         return Keep(f"{made}; see extra=") if isinstance(made, str) else made
     buffers: dict[str, Any] = module._buffers
     if "running_var" in buffers and "weight" not in buffers and not issubclass(kind, _InstanceNorm):
+        name = name_of_class(kind)
         return Keep(f"it has a running_var, but {name} is no subclass of BatchNorm; see extra=")
     return None
 
@@ -210,7 +200,7 @@ def _kept_of_jit(module: torch.jit.ScriptModule) -> Keep | None:
     """A module that was scripted or traced: torch can't change it, and its code can't wait."""
     statistics = scripted_batch_norm(module)
     if statistics == "never":
-        return Keep("compiled by torch.jit; it uses its running statistics only", expected=True)
+        return Keep("compiled by torch.jit; it uses its running statistics only", True)
     if statistics is None:
         return None
     return Keep(
@@ -225,7 +215,7 @@ def _kept_of_torch(module: nn.Module, kind: type[nn.Module]) -> Keep | None:
     if not where.startswith("torch.ao.nn."):
         return None
     if issubclass(kind, _BatchNorm):
-        return Keep("quantized; it uses its running statistics only", expected=True)
+        return Keep("quantized; it uses its running statistics only", True)
     if where == "torch.ao.nn.intrinsic.modules.fused" and "Bn" in kind.__name__:
         return Keep("prepare_qat makes a new plain layer of it; call convert_model after that")
     if getattr(module, "_enable_slow_path_for_better_numerical_stability", False):

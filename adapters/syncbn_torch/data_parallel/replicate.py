@@ -28,7 +28,7 @@ from syncbn_torch._torch_private import (
     records_a_graph,
     untraced,
 )
-from syncbn_torch.conversion.registry import conversion_of
+from syncbn_torch.conversion.registry import conversions
 from syncbn_torch.conversion.replacement import class_of, modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
@@ -177,7 +177,7 @@ def _separate_hooks(copies: Sequence[Sequence[nn.Module]]) -> None:
 
 def _stays_on_purpose(layer: nn.Module) -> bool:
     """Whether the user registered that `convert_model` leaves layers of this class alone."""
-    conversion = conversion_of(class_of(layer))
+    conversion = conversions.get(class_of(layer))
     return conversion is not None and conversion.to is None
 
 
