@@ -9,8 +9,6 @@ import math
 from numbers import Real
 from typing import Any, get_args
 
-import numpy as np
-
 from syncbn_core.backends import operations_for
 from syncbn_core.errors import (
     ArgumentError,
@@ -19,7 +17,6 @@ from syncbn_core.errors import (
     ReadOnlyError,
     ShapeError,
 )
-from syncbn_core.layout import layout_of, overlaps_itself, shares_memory
 from syncbn_core.moments import ACTIVATIONS, EpsMode, NormRule
 
 __all__ = [
@@ -116,10 +113,6 @@ def _is_floating(dtype: Any) -> bool:
     return bool(dtype.kind == "f" or dtype.name == "bfloat16")
 
 
-def _is_writable(array: Array) -> bool:
-    return bool(getattr(array.flags, "writeable", True))  # CuPy arrays are always writable
-
-
 def check_same_device(name: str, array: Array, x: Array) -> None:
     """Raise `DeviceError` unless `array` has the library and the device of x."""
     places = [getattr(a, "device", None) for a in (array, x)]
@@ -187,40 +180,23 @@ def check_running(
             raise DTypeError(
                 f"expected num_batches_tracked of an integer dtype, got {num_batches_tracked.dtype}"
             )
-    named = {
-        "running_mean": running_mean,
-        "running_var": running_var,
-        "num_batches_tracked": num_batches_tracked,
-    }
-    for name, array in named.items():
-        if array is not None and not _is_writable(array):
+    _check_writable(
+        running_mean=running_mean, running_var=running_var, num_batches_tracked=num_batches_tracked
+    )
+
+
+def _check_writable(**arrays: Array | None) -> None:
+    """Raise `ReadOnlyError` for an array that can't be written, or has one value in many places."""
+    for name, array in arrays.items():
+        if array is None or array.size == 0:
+            continue
+        repeated = array.size > 1 and 0 in array.strides
+        if repeated or not getattr(array.flags, "writeable", True):  # CuPy's always are
+            what = f"strides {array.strides}" if repeated else "a read-only array"
             raise ReadOnlyError(
-                f"expected a writable {name}, which training updates in place, got a read-only "
-                "array; copy it first"
-            )
-        if array is not None and array.size > 1 and 0 in array.strides:
-            raise ReadOnlyError(
-                f"expected {name} with its own memory for each value, got strides {array.strides}; "
+                f"expected a writable {name} with memory of its own for each value, got {what}; "
                 "copy it first"
             )
-    if running_mean is not None and _share_memory(running_mean, running_var):
-        raise ArgumentError(
-            "expected running_mean and running_var with memory of their own, got arrays that "
-            "overlap; copy one of them"
-        )
-
-
-def _share_memory(one: Array, other: Array) -> bool:
-    """Whether two arrays of one library and device share memory of an element."""
-    if isinstance(one, np.ndarray):  # bounds first, which takes no time
-        return np.may_share_memory(one, other) and np.shares_memory(one, other)
-    places = one.data.ptr, other.data.ptr
-    bytes_apart = abs(places[0] - places[1])
-    if bytes_apart >= max(one.nbytes, other.nbytes) and (
-        one.flags.c_contiguous and other.flags.c_contiguous
-    ):
-        return False
-    return shares_memory(places[0], one, places[1], other)
 
 
 def check_dy(x: Array, dy: Array) -> None:
@@ -236,7 +212,7 @@ def check_dy(x: Array, dy: Array) -> None:
 
 
 def check_out(x: Array, out: Array | None) -> None:
-    """Check that `out` is None or a writable array like x, whose values do not overlap.
+    """Check that `out` is None or a writable array like x.
 
     Raises `DeviceError`, `ShapeError` or `ReadOnlyError`.
     """
@@ -248,10 +224,4 @@ def check_out(x: Array, out: Array | None) -> None:
             f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, like x, got "
             f"{tuple(out.shape)} and {out.dtype}"
         )
-    if not _is_writable(out):
-        raise ReadOnlyError("expected a writable out, got a read-only array; pass another")
-    if layout_of(out) is None and overlaps_itself(out.shape, out.strides, out.itemsize):
-        raise ReadOnlyError(
-            "expected out with its own memory for each value, got shape "
-            f"{tuple(out.shape)} with strides {tuple(out.strides)}; pass another"
-        )
+    _check_writable(out=out)

@@ -21,14 +21,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "Layout",
-    "layout_of",
-    "layout_of_strides",
-    "overlaps_itself",
-    "shares_memory",
-    "writable_view",
-]
+__all__ = ["Layout", "layout_of", "layout_of_strides", "writable_view"]
 
 Array = Any
 
@@ -80,53 +73,6 @@ def layout_of_strides(
         channels=shape[1],
         inner=prod(shape[axis] for axis in axes[at + 1 :]),
     )
-
-
-@lru_cache(maxsize=256)
-def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether two elements of an array share memory; `strides` in bytes. Exact."""
-    axes = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True))
-    axes = [(stride, size) for stride, size in axes if size > 1]
-    if 0 in shape or not axes:
-        return False
-    reach = itemsize  # bytes from the first to the last element of the axes so far
-    for stride, size in axes:
-        if stride < reach:
-            break
-        reach += stride * (size - 1)
-    else:
-        return False
-    # Axes that are interleaved. There is too little memory for all elements, or each is looked at.
-    extent = itemsize + sum(stride * (size - 1) for stride, size in axes)
-    if extent < itemsize * prod(shape):
-        return True
-    offsets = np.zeros(1, np.int64)
-    for stride, size in axes:
-        offsets = np.add.outer(offsets, stride * np.arange(size)).ravel()
-    offsets.sort()
-    return bool((np.diff(offsets) < itemsize).any())
-
-
-def shares_memory(address: int, array: Any, other_address: int, other: Any) -> bool:
-    """Whether elements of two arrays at these addresses share memory. Exact; reads none of them.
-
-    The arrays have `shape`, `strides` (in bytes) and `itemsize`.
-    """
-    one, two = np.asarray(_Outline(address, array)), np.asarray(_Outline(other_address, other))
-    return bool(np.shares_memory(one, two))
-
-
-class _Outline:
-    """Holds an `__array_interface__` of memory that is only compared with other memory."""
-
-    def __init__(self, address: int, array: Any) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(array.shape),
-            "strides": tuple(array.strides),
-            "typestr": f"|V{array.itemsize}",
-            "data": (address, True),
-        }
 
 
 class _Interface:

@@ -231,20 +231,6 @@ def test_arrays_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_refused(lambda: batch_norm_forward(**given), given, DeviceError, *words)
 
 
-@pytest.mark.parametrize("kind", ["the same", "shifted by one", "byte by byte", "interleaved"])
-def test_running_statistics_that_overlap_are_refused(kind: str) -> None:
-    memory = np.ones(13, F4)
-    mean, var = {
-        "the same": (memory[:3], memory[:3]),
-        "shifted by one": (memory[:3], memory[2:5]),
-        "byte by byte": (memory[:3], memory.view(np.uint8)[10:22].view(F4)),
-        "interleaved": (memory[0:5:2], memory[4:9:2]),
-    }[kind]
-    given = arguments(running_mean=mean, running_var=var)
-    words = ("running_mean and running_var with memory of their own",)
-    assert_refused(lambda: batch_norm_forward(**given), given, ArgumentError, *words)
-
-
 def test_running_statistics_may_be_views_of_one_array() -> None:
     x = arguments()["x"]
     expected = np.zeros(3, F4), np.ones(3, F4)
@@ -267,11 +253,8 @@ def strided(strides: tuple[int, int, int]) -> Array:
     return np.lib.stride_tricks.as_strided(memory, (4, 3, 5), tuple(4 * s for s in strides))
 
 
-OVERLAPPING = [(0, 5, 1), (15, 0, 1), (15, 5, 0), (5, 5, 1), (1, 1, 1), (10, 4, 1), (4, 5, 1)]
-
-
-@pytest.mark.parametrize("strides", OVERLAPPING, ids=str)
-def test_out_that_overlaps_itself_is_refused(strides: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("strides", [(0, 5, 1), (15, 0, 1), (15, 5, 0)], ids=str)
+def test_out_that_repeats_a_value_is_refused(strides: tuple[int, int, int]) -> None:
     x, out = arguments()["x"], strided(strides)
     mean, var = np.zeros(3, F4), np.ones(3, F4)
     _, saved = batch_norm_forward(x)
@@ -280,7 +263,9 @@ def test_out_that_overlaps_itself_is_refused(strides: tuple[int, int, int]) -> N
         lambda: batch_norm_eval(x, mean, var, out=out),
         lambda: batch_norm_backward(x, saved, out=out),
     ):
-        with pytest.raises(ReadOnlyError, match="expected out with its own memory for each value"):
+        with pytest.raises(
+            ReadOnlyError, match="writable out with memory of its own"
+        ):
             step()
     assert not mean.any()
     assert not out.any()
