@@ -263,9 +263,7 @@ def test_out_that_repeats_a_value_is_refused(strides: tuple[int, int, int]) -> N
         lambda: batch_norm_eval(x, mean, var, out=out),
         lambda: batch_norm_backward(x, saved, out=out),
     ):
-        with pytest.raises(
-            ReadOnlyError, match="writable out with memory of its own"
-        ):
+        with pytest.raises(ReadOnlyError, match="writable out with memory of its own"):
             step()
     assert not mean.any()
     assert not out.any()

@@ -34,7 +34,6 @@ from syncbn_core.backends.cuda import driver  # noqa: E402
 from syncbn_core.backends.cuda.grid import MAX_PARTS, SIZES  # noqa: E402
 from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
-from syncbn_core.backends.cuda.usable import usable_kernel  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
 from syncbn_torch.forward import always_ours  # noqa: E402
@@ -136,7 +135,6 @@ class Memory(cuda.TensorDeviceMemory):
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.shortened = 0  # numbers that new tensors of float64 lack
-        self.checked: list[Range] | None = None  # memory of the kernel that is checked
 
     def device_of(self, array):
         return self.gpu.here.index
@@ -159,36 +157,21 @@ class Memory(cuda.TensorDeviceMemory):
     def empty(self, shape, dtype, index):
         if self.shortened and dtype == "float64":
             return torch.empty(prod(shape) - self.shortened, dtype=torch.float64)
-        array = self._held(torch.empty(shape, dtype=getattr(torch, dtype)))
+        array = torch.empty(shape, dtype=getattr(torch, dtype))
         self.gpu.unwritten(array)
         return array
 
     def zeros(self, shape, dtype, index):
-        return self._held(torch.zeros(shape, dtype=getattr(torch, dtype)))
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
 
     def lasting_zeros(self, size, index, stream):
         return self.zeros((size,), "int32", index)
 
     def upload(self, values, dtype, index):
-        return self._held(torch.from_numpy(values).to(getattr(torch, dtype)))
+        return torch.from_numpy(values).to(getattr(torch, dtype))
 
-    @contextmanager
     def waiting_allowed(self):
-        """A kernel is checked: it knows the memory that is allocated until that is done."""
-        self.checked = []
-        try:
-            yield
-        finally:
-            for area in self.checked:
-                self.gpu.device.memory.remove(area)
-            self.checked = None
-
-    def _held(self, tensor):
-        if self.checked is not None:
-            start = tensor.data_ptr()
-            area = _range(start, start + tensor.nbytes, tensor)
-            self.checked.append(self.gpu.device.memory.add(area))
-        return tensor
+        return nullcontext()
 
 
 class Operations(CudaOperations):
@@ -201,7 +184,7 @@ class Operations(CudaOperations):
             __slots__ = ()
 
             def launch(self, source, grid, *arguments):
-                usable_kernel(memory, source, self.index, self.stream)
+                driver.kernel_for(source, self.index)  # or a failure, before memory is known
                 memory.gpu.keys.append(source.key)
                 with memory.gpu.memory_of(arguments):
                     super().launch(source, grid, *arguments)

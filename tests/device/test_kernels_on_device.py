@@ -1,4 +1,4 @@
-"""Each kernel passes its check on the device; steps without kernels are right there, too."""
+"""Kernels pass their check on the device; steps without kernels are right there, too."""
 
 from __future__ import annotations
 
@@ -6,42 +6,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from syncbn_core.backends.cuda import driver, grid, selfcheck, usable  # noqa: E402
+from syncbn_core.backends.cuda import driver, launcher, usable  # noqa: E402
 from syncbn_core.backends.cuda.driver import KernelFailure  # noqa: E402
-from syncbn_core.kernels.cuda.constants import SIZES, lanes_of  # noqa: E402
 from syncbn_torch import SyncBatchNorm  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
 from syncbn_torch.forward import always_ours  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
-FORMS = ("planes", "ragged planes", "single planes", "rows", "single rows")
 
 
-def source_of(form, dtype, step):
-    kind, lanes = form.rpartition(" ")[2], 1 if "single" in form else lanes_of(dtype)
-    return grid.source(f"{kind}_{step}", dtype, lanes, "ragged" in form, grid.THREADS)
-
-
-def check(source, device):
-    if driver.compute_capability(device.index) < source.oldest:
-        pytest.skip("the device is too old for this dtype")
-    memory = cuda.TensorDeviceMemory()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_pass_their_check(dtype, device, only_cuda):
+    torch.zeros(1, device=device)  # torch makes the context
     with torch.cuda.device(device):
-        torch.zeros(1, device=device)  # torch makes the context
-        kernel = driver.kernel_for(source, device.index)
-        selfcheck.check(memory, kernel, device.index, memory.stream(device.index))
-
-
-@pytest.mark.parametrize("dtype", SIZES)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("step", STEPS)
-def test_each_kernel_passes_its_check(step, form, dtype, device, only_cuda):
-    check(source_of(form, dtype, step), device)
-
-
-def test_the_kernel_that_merges_passes_its_check(device, only_cuda):
-    check(grid.source("merge_parts", "float64", 1, False, grid.THREADS), device)
+        usable._compare(cuda.OPERATIONS, device.index, dtype)
 
 
 def step_equals_float64(dtype, channels_last, device):
@@ -84,8 +63,8 @@ def test_steps_whose_kernel_fails_are_right(failing, device, only_cuda, monkeypa
             raise KernelFailure(f"{source.key} shall fail")
         return driver.kernel_for(source, index)
 
-    monkeypatch.setattr(usable, "kernel_for", kernel_for)
-    for known in ("_usable", "_failures", "_device_failures"):
-        monkeypatch.setattr(usable, known, {})
+    monkeypatch.setattr(launcher, "kernel_for", kernel_for)
+    monkeypatch.setattr(usable, "_passed", set())
+    monkeypatch.setattr(usable, "_failed", {})
     with always_ours(), pytest.warns(UserWarning, match="uses plain operations instead"):
         step_equals_float64("float32", False, device)

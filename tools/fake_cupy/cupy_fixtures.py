@@ -52,7 +52,7 @@ def no_races(cupy, gpu):
     gpu.launches.clear()
     gpu.fault, gpu.schedule = None, Schedule()
     yield races
-    assert not races.found
+    assert not races.found, races.found
     assert gpu.fault is None
     assert not any(array._a.any() for array in counters.values()), "kernels leave counters behind"
 

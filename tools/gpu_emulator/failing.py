@@ -24,7 +24,7 @@ def computes_wrongly(kernel):
 
 
 @contextmanager
-def failing(way, name, device, folder):
+def failing(way, name, device):
     """Kernels are checked, and those with `name` in their names fail; gives the warnings."""
     compile_source = driver.compile_source
 
@@ -43,7 +43,6 @@ def failing(way, name, device, folder):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setenv("SYNCBN_KERNELS", "checked")
-        patch.setattr(usable, "cache_folder", lambda: folder)
         patch.setattr(driver, "compile_source", compiled)
         if way != "does not compile":
             patch.setattr(device, "before", before)
@@ -58,6 +57,5 @@ def forget():
     """As in a new process."""
     driver._kernels.clear()
     driver._loaded.clear()
-    usable._usable.clear()
-    usable._failures.clear()
-    usable._device_failures.clear()
+    usable._passed.clear()
+    usable._failed.clear()

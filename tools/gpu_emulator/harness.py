@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from emulator.device import Device, Launch
 from emulator.machine import Schedule
 from emulator.memory import Range
 
-from syncbn_core.backends.cuda import driver, selfcheck
+from syncbn_core.backends.cuda import driver
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.kernels.cuda.constants import SIZES, UNROLL, lanes_of
@@ -74,53 +74,6 @@ class Buffer:
         """As float64."""
         array = from_bfloat16(self.array) if self.dtype == "bfloat16" else self.array
         return array.astype(np.float64)
-
-
-class HostMemory:
-    """As much of a `DeviceMemory` as the check of kernels uses: NumPy arrays they may touch."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.captured = False
-        self.fails: Exception | None = None  # what a download raises
-        self.results: list[Array] = []  # where a kernel is to write
-
-    def empty(self, shape: Any, dtype: str, index: int) -> Array:
-        return self._held(np.empty(shape, STORAGE.get(dtype, dtype)), dtype)
-
-    def zeros(self, shape: Any, dtype: str, index: int) -> Array:
-        return self._held(np.zeros(shape, STORAGE.get(dtype, dtype)), dtype)
-
-    def upload(self, values: Array, dtype: str, index: int) -> Array:
-        held = self._held(
-            to_bfloat16(values) if dtype == "bfloat16" else values.astype(dtype), dtype
-        )
-        if values[0] == selfcheck.GUARDED:
-            self.results.append(held)
-        return held
-
-    def _held(self, values: Array, dtype: str) -> Array:
-        raw = np.zeros(values.nbytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-        array: Array = raw[start : start + values.nbytes].view(values.dtype)
-        array[:] = values.ravel()
-        self.device.memory.add(Range(array.ctypes.data, array.view(np.uint8), name=dtype))
-        return array
-
-    def download(self, array: Array) -> Array:
-        if self.fails is not None:
-            raise self.fails
-        bits = array.dtype == np.uint16
-        return (from_bfloat16(array) if bits else array).astype(np.float64)
-
-    def pointer(self, array: Array) -> int:
-        return array.ctypes.data
-
-    def is_captured(self, stream: int) -> bool:
-        return self.captured
-
-    def waiting_allowed(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @dataclass

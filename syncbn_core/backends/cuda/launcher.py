@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.backends.cuda.driver import LEGACY_STREAMS, multiprocessor_count
+from syncbn_core.backends.cuda.driver import LEGACY_STREAMS, kernel_for, multiprocessor_count
 from syncbn_core.backends.cuda.memory import DeviceMemory
-from syncbn_core.backends.cuda.usable import usable_kernel
 from syncbn_core.kernels.cuda.constants import THREADS
 
 __all__ = ["Launcher"]
@@ -36,12 +35,11 @@ class Launcher:
         self.multiprocessors = multiprocessor_count(index)
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
-        """Start a kernel without waiting for it, except for its check before the first use.
+        """Start a kernel without waiting for it.
 
-        Raises `KernelFailure` if the kernel can't be used; then nothing was started.
+        Raises `KernelFailure` if the kernel can't be compiled or loaded; nothing was started then.
         """
-        kernel = usable_kernel(self.memory, source, self.index, self.stream)
-        kernel.launch(grid, self.stream, *arguments)
+        kernel_for(source, self.index).launch(grid, self.stream, *arguments)
 
     def scratch(self, size: int) -> tuple[Pointer, Array]:
         """Address of `size` float64 for the next launch, and the array that owns them."""

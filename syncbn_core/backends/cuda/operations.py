@@ -2,8 +2,8 @@
 
 A `DeviceMemory` per library allocates arrays and gives their addresses. Forward and backward are
 two kernel launches each, on the current stream of the arrays' device. Nothing here waits for the
-device, except before the first use of a kernel, so a CUDA graph can capture forward and backward,
-after one run without capture. A step whose kernel can't be used runs by plain operations.
+device, except for the check of kernels, so a CUDA graph can capture forward and backward,
+after one run without capture. Where kernels can't be used, steps run by plain operations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from syncbn_core.backends.cuda.driver import KernelFailure
 from syncbn_core.backends.cuda.launcher import Launcher
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
+from syncbn_core.backends.cuda.usable import give_up, usable
 from syncbn_core.device_moments import DeviceMoments, DeviceStatistics, join_rows
 from syncbn_core.layout import Layout
 from syncbn_core.moments import NormRule
@@ -41,19 +42,25 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
 def _or_plain(step: _Step) -> _Step:
-    """The step by kernels, or by plain operations if a kernel of it can't be used.
+    """The step by kernels, or by plain operations if kernels can't be used.
 
     A step must write nothing that its caller sees before its last kernel has been launched.
     """
 
     @wraps(step)
-    def chosen(self: CudaOperations, *arguments: Any, **settings: Any) -> Any:
-        try:
-            return step(self, *arguments, **settings)
-        except KernelFailure:
-            pass  # outside of this block the arrays of the step that failed are free again
-        plain = getattr(super(CudaOperations, self), step.__name__)
-        return plain(*arguments, **settings)
+    def chosen(self: CudaOperations, first: Any, *arguments: Any, **settings: Any) -> Any:
+        memory = self.memory
+        if isinstance(first, Sequence):  # moments to merge
+            index, dtype = memory.device_of(first[0].rows), None
+        else:
+            index, dtype = memory.device_of(first), memory.dtype_name(first)
+        if usable(self, index, dtype):
+            try:
+                return step(self, first, *arguments, **settings)
+            except KernelFailure as failure:
+                give_up(index, failure)
+            # outside of this block the arrays of the step that failed are free again
+        return getattr(super(CudaOperations, self), step.__name__)(first, *arguments, **settings)
 
     return cast("_Step", chosen)
 

@@ -1,50 +1,53 @@
-"""Decides which kernels are used: each is checked when it is first used.
+"""Decides whether kernels are used: the first of a dtype on a device are checked.
 
     SYNCBN_KERNELS=checked    the default
     SYNCBN_KERNELS=on         kernels are used unchecked
     SYNCBN_KERNELS=off        no kernels: plain array operations
 
-A kernel that fails (it does not compile, load or launch, or its results are wrong) is named by one
-warning, and `usable_kernel` raises `KernelFailure`; plain operations then take its place. A kernel
-that passes is noted in the folder of compiled kernels, for this machine code, type of device and
-driver, so later processes need not check it. Failures are not noted: the next process checks again,
-and warns again. Before the first kernel of a device a small one is loaded; if that fails, one
-warning stands for all kernels.
+The check compares the steps by kernels with plain operations on the device. After a kernel that
+fails (it does not compile, load or launch, or a result is wrong), one warning says so, and plain
+operations take the place of all kernels on that device, until the process ends.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 import os
 import threading
 import warnings
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from syncbn_core.backends.cuda import grid
-from syncbn_core.backends.cuda.compiler import Source, cache_folder
+import numpy as np
+
 from syncbn_core.backends.cuda.driver import (
     LEGACY_STREAMS,
-    Kernel,
+    DriverError,
     KernelFailure,
     description,
-    kernel_for,
+    failure_of,
 )
 from syncbn_core.backends.cuda.memory import DeviceMemory
-from syncbn_core.backends.cuda.selfcheck import CASES, check
-from syncbn_core.disk_cache import on_rank, read_own, write_atomically
+from syncbn_core.backends.cuda.plain import PlainDeviceOperations
+from syncbn_core.disk_cache import on_rank
 from syncbn_core.errors import ArgumentError, BackendError
+from syncbn_core.moments import NormRule
+from syncbn_core.steps import Affine, RunningStatistics
 
-__all__ = ["Setting", "setting", "usable_kernel"]
+__all__ = ["Setting", "give_up", "setting", "usable"]
 
+Array = Any
 Setting = Literal["checked", "on", "off"]
 
-REPORT = ". Please report this text to syncbn's developers"
+STEPS = ("moments", "merge", "forward", "backward_reduce", "backward_input")
+SHAPES = ((9, 3, 1024), (600, 16))  # planes and rows, of several thread blocks
+# The largest error for activations of a dtype, over the largest value.
+TOLERANCES = {"float16": 4e-3, "bfloat16": 3.2e-2, "float32": 4e-5, "float64": 1e-11}
 
-_usable: dict[tuple[str, int], Kernel] = {}
-_failures: dict[tuple[str, int], str] = {}
-_device_failures: dict[int, str | None] = {}  # why a device can't use any kernel; None if it can
+_passed: set[tuple[int, str]] = set()
+_failed: dict[int, str] = {}  # devices without kernels, and why
 _locks: dict[Any, threading.Lock] = {}  # one each: a check may wait for other threads
 
 
@@ -54,96 +57,121 @@ def setting() -> Setting:
     if given not in get_args(Setting):
         raise ArgumentError(
             "expected the environment variable SYNCBN_KERNELS to be checked, on or off, "
-            f"got {given!r}; unset it to have each kernel checked"
+            f"got {given!r}; unset it to have kernels checked"
         )
     known: Setting = given
     return known
 
 
-def usable_kernel(memory: DeviceMemory, source: Source, device: int, stream: int) -> Kernel:
-    """The kernel of `source`, compiled, loaded and checked on first use.
+def usable(operations: Any, index: int, dtype: str | None) -> bool:
+    """Whether kernels for arrays of `dtype` (None: any) may be used on device `index`.
 
-    `device` must be the current device and `stream` its current stream. Raises `KernelFailure` if
-    the kernel can't be used, after one warning, and `BackendError` if it is unchecked and the
-    stream is being captured into a CUDA graph.
+    `operations`: the `CudaOperations`. Raises `BackendError` where they are unchecked and the
+    current stream is being captured into a CUDA graph, or where the check breaks the device's
+    context.
     """
-    key = source.key, device
-    kernel = _usable.get(key)
-    if kernel is not None:
-        return kernel
-    if key not in _failures:
-        with _locks.setdefault(device, threading.Lock()):
-            _require_device(device)
-        with _locks.setdefault(key, threading.Lock()):
-            if key not in _failures:
-                return _usable.get(key) or _first_use(memory, source, device, stream)
-    raise KernelFailure(_failures[key])
+    if index in _failed:
+        return False
+    if dtype is not None and (index, dtype) not in _passed:
+        with _locks.setdefault((index, dtype), threading.Lock()):
+            if (index, dtype) not in _passed and index not in _failed:
+                _first_use(operations, index, dtype)
+    return index not in _failed
 
 
-def _require_device(device: int) -> None:
-    """Raise `KernelFailure` if no kernel loads on the device; one warning says so."""
-    if device not in _device_failures:
-        smallest = grid.source("merge_parts", "float64", 1, False, grid.THREADS)
-        failure = None
-        try:
-            kernel_for(smallest, device)
-        except KernelFailure as error:
-            failure = str(error)
-        _device_failures[device] = failure
-        if failure is not None:
-            warnings.warn(
-                "syncbn uses plain operations instead of CUDA kernels, which is slower. No kernel "
-                f"can be used on {description(device)}{on_rank()}: {failure}",
-                stacklevel=2,
-            )
-    failure = _device_failures[device]
-    if failure is not None:
-        raise KernelFailure(failure)
-
-
-def _first_use(memory: DeviceMemory, source: Source, device: int, stream: int) -> Kernel:
-    try:
-        kernel = kernel_for(source, device)
-        if setting() == "checked":
-            _check_once(memory, kernel, device, stream)
-    except KernelFailure as failure:
-        _failures[source.key, device] = str(failure)
+def give_up(index: int, failure: KernelFailure) -> None:
+    """Use no kernel on device `index` from now on; warns the first time."""
+    if index not in _failed:
+        _failed[index] = str(failure)
+        report = ". Please report this text to syncbn's developers" if failure.unexpected else ""
         warnings.warn(
-            f"syncbn uses plain operations instead of CUDA kernel {source.key}, which is slower. "
-            f"On {description(device)}{on_rank()}: {failure}{REPORT if failure.unexpected else ''}",
+            "syncbn uses plain operations instead of CUDA kernels, which is slower. "
+            f"On {description(index)}{on_rank()}: {failure}{report}",
             stacklevel=2,
         )
+
+
+def _first_use(operations: Any, index: int, dtype: str) -> None:
+    memory: DeviceMemory = operations.memory
+    if setting() == "checked":
+        with memory.on_device(index):
+            stream = memory.stream(index)
+            if stream not in LEGACY_STREAMS and memory.is_captured(stream):
+                raise BackendError(
+                    f"expected CUDA kernels for {dtype} to be checked before a CUDA graph is "
+                    "captured; run forward and backward once before the capture, or set "
+                    "SYNCBN_KERNELS=on"
+                )
+            try:
+                with memory.waiting_allowed():
+                    _compare(operations, index, dtype)
+            except KernelFailure as failure:
+                give_up(index, failure)
+                return
+    _passed.add((index, dtype))
+
+
+def _compare(operations: Any, index: int, dtype: str) -> None:
+    """Raise `KernelFailure` unless steps by kernels give the results of plain operations."""
+    memory: DeviceMemory = operations.memory
+    steps = {name: getattr(type(operations), name).__wrapped__ for name in STEPS}
+    kernels = SimpleNamespace(**{name: partial(step, operations) for name, step in steps.items()})
+    try:
+        for shape in SHAPES:
+            for name, *pair in _results(kernels, memory, index, dtype, shape):
+                values, right = map(memory.download, pair)
+                error = float(np.abs(values - right).max() / np.abs(right).max())
+                if not error <= TOLERANCES[dtype]:  # also for NaN
+                    raise KernelFailure(
+                        f"{name} of {dtype} {shape} differs from that of plain operations by "
+                        f"{error:.1e} of the largest value, more than {TOLERANCES[dtype]:.1e}"
+                    )
+    except DriverError as error:
+        raise failure_of(str(error), error.result) from error
+    except BackendError:
         raise
-    _usable[source.key, device] = kernel
-    return kernel
-
-
-def _check_once(memory: DeviceMemory, kernel: Kernel, device: int, stream: int) -> None:
-    note, passed = _note_of(kernel, device)
-    with suppress(OSError):  # such as a folder that may not be read
-        if note is not None and read_own(note) == passed:
-            return
-    if stream not in LEGACY_STREAMS and memory.is_captured(stream):
+    except Exception as error:  # the library's, of a kernel that broke the context
         raise BackendError(
-            f"expected kernel {kernel.source.key} to be checked before a CUDA graph is captured; "
-            "run forward and backward once before the capture, or set SYNCBN_KERNELS=on"
-        )
-    with memory.waiting_allowed():
-        check(memory, kernel, device, stream)
-    if note is not None:
-        with suppress(OSError):
-            write_atomically(note, passed)
+            f"expected CUDA kernels for {dtype} to finish on {description(index)}, got "
+            f"{type(error).__name__}: {error}; if no earlier kernel of the program has failed "
+            "(CUDA_LAUNCH_BLOCKING=1 shows that), start again with SYNCBN_KERNELS=off, and report "
+            "this text to syncbn's developers"
+        ) from error
 
 
-def _note_of(kernel: Kernel, device: int) -> tuple[Path | None, bytes]:
-    """The file that says that the kernel passed on this type of device, and what it then holds.
-
-    None for no folder.
-    """
-    passed = f"{kernel.source.key}: passed on {description(device)}\n".encode()
-    folder = cache_folder()
-    if folder is None:
-        return None, passed
-    digest = hashlib.sha256(kernel.image)
-    digest.update(f"{CASES} ".encode() + passed)
-    return folder / f"{digest.hexdigest()}.checked", passed
+def _results(
+    kernels: Any, memory: DeviceMemory, index: int, dtype: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, Array, Array]]:
+    """Of each step by kernels and by plain operations, given what the latter computed before."""
+    plain, rule, channels = PlainDeviceOperations(memory), NormRule(1e-3), shape[1]
+    random, wide = np.random.default_rng(0), "float64" if dtype == "float64" else "float32"
+    noise = random.normal(0, 1, (2, math.prod(shape)))
+    # dy whose sums are far from zero, so that an error in a sum is large beside it
+    x, dy = (
+        memory.upload(values, dtype, index).reshape(shape)
+        for values in (3 + 2 * noise[0], 0.5 + noise.sum(0) / 2)
+    )
+    weight, bias, mean, var, own_mean, own_var = (
+        memory.upload(values, wide, index)
+        for values in random.uniform(0.5, 2, (4, channels))[[0, 1, 2, 3, 2, 3]]
+    )
+    affine = Affine(weight, bias)
+    part = plain.moments(x)
+    total = plain.merge([part, part])
+    for own, right in ((kernels.moments(x), part), (kernels.merge([part, part]), total)):
+        for name, where in (("mean", slice(1, 1 + channels)), ("m2", slice(1 + channels, -1))):
+            yield name, own.rows[0, where], right.rows[0, where]
+    running = RunningStatistics(mean, var, None, 0.25)
+    right_y, right_known, _ = plain.forward(x, total, affine, rule, running)
+    running = RunningStatistics(own_mean, own_var, None, 0.25)
+    y, known, _ = kernels.forward(x, total, affine, rule, running)
+    yield "y", y, right_y
+    yield "invstd", known.packed[-channels:], right_known.packed[-channels:]
+    yield "running_mean", own_mean, mean
+    yield "running_var", own_var, var
+    sums = kernels.backward_reduce(x, dy, right_known, affine, rule)
+    right_sums = plain.backward_reduce(x, dy, right_known, affine, rule)
+    names = ("sums", "gradient of weight", "gradient of bias")
+    yield from zip(names, sums, right_sums, strict=True)
+    given = x, dy, right_known, affine, rule, right_sums.exchange
+    yield "dx", kernels.backward_input(*given), plain.backward_input(*given)

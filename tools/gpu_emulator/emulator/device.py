@@ -234,9 +234,8 @@ def emulated(capability: tuple[int, int] = (9, 0), devices: int = 2) -> Iterator
         driver._compiled.clear()
         driver._kernels.clear()
         driver._loaded.clear()
-        usable._usable.clear()
-        usable._failures.clear()
-        usable._device_failures.clear()
+        usable._passed.clear()
+        usable._failed.clear()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_open", lambda: device)
