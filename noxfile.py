@@ -260,9 +260,7 @@ def install_cuda(session: nox.Session, cuda: str, *extras: str) -> None:
     tools = ["ptx"] if cuda == "13" else []
     wanted = ",".join([f"cuda{cuda}", *extras])
     install(session, "-e", f".[{wanted}]", *groups("test", *tools))
-    fresh_numba_cache(session)
-    # kept for the next run: a kernel is found by the text of its sources and its compiler
-    session.env["SYNCBN_CACHE_DIR"] = str(Path(session.virtualenv.location).resolve() / "kernels")
+    kept_numba_cache(session)
 
 
 @nox.session(python=TORCH_PYTHON, tags=["cuda"])

@@ -26,7 +26,6 @@ import pytest
 
 from syncbn_core.backends.cuda import compiler, driver, grid
 from syncbn_core.backends.cuda.compiler import Code, Source
-from syncbn_core.disk_cache import LOCK_FILE
 from syncbn_core.errors import BackendError
 
 C_FILE = Path(__file__).with_name("stub_driver.c")
@@ -142,8 +141,8 @@ def machine(
     stub, compiler = Stub(copy), Compiler()
     monkeypatch.setattr(driver, "_open", lambda: stub.library)
     monkeypatch.setattr(driver, "compile_source", compiler)
-    monkeypatch.setenv("SYNCBN_CACHE_DIR", str(tmp_path / "cache"))
-    return Machine(stub, compiler, tmp_path / "cache", forgetful)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    return Machine(stub, compiler, tmp_path / "cache" / "syncbn", forgetful)
 
 
 def no_function() -> Callable[..., None]:
@@ -342,7 +341,7 @@ def test_failed_compilation_is_forgotten(machine: Machine) -> None:
     machine.compiler.error = BackendError("no compiler today")
     with pytest.raises(BackendError, match="no compiler today"):
         driver.kernel_for(source_of(), 0)
-    assert files_in(machine.cache) == []
+    assert not machine.cache.exists()
     machine.compiler.error = None
     driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
 
@@ -408,7 +407,7 @@ def test_without_memory_there_are_no_zeros(machine: Machine) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name != LOCK_FILE)
+    return sorted(folder.iterdir())
 
 
 def test_next_process_does_not_compile(machine: Machine) -> None:
@@ -539,7 +538,7 @@ def test_place_that_can_not_be_written_is_no_error(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("SYNCBN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "cache"))
     driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
     assert capfd.readouterr() == ("", "")
 
@@ -557,7 +556,7 @@ def test_failed_write_leaves_no_file(machine: Machine, monkeypatch: pytest.Monke
 def test_cache_is_in_the_folder_of_the_user(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SYNCBN_CACHE_DIR", "")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     driver.kernel_for(source_of(), 0)
     monkeypatch.delenv("XDG_CACHE_HOME")

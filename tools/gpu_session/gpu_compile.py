@@ -3,7 +3,7 @@
     python tools/gpu_session/gpu_compile.py  # for this machine's devices, else for 9.0
     python tools/gpu_session/gpu_compile.py 8.0 9.0 --cache FOLDER --json FILE
 
-Does not import torch. With `--cache` the kernels are kept: SYNCBN_CACHE_DIR=FOLDER lets later
+Does not import torch. With `--cache` the kernels are kept: NUMBA_CACHE_DIR=FOLDER lets later
 processes load them instead of compiling. Take a folder of its own: in the user's cache a kernel is
 kept only once a driver has loaded it, and these have met none.
 
@@ -99,7 +99,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def compile_one(kernel: Kernel, capability: Capability) -> Row:
-    """In a process of the pool: compile a kernel, or find it in SYNCBN_CACHE_DIR."""
+    """In a process of the pool: compile a kernel, or find it in NUMBA_CACHE_DIR."""
     from syncbn_core.backends.cuda import compiler, grid
 
     source = grid.source(*kernel, grid.THREADS)
@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="only so many kernels")
     options = parser.parse_args()
     with TemporaryDirectory() as passing:
-        os.environ["SYNCBN_CACHE_DIR"] = str(options.cache or passing)
+        os.environ["NUMBA_CACHE_DIR"] = str(options.cache or passing)
         result = run(
             wanted(options.capabilities), options.processes, options.seconds, options.first
         )

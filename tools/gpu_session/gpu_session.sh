@@ -73,7 +73,7 @@ fi
 
 # Kernels that no driver has loaded yet do not belong into the user's cache. The next call finds
 # those of this one.
-export SYNCBN_CACHE_DIR=$out/kernels
+export NUMBA_CACHE_DIR=$out/kernels
 parts=$out/parts
 rm -rf "$parts"
 mkdir -p "$parts" "$out/stages" || exit 2
@@ -205,9 +205,9 @@ if (($(left) < 20)); then
     rmdir "$out/stages" 2>/dev/null
     exit 2
 fi
-if [ ! -d "$SYNCBN_CACHE_DIR" ]; then
+if [ ! -d "$NUMBA_CACHE_DIR" ]; then
     stage compile "$(smaller $COMPILE "$(left)")" "$python" tools/gpu_session/gpu_compile.py "${sizes[@]}" \
-        --seconds $((COMPILE - 10)) --cache "$SYNCBN_CACHE_DIR" --json "$parts/compile.json"
+        --seconds $((COMPILE - 10)) --cache "$NUMBA_CACHE_DIR" --json "$parts/compile.json"
     compiled=$status
     ((compiled == 0)) && tail -n +2 "$out/compile.log"
 else
@@ -217,7 +217,7 @@ fi
 # nothing COMMENT: there is nothing to run on
 nothing() {
     echo "gpu_session.sh: $1" >&2
-    rm -rf "$parts" "$SYNCBN_CACHE_DIR"
+    rm -rf "$parts" "$NUMBA_CACHE_DIR"
     rmdir "$out/stages" 2>/dev/null
     exit 2
 }
@@ -271,6 +271,6 @@ if ((${#late[@]})); then
     echo "no time was left for: ${late[*]}; call again with the same OUT"
 elif ((${#asked[@]} == 0)); then
     echo "all stages have a result"
-    rm -rf "$SYNCBN_CACHE_DIR"
+    rm -rf "$NUMBA_CACHE_DIR"
 fi
 exit $failed

@@ -57,7 +57,7 @@ def test_compiled_kernels_are_found_again(tmp_path, monkeypatch, script):
     assert done.returncode == 0, done.stdout
     assert (result["done"], result["kernels"], result["cached"]) == (1, 1, 0)
     assert not result["missing"] + result["failures"] + result["notes"]
-    monkeypatch.setenv("SYNCBN_CACHE_DIR", str(folder))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
     path = compiler.cache_file(cuda.source(*kernel, cuda.THREADS), (9, 0))
     assert compiler.stored(path).cubin.startswith(b"\x7fELF")
     assert script.compile_one(kernel, (9, 0)) == {"cached": True}
@@ -77,7 +77,7 @@ def test_a_kernel_that_does_not_compile_is_named(script, monkeypatch, tmp_path):
     def compile_source(source, capability):
         raise BackendError("wrapped") from ValueError("no such\n  instruction")
 
-    monkeypatch.setenv("SYNCBN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler, "compile_source", compile_source)
     row = script.compile_one(("rows_moments", "float32", 4, False), (9, 0))
     key = f"rows_moments-float32-4-{cuda.THREADS}"

@@ -3,7 +3,7 @@
 numba-cuda compiles a kernel to PTX, and nvJitLink turns the PTX into machine code. The result is
 stored in a file, so that later processes need to import neither of them.
 
-    SYNCBN_CACHE_DIR    folder of compiled kernels; default: `syncbn` in the user's cache folder
+    NUMBA_CACHE_DIR    has a folder `syncbn` for compiled kernels; default: the user's cache folder
 """
 
 from __future__ import annotations
@@ -255,9 +255,9 @@ def versions() -> tuple[str, ...]:
 
 def cache_folder() -> Path | None:
     """The folder of compiled kernels, which may not exist yet; None for a user without a home."""
-    given = os.environ.get("SYNCBN_CACHE_DIR")
+    given = os.environ.get("NUMBA_CACHE_DIR")
     if given:
-        return Path(given)
+        return Path(given) / "syncbn"
     parent = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME")
     with suppress(RuntimeError):
         return (Path(parent) if parent else Path.home() / ".cache") / "syncbn"

@@ -32,7 +32,6 @@ from syncbn_core.backends.cuda.compiler import (
     store,
     stored,
 )
-from syncbn_core.disk_cache import load_or_claim
 from syncbn_core.errors import BackendError
 
 __all__ = [
@@ -345,21 +344,12 @@ def _load(source: Source, device: int) -> Kernel:
 
 
 def _code_of(source: Source, capability: tuple[int, int]) -> Code:
-    """The compiled kernel, from the disk if it is there; one of many processes compiles it.
-
-    Only the compilation is claimed. To load or to check a kernel may wait for the device, whose
-    work may wait for another process.
-    """
+    """The compiled kernel, from the disk if it is there."""
     path = cache_file(source, capability)
-    if path is None:
-        return compile_source(source, capability)
-    kept, release = load_or_claim(path.parent, path.name, lambda: stored(path))
-    try:
-        if kept is None:
-            kept = compile_source(source, capability)
-            store(path, kept)
-    finally:
-        release()
+    kept = stored(path)
+    if kept is None:
+        kept = compile_source(source, capability)
+        store(path, kept)
     return kept
 
 
