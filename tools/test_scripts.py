@@ -355,18 +355,6 @@ def test_process_groups_that_hang_are_ended(tmp_path: Path) -> None:
     assert group["error"].endswith("status [-9, -9]")
 
 
-def test_the_model_of_gpus_is_shown_and_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    shown = run("gpu_model.py")
-    assert shown.returncode == 0, shown.stderr
-    for name in ("T4", "A10", "RTX 4090", "A100", "H100", "H200", "B200"):
-        assert f"{name}, batch 256, by the model" in shown.stdout
-    done = run("gpu_model.py", "--markdown", "--picture", str(tmp_path / "model.png"))
-    assert done.returncode == 0, done.stderr
-    assert "Predicted over measured" in done.stdout
-    assert (tmp_path / "model.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_fodder_for_the_sanitizer_is_right_on_the_cpu() -> None:
     done = run("gpu_sanitize.py", "--device", "cpu", "--seconds", "10")  # as many as fit
     assert done.returncode == 0, done.stdout

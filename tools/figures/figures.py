@@ -3,8 +3,8 @@
     python tools/figures/figures.py
 
 computes each figure anew and prints what a page lacks. A figure that is changed in a page, or a
-file of results that is exchanged, shows here. The tables of `gpu_plot.py` and `gpu_model.py` have
-tests of their own. What a page says to be measured by hand has no JSON.
+file of results that is exchanged, shows here. The tables of `gpu_plot.py` have tests of their own.
+What a page says to be measured by hand has no JSON.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from statistics import geometric_mean
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.append(str(Path(__file__).parents[1] / "gpu_model"))
 
-from gpu_devices import GPUS
 from gpu_report import DIRECTIONS, faster_than, over_floor, total_of_resnet50
 
 ROOT = Path(__file__).parents[2]
 CPU = "cpu-2026-11-23.json"
 NETS = {threads: f"nets-2026-11-27-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
+H100_BANDWIDTH = 3.35e12  # bytes per second, of the data sheet
 COMPILED = "compiled-2026-11-23.json"
 REPLICAS = "replicas-2026-11-25.json"
 SCALING = "scaling-2026-11-21.json"
@@ -233,7 +232,7 @@ def bandwidths(results: Row) -> tuple[str, str, str]:
     """Of a copy, of our kernels at most (by the same count of passes), of the data sheet; TB/s."""
     copy = results["bandwidth"] / 1e12
     least = min(ratio for group in floors(results).values() for ratio in group.values())
-    return f"{copy:.2f}", f"{copy / least:.2f}", f"{GPUS['H100'].bandwidth / 1e12:.2f}"
+    return f"{copy:.2f}", f"{copy / least:.2f}", f"{H100_BANDWIDTH / 1e12:.2f}"
 
 
 def resnet50_over(rival: str, batches: Iterable[int], dtypes: Iterable[str], layout: str) -> str:
@@ -300,14 +299,6 @@ def takes_our_kernels(case: Row) -> bool:
         _, _, height, width = case["shape"]
         return bool(height * width >= 784)
     return bool(case["dtype"] == "bf16")
-
-
-def model_of_gpus() -> Iterator[str]:
-    copy = read(H100)["bandwidth"] / GPUS["H100"].bandwidth
-    yield (
-        f"at the speed of a copy, {copy:.2f} of it on that H100: to compare, multiply the figures "
-        f"there by {0.85 / copy:.2f}."
-    )
 
 
 # ----------------------------------------------------------- processes, compiled kernels
@@ -399,7 +390,6 @@ PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "docs/speed.md": (speed_cpu, replicas_cpu, nets_cpu, steps_of_graphs, speed_h100),
     "docs/scaling.md": (scaling,),
     "docs/internals/communication.md": (fit_of_scaling,),
-    "docs/internals/gpu-model.md": (model_of_gpus,),
     "docs/internals/gpu.md": (compiled,),
     "docs/internals/speed.md": (targets_cpu, added_by_replicas),
 }

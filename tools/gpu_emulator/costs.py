@@ -10,7 +10,7 @@ thread blocks of the launch.
 
 A block also executes instructions that do not depend on how much it reads, such as the sum over its
 threads. So each kernel has a second set of figures, `large`: an activation four times as large,
-in as few blocks as the kernel allows. `tools/gpu_model/gpu_model.py` compares the two.
+in as few blocks as the kernel allows.
 """
 
 from __future__ import annotations
