@@ -13,6 +13,7 @@ JAX has no float64 unless asked for, so a mean is kept as two float32 numbers, `
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -161,9 +162,10 @@ def _statistics(settings: _Settings, x: Array, mask: Array | None) -> _Total:
     if mask is None:
         channels = max(x.shape[settings.axis], 1)
         count = jnp.full(x.shape[settings.axis], x.size // channels, _wide(x))
-        within = next((each for each in range(1, x.ndim) if each != settings.axis), None)
-        # One in 16 values: their mean is at most 4 standard deviations off.
-        some = x if within is None else lax.slice_in_dim(x, 0, None, 16, within)
+        some = x  # or one in 16 values, whose mean is at most 4 standard deviations off
+        with suppress(Exception):  # of JAX, where that axis is sharded explicitly
+            within = [each for each in range(1, x.ndim) if each != settings.axis][:1]
+            some = lax.slice_in_dim(x, 0, None, 16, *within) if within else x
         base = _sum(settings, some) / max(some.size // channels, 1)
     else:
         count = _sum(settings, jnp.broadcast_to(mask, x.shape), int).astype(_wide(x))

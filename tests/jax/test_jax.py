@@ -193,6 +193,15 @@ def test_nothing_valid_changes_no_running_statistics() -> None:
     assert (new.var == 1).all()
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_space_may_be_sharded_too(kind: AxisType) -> None:
+    here = jax.make_mesh((2, 3), ("a", "b"), devices=jax.devices()[:6], axis_types=(kind, kind))
+    with jax.set_mesh(here):
+        x = jax.device_put(np.moveaxis(batch(), 2, 1), NamedSharding(here, P("a", "b")))
+        y, _ = jax.jit(partial(batch_norm, weight=WEIGHT, bias=BIAS))(x)
+    np.testing.assert_allclose(np.moveaxis(y, 1, 2), formula(batch())[0], atol=4e-6)
+
+
 def test_groups_of_members_are_batches_of_their_own() -> None:
     groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
     how = {"axis_name": "d", "axis_index_groups": groups}
