@@ -19,7 +19,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 from syncbn_core.backends.cuda.compiler import (
     INSTALL,
@@ -239,15 +239,8 @@ def description(device: int) -> str:
 
 _lock = threading.Lock()
 _kernels: dict[tuple[str, int], Kernel] = {}
-_loaded: dict[tuple[str, tuple[int, int]], _Loaded] = {}
+_loaded: dict[tuple[str, tuple[int, int]], int] = {}  # handles, by compute capability
 _compiled: dict[tuple[str, tuple[int, int]], Code] = {}  # for `compile_failure`, not loaded
-
-
-class _Loaded(NamedTuple):
-    """A kernel that the driver has loaded for one compute capability, and its machine code."""
-
-    handle: int
-    image: bytes
 
 
 class _Slots(threading.local):
@@ -263,9 +256,8 @@ class _Slots(threading.local):
 class Kernel:
     """A loaded kernel of one device; any thread may launch it."""
 
-    def __init__(self, source: Source, device: int, loaded: _Loaded) -> None:
-        self.source, self.image = source, loaded.image
-        self._device, self._handle, self._driver = device, loaded.handle, _driver()
+    def __init__(self, source: Source, device: int, handle: int) -> None:
+        self.source, self._device, self._handle, self._driver = source, device, handle, _driver()
         self._pack = Struct("<" + source.codes).pack_into
         self._slots = _Slots(len(source.codes))
         self._start = self._driver.calls["cuLaunchKernel"]
@@ -332,7 +324,7 @@ def _load(source: Source, device: int) -> Kernel:
                 f"expected kernel {source.key} to load on device {device}; {refused}"
             )
         try:
-            loaded = _Loaded(driver.load(code.image, code.entry), code.image)
+            loaded = driver.load(code.image, code.entry)
         except DriverError as error:
             raise failure_of(
                 f"expected kernel {source.key} to load on device {device}, got: {error}; if the "
