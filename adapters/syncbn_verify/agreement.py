@@ -14,8 +14,6 @@ from syncbn_verify.recording import is_norm
 
 __all__ = ["description", "plain_values", "with_plain_values"]
 
-_SETTINGS = ("num_features", "eps", "momentum", "affine", "track_running_stats", "eps_mode")
-
 
 def description(model: nn.Module, batch: Any, **arguments: Any) -> dict[str, str]:
     """Text by what it describes, such as "model, conv.weight"; values of tensors are left out.
@@ -27,7 +25,9 @@ def description(model: nn.Module, batch: Any, **arguments: Any) -> dict[str, str
         place = f"model, {name or 'the model itself'}"
         described[place] = "training mode" if module.training else "eval mode"
         if is_norm(module):
-            described[place] += f", {_settings(module)}"
+            described[place] += f", {module!r}"
+        if isinstance(module, _SynchronizedBatchNorm):
+            described[place] += f", {module.effective_eps_mode}"
         for held in (module.named_parameters, module.named_buffers):
             for key, tensor in held(recurse=False):
                 where = f"model, {name}.{key}" if name else f"model, {key}"
@@ -53,14 +53,6 @@ def with_plain_values(tree: Any, values: Iterator[Any]) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or type(value) in (list, tuple)
-
-
-def _settings(layer: nn.Module) -> str:
-    kind = type(layer)
-    said = [f"{name}={getattr(layer, name)}" for name in _SETTINGS if hasattr(layer, name)]
-    if isinstance(layer, _SynchronizedBatchNorm):
-        said.append(f"effective_eps_mode={layer.effective_eps_mode}")
-    return f"{kind.__module__}.{kind.__qualname__}({', '.join(said)})"
 
 
 def _of_tensor(tensor: Tensor) -> str:
