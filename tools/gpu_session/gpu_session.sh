@@ -205,7 +205,7 @@ if (($(left) < 20)); then
     rmdir "$out/stages" 2>/dev/null
     exit 2
 fi
-if [ ! -d "$NUMBA_CACHE_DIR" ]; then
+if [ ! -d "$NUMBA_CACHE_DIR/syncbn" ]; then
     stage compile "$(smaller $COMPILE "$(left)")" "$python" tools/gpu_session/gpu_compile.py "${sizes[@]}" \
         --seconds $((COMPILE - 10)) --cache "$NUMBA_CACHE_DIR" --json "$parts/compile.json"
     compiled=$status
