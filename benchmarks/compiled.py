@@ -16,10 +16,8 @@ Steps are medians over rounds of the slower rank. Writes compiled-DATE.json to r
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -32,6 +30,7 @@ import timm
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from records import FOLDER, write
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -151,24 +150,15 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", default=NETS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--output", type=Path, default=FOLDER)
     args = parser.parse_args()
-    date = datetime.date.today().isoformat()
     with tempfile.TemporaryDirectory() as folder:
         store, out = (Path(folder) / name for name in ("store", "out.json"))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")  # a cold cache
         mp.spawn(in_rank, (store.as_uri(), str(out), args), nprocs=2)  # type: ignore[no-untyped-call]
         rows = json.loads(out.read_text())
-    facts = {
-        "date": date,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "rounds": args.rounds,
-        "shape": SHAPE,
-    }
-    path = args.output / f"compiled-{date}.json"
-    path.write_text(json.dumps({"facts": facts, "nets": rows}, indent=1))
+    facts = {"torch": torch.__version__, "rounds": args.rounds, "shape": SHAPE}
+    path = write(args.output, "compiled-DATE", facts, nets=rows)
     console = Console()
     show(rows, console)
     console.print(str(path), soft_wrap=True)

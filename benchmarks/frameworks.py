@@ -13,10 +13,8 @@ or --output.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import FOLDER, write
 
 SHAPES = ((32, 64, 56, 56), (8, 256, 28, 28), (64, 32, 8, 8))  # (N, C, H, W)
 MEANS = (0.0, 1e2, 1e4)
@@ -177,20 +176,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("framework", choices=("jax", "paddle"))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--output", type=Path, default=FOLDER)
     args = parser.parse_args()
     rows = (of_jax if args.framework == "jax" else of_paddle)(args.rounds)
-    date = datetime.date.today().isoformat()
-    module = __import__(args.framework)
-    facts = {
-        "date": date,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "version": module.__version__,
-        "rounds": args.rounds,
-    }
-    path = args.output / f"{args.framework}-{date}.json"
-    path.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
+    facts = {"version": __import__(args.framework).__version__, "rounds": args.rounds}
+    path = write(args.output, f"{args.framework}-DATE", facts, rows=rows)
     for row in rows:
         print(row["case"], row["shape"], "members", row["members"])
         for way, seconds in row["seconds"].items():

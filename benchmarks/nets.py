@@ -16,10 +16,7 @@ because its page faults take up to 27 ms of a step, by chance.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -30,6 +27,7 @@ from typing import Any
 import numba
 import timm
 import torch
+from records import FOLDER, write
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -140,7 +138,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print only JSON, for cpu.py")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--output", type=Path, default=FOLDER)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     numba.set_num_threads(min(args.threads, numba.config.NUMBA_NUM_THREADS))
@@ -165,18 +163,8 @@ def main() -> int:
         if ratios:
             mean = statistics.geometric_mean(ratios)
             print(f"{kind}: geometric mean {mean:.3f}x, worst {min(ratios):.3f}x")
-    date = datetime.date.today().isoformat()
-    facts = {
-        "date": date,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "threads": args.threads,
-        "rounds": args.rounds,
-    }
-    path = args.output / f"nets-{date}-{args.threads}.json"
-    path.write_text(json.dumps({"facts": facts, "nets": rows, "layers": layers}, indent=1))
-    print(path)
+    facts = {"torch": torch.__version__, "threads": args.threads, "rounds": args.rounds}
+    print(write(args.output, f"nets-DATE-{args.threads}", facts, nets=rows, layers=layers))
     return 0
 
 

@@ -19,10 +19,6 @@ over that of syncbn. Writes replicas-DATE.json to results/ or --output.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import time
 import warnings
@@ -32,6 +28,7 @@ from typing import Any
 
 import timm
 import torch
+from records import FOLDER, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -179,22 +176,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--output", type=Path, default=FOLDER)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*do not synchronize")
     rows = [measure(net, args.rounds) for net in args.nets]
-    date = datetime.date.today().isoformat()
-    facts = {
-        "date": date,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "rounds": args.rounds,
-        "replicas": REPLICAS,
-    }
-    path = args.output / f"replicas-{date}.json"
-    path.write_text(json.dumps({"facts": facts, "nets": rows}, indent=1))
+    facts = {"torch": torch.__version__, "rounds": args.rounds, "replicas": REPLICAS}
+    path = write(args.output, "replicas-DATE", facts, nets=rows)
     console = Console()
     show(rows, console)
     console.print(str(path), soft_wrap=True)
