@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -76,5 +78,21 @@ def interrupt() -> Callable[..., bool]:
         finally:
             sys.setprofile(before)
         return False
+
+    return run
+
+
+@pytest.fixture
+def run_program() -> Callable[..., str]:
+    """`run_program(*arguments)`: what a program of Python prints; it may import this checkout."""
+
+    def run(*arguments: str) -> str:
+        root = Path(__file__).parents[1]
+        paths = [str(root), str(root / "adapters"), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=110)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     return run

@@ -3,9 +3,9 @@
     y, running = batch_norm(x, weight, bias, running, axis_name="batch", axis=-1)
 
 y = (x - mean) / sqrt(var + eps) * weight + bias, with the statistics of all members of the mesh
-axis `axis_name`. It works under jit, grad, jvp, vmap, pmap, shard_map, scan and checkpoint, and any
-number of times differentiated. Where arrays are whole, under jit alone, `axis_name` is None, also
-where they are sharded: then XLA exchanges the sums.
+axis `axis_name`. It works under jit, grad, jvp, vmap, pmap, shard_map, scan and checkpoint, and has
+derivatives of any order. Under jit alone arrays are whole, also if they are sharded: then give
+`axis_name=None`, and XLA exchanges the sums.
 
 JAX has no float64 unless asked for, so a mean is kept as two float32 numbers, `base` and `rest`:
 `base` is near the values, and x - base loses nothing. Parts merge as in `syncbn_core.moments`.

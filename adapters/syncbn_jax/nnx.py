@@ -30,7 +30,7 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
         running_average = self.use_running_average
         if use_running_average is not None:
             running_average = use_running_average
-        if running_average is not False:  # None is Flax's error
+        if running_average is None or running_average:  # None is an error of Flax
             return super().__call__(x, use_running_average, mask=mask)
         scale, bias = (each if each is None else each[...] for each in (self.scale, self.bias))
         running = Running(self.mean[...], self.var[...])

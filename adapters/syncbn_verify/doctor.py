@@ -107,7 +107,7 @@ def differs(device: str, dtype: str, **parts: Any) -> Difference:
     report = verify_sync(
         convert_model(network().to(device)), batch, dtype=getattr(torch, dtype), **parts
     )
-    if report.conclusion == "wrong":
+    if report.conclusion == "wrong" or any(layer.verdict != "ok" for layer in report.layers):
         raise Outcome("WRONG", str(report))
     results = ("statistics", "output", "gradient", "running")
     found = [(getattr(layer, each) or 0.0, each) for layer in report.layers for each in results]

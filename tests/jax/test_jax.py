@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -324,6 +321,12 @@ def test_converted_flax_model_trains_as_before_and_converts_back() -> None:
     np.testing.assert_array_equal(own(x), y)
 
 
+def test_a_flag_of_numpy_means_training_too() -> None:
+    x = batch(1e4)
+    y = BatchNorm(4, rngs=nnx.Rngs(0))(x, use_running_average=np.False_)
+    np.testing.assert_allclose(y * WEIGHT + BIAS, formula(x)[0], atol=4e-6)
+
+
 def test_layer_follows_flax_dtypes() -> None:
     for dtype in (None, jnp.bfloat16):
         for given in (jnp.float32, jnp.bfloat16):
@@ -394,28 +397,19 @@ def test_the_core_sends_traced_arrays_to_this_adapter() -> None:
         jax.jit(lambda x: batch_norm_forward(x)[0])(batch())
 
 
-def run(*arguments: str) -> str:
-    paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def test_two_processes_equal_the_undivided_batch(run_program: Callable[..., str]) -> None:
+    assert run_program("tests/jax/two_processes.py").count("right in process") == 2
 
 
-def test_two_processes_equal_the_undivided_batch() -> None:
-    assert run("tests/jax/two_processes.py").count("right in process") == 2
-
-
-def test_the_example_follows_one_device() -> None:
-    assert "eight devices follow one" in run("examples/jax_training.py")
+def test_the_example_follows_one_device(run_program: Callable[..., str]) -> None:
+    assert "eight devices follow one" in run_program("examples/jax_training.py")
 
 
 @pytest.mark.parametrize("library", ["haiku", "equinox", "flax"])
-def test_programs_of_the_docs_run(library: str) -> None:
+def test_programs_of_the_docs_run(library: str, run_program: Callable[..., str]) -> None:
     pytest.importorskip(library)
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs/jax.md").read_text(), re.S)
     (program,) = (
         each for each in programs if f"import {library}" in each or f"from {library}" in each
     )
-    run("-W", "ignore", "-c", program)
+    run_program("-W", "ignore", "-c", program)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,24 +15,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*arguments: str) -> str:
-    """What a program prints; it may import this package."""
-    paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_equal_the_undivided_batch(ranks: int) -> None:
-    printed = run("tests/paddle/uneven_parts.py", str(ranks))
+def test_processes_equal_the_undivided_batch(ranks: int, run_program: Callable[..., str]) -> None:
+    printed = run_program("tests/paddle/uneven_parts.py", str(ranks))
     assert printed.count("right on rank") == ranks
 
 
-def test_the_example_trains_and_fails_cleanly() -> None:
-    printed = run("examples/paddle_two_processes.py", "--fail")
+def test_the_example_trains_and_fails_cleanly(run_program: Callable[..., str]) -> None:
+    printed = run_program("examples/paddle_two_processes.py", "--fail")
     assert printed.count("5 steps, off by") == 2
     assert printed.count("is told: ProtocolError: expected ") == 2
     assert "of batch_norm2d_1" in printed
@@ -70,10 +58,10 @@ print("done")
 """
 
 
-def test_the_program_of_the_docs_runs() -> None:
+def test_the_program_of_the_docs_runs(run_program: Callable[..., str]) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/paddle.md").read_text(), re.S)
-    run("-W", "ignore", "-c", program)
+    run_program("-W", "ignore", "-c", program)
 
 
-def test_alone_it_is_paddles_layer_with_its_state() -> None:
-    assert run("-W", "ignore", "-c", ALONE).endswith("done\n")
+def test_alone_it_is_paddles_layer_with_its_state(run_program: Callable[..., str]) -> None:
+    assert run_program("-W", "ignore", "-c", ALONE).endswith("done\n")
