@@ -5,49 +5,53 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncbn_core.errors import ArgumentError
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import scripted_batch_norm
-from syncbn_torch.data_parallel.pytrees import tensors_in
+from syncbn_torch.data_parallel.pytrees import PLAIN, Tree, tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.split import BatchSizes, to_device
-from syncbn_verify.agreement import description, plain_values, with_plain_values
-from syncbn_verify.figures import Tolerance, difference, scale_of, tolerance
-from syncbn_verify.judge import judge_layer, judge_scripted, model_differences
-from syncbn_verify.prepare import (
+from syncbn_verify.comparison import (
+    Tolerance,
+    difference,
+    joined_outputs,
+    joined_values,
+    largest,
+    moments,
+    tolerance,
+)
+from syncbn_verify.copies import (
     Arguments,
     arguments_of,
-    check_model,
     converted,
     copy_of,
     duplicate,
+    norm_layers,
     random_state_kept,
     unwrapped,
 )
-from syncbn_verify.ranks import Ranks, first_line
-from syncbn_verify.recording import norm_layers
+from syncbn_verify.layers import judge_layer, judge_scripted
+from syncbn_verify.ranks import Alone, Ranks, first_line
 from syncbn_verify.report import Conclusion, LayerReport, SyncReport, Verdict
 from syncbn_verify.steps import (
-    Division,
+    Loss,
     Split,
     Whole,
     divided,
-    functional_calls,
-    shaken_step,
-    split_over_ranks,
-    split_over_replicas,
+    draws_numbers,
+    split_step,
     whole_step,
 )
 
 __all__ = ["Conclusion", "LayerReport", "SyncReport", "Verdict", "verify_sync"]
-
-T = TypeVar("T")
 
 
 def verify_sync(
@@ -86,87 +90,82 @@ def verify_sync(
     Raises `ArgumentError` for arguments that can't be checked, and what the model raises for the
     undivided batch. What it raises for the split batch is in the report.
     """
-    ranks = _ranks(replicas, process_group)
+    group = _group(replicas, process_group)
     if batch_sizes is None and isinstance(model, DataParallelWithCallback):
         batch_sizes = model.batch_sizes
-    inner, note = _together(ranks, lambda: _checked(model), "a model that can be checked")
-    if ranks is not None:
-        ranks.agree(
-            description(inner, batch, dtype=dtype, loss="none" if loss is None else "a function")
-        )
-    notes = [note] if note else []
+    inner, note = group.together(lambda: unwrapped(model), "a model that can be checked")
+    options = [f"argument dtype={dtype}", f"argument loss={'none' if loss is None else 'given'}"]
+    group.agree(options + _description(inner, batch))
     with random_state_kept(), torch.inference_mode(False), torch.enable_grad():
-        report = _report(
-            inner, batch, replicas or 2, ranks, loss or _identity, dtype, batch_sizes, notes
-        )
-    return report if ranks is None else ranks.from_first(report)
+        loss, notes = loss or (lambda output: output), [note] if note else []
+        report = _report(inner, batch, group, loss, dtype, batch_sizes, notes)
+    return group.from_first(report)  # type: ignore[no-any-return]
 
 
-def _ranks(replicas: int | None, process_group: Any) -> Ranks | None:
-    if replicas is not None:
-        if process_group is not None:
-            raise ArgumentError("expected replicas or process_group, got both; leave one out")
-        if not isinstance(replicas, int) or replicas < 2:
-            raise ArgumentError(f"expected 2 or more replicas, got {replicas!r}")
-        return None
+def _group(replicas: int | None, process_group: Any) -> Alone:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if process_group is None and not several:
-        return None
+    if replicas is not None and process_group is not None:
+        raise ArgumentError("expected replicas or process_group, got both; leave one out")
+    if replicas is not None or (process_group is None and not several):
+        if replicas is not None and (not isinstance(replicas, int) or replicas < 2):
+            raise ArgumentError(f"expected 2 or more replicas, got {replicas!r}")
+        return Alone(replicas or 2)
     ranks = Ranks(process_group)
     if ranks.size < 2:
         raise ArgumentError("expected a process_group of 2 or more ranks, got one of 1 rank")
     return ranks
 
 
-def _together(ranks: Ranks | None, work: Callable[[], T], expected: str) -> T:
-    """The result of `work`; an error on one rank is one on all."""
-    return work() if ranks is None else ranks.together(work, expected)
+def _description(model: nn.Module, batch: Any) -> list[str]:
+    """What all ranks must have in common, since it decides which messages they send.
+
+    Values of tensors are left out; devices count by their type.
+    """
+    lines = []
+    for module, name in modules_of(model).items():
+        text = f"{name or 'the model'}: {'training' if module.training else 'eval'} mode"
+        if isinstance(module, _SynchronizedBatchNorm):
+            text += f", {module!r}, {module.effective_eps_mode}"
+        lines.append(text)
+        tensors = chain(module.named_parameters("", False), module.named_buffers("", False))
+        lines += [f"{name}.{key}: {_of(t)}".removeprefix(".") for key, t in tensors]
+    found = Tree(batch)
+    return lines + [
+        f"{path}: {_of(value) if isinstance(value, Tensor) else type(value).__name__}"
+        for path, value in zip(found.paths("batch"), found.values, strict=True)
+    ]
 
 
-def _checked(model: nn.Module) -> tuple[nn.Module, str]:
-    """The model within wrappers, and a note about them."""
-    inner, note = unwrapped(model)
-    check_model(inner)
-    return inner, note
-
-
-def _identity(output: Any) -> Any:
-    return output
+def _of(tensor: Tensor) -> str:
+    needs = ", requires_grad" if tensor.requires_grad else ""
+    return f"{tuple(tensor.shape)} {_short(tensor.dtype)} on {tensor.device.type}{needs}"
 
 
 def _report(
     model: nn.Module,
     batch: Any,
-    replicas: int,
-    ranks: Ranks | None,
-    loss: Callable[[Any], Any],
+    group: Alone,
+    loss: Loss,
     dtype: torch.dtype | None,
     batch_sizes: BatchSizes,
     notes: list[str],
 ) -> SyncReport:
-    count = replicas if ranks is None else ranks.size
-    what = "a model and a batch that can be copied"
-    base, arguments = _together(ranks, lambda: _prepared(model, batch, dtype), what)
-    if ranks is not None:
-        ranks.share(_tensors(base))
-        values = ranks.from_first(plain_values(arguments))
-        arguments = with_plain_values(arguments, iter(values))
-        ranks.share(tensors_in(arguments))
-    division = _together(
-        ranks,
-        lambda: divided(arguments, count, _device(base), batch_sizes),
+    base, arguments = group.together(
+        lambda: _prepared(model, batch, dtype), "a model and a batch that can be copied"
+    )
+    arguments = _shared(base, arguments, group)
+    division = group.together(
+        lambda: divided(arguments, group.size, _device(base), batch_sizes),
         "a batch that can be split",
     )
-    if ranks is not None:
-        ranks.agree({"division of the batch": str(division.sizes)})
-    if len(division.parts) < (2 if ranks is None else count):
+    group.agree([f"division of the batch {division.sizes}"])
+    if len(division.parts) < (group.size if isinstance(group, Ranks) else 2):
         raise ArgumentError(
-            f"expected a batch of at least {count} samples, got {sum(division.sizes)}; "
+            f"expected a batch of at least {group.size} samples, got {sum(division.sizes)}; "
             "pass the whole batch"
         )
     try:
-        whole = _together(
-            ranks,
+        whole = group.together(
             lambda: whole_step(duplicate(base), _again(arguments), loss),
             "a model that takes the undivided batch",
         )
@@ -177,64 +176,54 @@ def _report(
             f"the model can't compute in {_short(dtype)} ({first_line(error)}), so it was checked "
             "in its own dtype, in which small differences are not seen."
         )
-        return _report(model, batch, replicas, ranks, loss, None, batch_sizes, notes)
+        return _report(model, batch, group, loss, None, batch_sizes, notes)
     own = dtype or next((t.dtype for t in base.parameters()), torch.get_default_dtype())
     allowed = tolerance(own)
-    random, functional = _together(
-        ranks,
-        lambda: _second_look(base, arguments, division, loss, whole, allowed),
+    random = group.together(
+        lambda: draws_numbers(duplicate(base), _again(arguments), loss, whole, allowed),
         "a model that takes the undivided batch twice",
     )
-    other = shaken_step(duplicate(base), _again(arguments), loss, whole, allowed.shake)
     layers = norm_layers(base)
-    wrong, can_run = ({}, True) if ranks is None else ranks.wrong_groups(layers)
-    if not can_run:
-        split = _not_run(count)
-    elif ranks is None:
-        split = split_over_replicas(duplicate(base), division, whole, loss)
+    wrong = group.wrong_groups(layers)
+    if wrong:
+        waiting = "it was not run, because layers would wait for ranks that take no part in it."
+        split = Split(lambda name: [[] for _ in range(group.size)], error=waiting)
     else:
-        split = split_over_ranks(duplicate(base), division, whole, loss, ranks)
-    registered = dict(base.named_modules())
-    judged = [
-        judge_layer(name, layer, whole, split, name in registered, wrong.get(name, ""))
-        for name, layer in layers.items()
-    ]
-    model_wide = model_differences(whole, other, split, allowed)
-    differs = any(
-        figure is not None and figure > allowed.model
-        for figure in (model_wide.output, model_wide.gradient, model_wide.buffer)
-    )
+        split = split_step(duplicate(base), division, whole, loss, group)
+    judged, first = _judged(base, whole, split, wrong, allowed)
+    missing = list(whole.hidden)
+    figures: list[float | None] = [None, None, None]
+    if math.isinf(allowed.model):
+        missing.append(f"the whole model: in {_short(own)} only its layers are judged")
+    elif random:
+        missing.append(
+            "the whole model: it draws random numbers, so both steps differ as a whole. Each layer "
+            "was judged by itself"
+        )
+    elif not split.error:
+        figures = _differences(whole, split, division.sizes, allowed, missing, notes)
+    if whole.hidden:
+        notes.append("pass a loss that returns the tensors to compare.")
+    if not whole.differentiable and any(p.requires_grad for p in base.parameters()):
+        missing.append("the gradients: nothing that the model (or loss) returned has any")
+    differs = any(figure is not None and figure > allowed.model for figure in figures)
     judged += [
-        judge_scripted(name, module, split, differs)
+        judge_scripted(name, module, _tracked(name, module, split), split.error, differs)
         for module, name in modules_of(base).items()
         if scripted_batch_norm(module) is not None
     ]
-    missing = [*model_wide.not_compared]
-    if split.mismatch:
-        notes.append(f"outputs of the parts do not join to those of the batch: {split.mismatch}.")
-    if whole.hidden:
-        notes.append("pass a loss that returns the tensors to compare.")
-    if not whole.gradients and any(p.requires_grad for p in base.parameters()):
-        missing.append(
-            "the gradients: nothing that the model (or loss) returned has any, so outputs and "
-            "gradients were not compared; pass a loss that returns the tensors to compare"
-            if not whole.outputs
-            else "the gradients: nothing that the model (or loss) returned has any; pass a loss"
-        )
-    if math.isinf(allowed.model):
-        missing.append(f"the whole model: in {_short(own)} only its layers are judged")
+    output, gradient, buffer = figures
     return SyncReport(
-        parts=f"{len(division.parts)} {'replicas' if ranks is None else 'ranks'}",
+        parts=f"{len(division.parts)} {group.kind}",
         sizes=tuple(division.sizes),
         dtype=_short(own),
         layers=tuple(judged),
-        output=model_wide.output,
-        gradient=model_wide.gradient,
-        buffer=model_wide.buffer,
+        output=output,
+        gradient=gradient,
+        buffer=buffer,
         tolerance=allowed.model,
-        random=random,
-        functional=functional,
         not_compared=tuple(missing),
+        first=first,
         error=split.error,
         notes=tuple(notes),
     )
@@ -254,40 +243,101 @@ def _prepared(
     return base, arguments
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, also those of modules in plain lists."""
-    return [
-        tensor
-        for module in modules_of(model)
-        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    ]
+def _shared(model: nn.Module, arguments: Arguments, group: Alone) -> Arguments:
+    """Parameters, buffers, and the tensors, numbers and strings of the batch of the first rank."""
+    for module in modules_of(model):
+        group.share(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+    found = Tree(arguments)
+    group.share(tensors_in(arguments))
+    shared = [v if type(v) in PLAIN or type(v) in (list, tuple) else None for v in found.values]
+    return found.made_of(  # type: ignore[no-any-return]
+        value if first is None else first
+        for value, first in zip(found.values, group.from_first(shared), strict=True)
+    )
 
 
-def _second_look(
-    base: nn.Module,
-    arguments: Arguments,
-    division: Division,
-    loss: Callable[[Any], Any],
+def _judged(
+    base: nn.Module, whole: Whole, split: Split, wrong: dict[str, str], allowed: Tolerance
+) -> tuple[list[LayerReport], str]:
+    """The reports of all layers, and the first layer whose input is not that of `whole`."""
+    registered = dict(base.named_modules())
+    judged, drifted = [], set()
+    for name, layer in norm_layers(base).items():
+        calls = split.calls(name)
+        report = judge_layer(
+            name,
+            layer,
+            calls,
+            [_of_layer(name, own) for own in split.buffers],
+            registered=name in registered,
+            wrong_group=wrong.get(name, ""),
+            error=split.error,
+            out_of_step=split.out_of_step,
+        )
+        judged.append(report)
+        inputs = [own[0].x for own in calls if own and own[0].x is not None]
+        expected = [call.x for call in whole.inputs[name][0][:1]]
+        if expected and expected[0] is not None and inputs:
+            actual = moments(joined_values(inputs))
+            if difference(actual, expected[0], allowed.floor) > allowed.model:
+                drifted.add(name)
+    return judged, next((name for name in whole.inputs if name in drifted), "")
+
+
+def _differences(
     whole: Whole,
+    split: Split,
+    sizes: Any,
     allowed: Tolerance,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Where the model draws random numbers that change its output, and calls `F.batch_norm`."""
-    part = converted(division.parts[0])
-    outputs, functional = functional_calls(duplicate(base), _again(arguments), part, loss)
-    same = [y.shape for y in outputs] == [y.shape for y in whole.outputs] and all(
-        difference(y, expected, scale_of(expected, allowed.model, allowed)) <= allowed.model
-        for y, expected in zip(outputs, whole.outputs, strict=True)
-    )
-    random = () if same else tuple(whole.random) or ("where is not known",)
-    return random, functional
+    missing: list[str],
+    notes: list[str],
+) -> list[float | None]:
+    """The largest differences of outputs, of gradients of parameters, and of buffers."""
+    outputs: list[float] = []
+    if any(len(own) != len(whole.outputs) for own in split.outputs):
+        counts = [len(own) for own in split.outputs]
+        notes.append(f"the whole batch gives {len(whole.outputs)} tensors, its parts {counts}.")
+        outputs.append(math.inf)
+    else:
+        by_output = zip(*split.outputs, strict=True)
+        for (path, y), own in zip(whole.outputs.items(), by_output, strict=True):
+            joint = joined_outputs(y, own, sizes)
+            figure = math.inf if joint is None else difference(joint, y, allowed.floor)
+            if joint is None:
+                shapes = [tuple(part.shape) for part in own]
+                notes.append(
+                    f"{path} of the parts do not join to that of the whole batch: {shapes} and "
+                    f"{tuple(y.shape)}."
+                )
+            if joint is not None and figure and not y.is_floating_point() and not y.dim():
+                missing.append(f"{path} (a whole number that is no sum over the parts)")
+            else:
+                outputs.append(figure)
+    # a gradient of rounding alone, as of a bias before batch norm, has no scale of its own
+    tops = [g.abs().max().item() for g in whole.gradients.values() if g.numel()]
+    floor = allowed.floor + 1e-3 * median([top for top in tops if 0 < top < math.inf] or [0.0])
+    gradients = largest(split.gradients, whole.gradients, floor) if whole.differentiable else None
+    buffers = [largest(own, whole.buffers, allowed.floor) for own in split.buffers]
+    named = whole.outputs | {f"the gradient of {n}": g for n, g in whole.gradients.items()}
+    nan = [name for name, value in (named | whole.buffers).items() if value.isnan().any()]
+    if nan:
+        rest = f" and {len(nan) - 2} more" if len(nan) > 2 else ""
+        missing.append(f"{', '.join(nan[:2])}{rest} (NaN in both steps)")
+    known = [figure for figure in buffers if figure is not None]
+    return [max(outputs, default=None), gradients, max(known, default=None)]
 
 
-def _not_run(count: int) -> Split:
-    return Split(
-        calls=lambda name: [[] for _ in range(count)],
-        begun=lambda name: [0] * count,
-        error="it was not run, because layers would wait for ranks that take no part in the check.",
-    )
+def _of_layer(name: str, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers of one layer, by their names in it."""
+    prefix = f"{name}." if name else ""
+    return {key.removeprefix(prefix): t for key, t in buffers.items() if key.startswith(prefix)}
+
+
+def _tracked(name: str, module: nn.Module, split: Split) -> float | None:
+    """How far the buffers of a module changed in the split step; None if it has none."""
+    before = dict(module.named_buffers(recurse=False))
+    changes = [largest(_of_layer(name, own), before, 0.0) for own in split.buffers]
+    return max((change for change in changes if change is not None), default=None)
 
 
 def _again(arguments: Arguments) -> Arguments:

@@ -34,8 +34,6 @@ class LayerReport:
         name, kind: the name in the model, and the name of the class.
         calls: how often each part of the batch called the layer.
         verdict: see docs/verify.md.
-        statistics: of mean and standard deviation of the layer's whole input, between the split
-            and the undivided step. They differ if something before the layer went wrong.
         output: of what the layer returned to the parts, to what it returns for all of its input
             at once. It is the layer's own fault.
         gradient: the same for the gradient of the input.
@@ -47,7 +45,6 @@ class LayerReport:
     kind: str
     calls: tuple[int, ...]
     verdict: Verdict
-    statistics: float | None = None
     output: float | None = None
     gradient: float | None = None
     running: float | None = None
@@ -70,10 +67,9 @@ class SyncReport:
         layers: one `LayerReport` for each batch norm layer, in the order of the model.
         output, gradient, buffer: the largest differences of the whole model's outputs, gradients
             of parameters and buffers to those of the undivided step; None if not known.
-        tolerance: the largest difference of outputs and gradients that counts as rounding.
-        random: where the model draws random numbers; then the whole model can't be compared.
-        functional: the modules that call `F.batch_norm` in training over the samples of a part.
+        tolerance: the largest difference of these that counts as rounding.
         not_compared: which results could not be compared, and why.
+        first: the first layer whose input differs from that in the undivided step, or "".
         error: what the split step raised, or "".
         notes: further remarks.
     """
@@ -86,9 +82,8 @@ class SyncReport:
     gradient: float | None
     buffer: float | None
     tolerance: float
-    random: tuple[str, ...] = ()
-    functional: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
+    first: str = ""
     error: str = ""
     notes: tuple[str, ...] = ()
 
@@ -109,11 +104,10 @@ class SyncReport:
 
         "incomplete": nothing is wrong in what was compared, but not all could be compared.
         """
-        differs = self.model_differs and not self.random
-        if self.error or self.faulty or self.functional or differs:
+        if self.error or self.faulty or self.model_differs:
             return "wrong"
         unclear = any(layer.verdict == "unclear" for layer in self.layers)
-        return "incomplete" if unclear or self.not_compared or self.random else "ok"
+        return "incomplete" if unclear or self.not_compared else "ok"
 
     @property
     def ok(self) -> bool:
@@ -131,98 +125,62 @@ class SyncReport:
         return "\n".join([head, "", *self._table(), "", *self._conclusion()])
 
     def _table(self) -> list[str]:
-        rows: list[tuple[str, ...]] = [
-            ("layer", "class", "calls", "verdict", "statistics", "output", "gradient", "running")
-        ]
-        rows += [
-            (
-                layer.name,
-                layer.kind,
-                _calls(layer.calls),
-                layer.verdict,
-                *map(_figure, (layer.statistics, layer.output, layer.gradient, layer.running)),
-            )
-            for layer in self.layers
-        ]
-        figures = map(_figure, (self.output, self.gradient, self.buffer))
-        rows.append(("(the whole model)", "", "", "", "", *figures))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = []
-        for row in rows:
-            cells = [
+        columns = ("layer", "class", "calls", "verdict", "output", "gradient", "running")
+        whole = ("(the whole model)", "", "", "", self.output, self.gradient, self.buffer)
+        rows = [columns, *map(_row, self.layers), (*whole[:4], *map(_figure, whole[4:]))]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
                 cell.ljust(width) if column < 4 else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
+            ).rstrip()
+            for row in rows
+        ]
         rule = "-" * max(map(len, lines))
         return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 
     def _conclusion(self) -> list[str]:
-        said = []
-        if self.ok:
-            said.append(f"OK: {self._what_is_right()}")
-        elif self.conclusion == "wrong":
-            said.append("NOT OK:")
+        checked = [layer for layer in self.layers if layer.verdict == "ok"]
+        noun = "layer gives" if len(checked) == 1 else "layers give"
+        backward = any(layer.gradient is not None for layer in checked)
+        what = "the results" if backward else "the forward results"
+        right = f"{len(checked)} {noun} {what} of the undivided batch, up to rounding."
+        if self.conclusion == "wrong":
+            said = ["NOT OK:"]
             if self.error:
                 said.append(f"- The split step failed: {self.error}")
             said += _reasons(self.faulty)
-            if self.functional:
-                said.append(
-                    f"- {_listed(list(self.functional))}: calls F.batch_norm in training, which "
-                    "uses the statistics of each part alone. Call a layer that convert_model "
-                    "knows, such as nn.BatchNorm2d."
-                )
             if len(said) == 1:
-                said.append(f"- {self._what_differs()}")
+                said.append(
+                    "- Each layer is right, but the whole model differs from the undivided step. "
+                    "So the model itself mixes samples outside of batch norm layers (such as by a "
+                    "mean over the batch, or by F.batch_norm), or does something else for a part "
+                    "than for the whole batch."
+                    + (f" The first layer whose input differs is {self.first}." * bool(self.first))
+                )
+        elif self.ok:
+            nothing = "no batch norm layer used statistics of the batch."
+            said = [f"OK: {right if checked else nothing}"]
         else:
-            right = self._what_is_right() if self._checked else "nothing wrong was found."
-            said.append(f"INCOMPLETE: {right}")
-        said += self._what_was_not_compared()
-        kinds = dict.fromkeys(x.reason for x in self.layers if x.ok and x.reason)
-        for reason in kinds:
-            names = [layer.name for layer in self.layers if layer.ok and layer.reason == reason]
-            said.append(f"Note: {_listed(names)}: {reason}")
+            said = [f"INCOMPLETE: {right if checked else 'nothing wrong was found.'}"]
+        missing = [f"- {text}." for text in self.not_compared]
+        if not self.error:  # else the error is what matters
+            missing += _reasons(x for x in self.layers if x.verdict == "unclear")
+        said += ["Not compared:", *missing] if missing else []
+        eval_mode = [layer for layer in self.layers if layer.verdict == "eval mode"]
+        said += [f"Note: {text.removeprefix('- ')}" for text in _reasons(eval_mode)]
         return said + [f"Note: {note}" for note in self.notes]
 
-    @property
-    def _checked(self) -> int:
-        return sum(layer.verdict == "ok" for layer in self.layers)
 
-    def _what_was_not_compared(self) -> list[str]:
-        said = list(self.not_compared)
-        if self.random:
-            said.append(
-                f"the whole model: it draws random numbers ({_listed(list(self.random))}), so both "
-                "steps differ as a whole. Each layer was judged by itself"
-            )
-        lines = [f"- {text}." for text in said]
-        if not self.error:  # else the error is what matters
-            lines += _reasons(x for x in self.layers if x.verdict == "unclear")
-        return ["Not compared:", *lines] if lines else []
-
-    def _what_is_right(self) -> str:
-        checked = self._checked
-        if not checked:
-            return "no batch norm layer used statistics of the batch."
-        noun = "layer gives" if checked == 1 else "layers give"
-        what = "the results" if self.gradient is not None else "the forward results"
-        return f"{checked} {noun} {what} of the undivided batch, up to rounding."
-
-    def _what_differs(self) -> str:
-        text = (
-            "Each layer is right, but the whole model differs from the undivided step. So the "
-            "model itself mixes samples outside of batch norm (such as a mean over the batch), or "
-            "does something else for a part than for the whole batch."
-        )
-        limit = self.tolerance
-        drifted = (x.name for x in self.layers if x.statistics is not None and x.statistics > limit)
-        first = next(drifted, None)
-        return text if first is None else f"{text} The first layer whose input differs is {first}."
+def _row(layer: LayerReport) -> tuple[str, ...]:
+    same = len(set(layer.calls)) == 1
+    calls = str(layer.calls[0]) if same else ", ".join(map(str, layer.calls)) or "-"
+    figures = map(_figure, (layer.output, layer.gradient, layer.running))
+    return (layer.name, layer.kind, calls, layer.verdict, *figures)
 
 
-def _calls(calls: tuple[int, ...]) -> str:
-    """A single number if all parts made as many calls."""
-    return str(calls[0]) if len(set(calls)) == 1 else ", ".join(map(str, calls)) or "-"
+def _figure(figure: float | None) -> str:
+    return "-" if figure is None else "0" if figure == 0 else f"{figure:.0e}"
 
 
 def _reasons(layers: Iterable[LayerReport]) -> list[str]:
@@ -231,12 +189,6 @@ def _reasons(layers: Iterable[LayerReport]) -> list[str]:
     for layer in layers:
         names.setdefault(layer.reason, []).append(layer.name)
     return [f"- {_listed(own)}: {reason}" for reason, own in names.items()]
-
-
-def _figure(figure: float | None) -> str:
-    if figure is None:
-        return "-"
-    return "0" if figure == 0 else f"{figure:.0e}"
 
 
 def _listed(names: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,43 +18,23 @@ from syncbn_torch.data_parallel.pytrees import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.split import BatchSizes
 from syncbn_torch.data_parallel.split import split as split_arguments
-from syncbn_verify.figures import found_in, join_axis, moments, shaken
-from syncbn_verify.functional import FunctionalCalls
-from syncbn_verify.prepare import Arguments, make_alone, seed_everything
-from syncbn_verify.ranks import Ranks
-from syncbn_verify.recording import Call, Recorder, norm_layers, places_of_random_numbers
+from syncbn_verify.comparison import Tolerance, difference, pieces, tensors_of_output
+from syncbn_verify.copies import Arguments, alone, norm_layers, seed_everything
+from syncbn_verify.layers import Call, record
+from syncbn_verify.ranks import Alone, Ranks
 
 __all__ = [
     "Division",
+    "Loss",
     "Split",
     "Whole",
     "divided",
-    "functional_calls",
-    "shaken_step",
-    "split_over_ranks",
-    "split_over_replicas",
+    "draws_numbers",
+    "split_step",
     "whole_step",
 ]
 
 Loss = Callable[[Any], Any]
-
-
-@dataclass
-class Whole:
-    """The step of the undivided batch.
-
-    `random`: the modules that drew random numbers. `paths`: of the outputs; `hidden`: of those
-    that can't be compared. `gradients`: of the parameters, as far as they have one.
-    """
-
-    outputs: list[Tensor]
-    cotangents: list[Tensor]
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    recorder: Recorder
-    random: list[str] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    hidden: list[str] = field(default_factory=list)
 
 
 class Division(NamedTuple):
@@ -66,19 +45,33 @@ class Division(NamedTuple):
 
 
 @dataclass
+class Whole:
+    """The step of the undivided batch.
+
+    `outputs`: by path; `hidden`: the paths to those that can't be compared. `differentiable`:
+    whether some output has gradients. `inputs`: the calls of layers, with moments of their input.
+    """
+
+    outputs: dict[str, Tensor]
+    hidden: list[str]
+    differentiable: bool
+    cotangents: list[Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    inputs: dict[str, list[list[Call]]]
+
+
+@dataclass
 class Split:
     """The step of the split batch, which other processes may have taken part in.
 
-    `calls(name)`, `begun(name)`: the calls of a layer, and how many were begun, by part.
-    `buffers`: those that each process has afterwards. `joined`: the outputs of all parts, or None
-    where they don't fit together (`mismatch` says how). `error`: what the step raised;
-    `out_of_step`: whether it means that the parts made different calls.
+    `calls(name)`: the calls of a layer, by part. `outputs`: of each part. `buffers`: those that
+    each process has afterwards. `error`: what the step raised; `out_of_step`: whether it means
+    that the parts made different calls.
     """
 
     calls: Callable[[str], list[list[Call]]]
-    begun: Callable[[str], list[int]]
-    joined: list[Tensor | None] = field(default_factory=list)
-    mismatch: str = ""
+    outputs: list[list[Tensor]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     error: str = ""
@@ -100,227 +93,132 @@ def divided(
 
 def whole_step(model: nn.Module, arguments: Arguments, loss: Loss) -> Whole:
     """The step of `model`, a copy that changes, over the whole batch at once."""
-    recorder = Recorder(norm_layers(make_alone(model)), remember=moments)
-    random, handles = places_of_random_numbers(model)
+    inputs = record(norm_layers(alone(model)), 1, moments_only=True)
     seed_everything(0)
-    try:
-        found = found_in(loss(model(*arguments[0], **arguments[1])))
-    finally:
-        for handle in handles:
-            handle.remove()
-    outputs = found.tensors
+    outputs, hidden = tensors_of_output(loss(model(*arguments[0], **arguments[1])))
     generator = torch.Generator().manual_seed(1)
     cotangents = [
-        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outputs
+        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
+        for y in outputs.values()
     ]
-    backward(outputs, cotangents)
-    gradients, buffers = _gradients(model), _buffers(model)
+    _backward(list(outputs.values()), cotangents)
     return Whole(
-        _kept(outputs), cotangents, gradients, buffers, recorder, random, found.paths, found.hidden
+        {path: y.detach().clone() for path, y in outputs.items()},
+        hidden,
+        any(y.requires_grad for y in outputs.values()),
+        cotangents,
+        _gradients(model),
+        _buffers(model),
+        inputs,
     )
 
 
-def shaken_step(
-    model: nn.Module, arguments: Arguments, loss: Loss, whole: Whole, amount: float
-) -> Whole | None:
-    """The step of the undivided batch after small random changes, which show what rounding may do.
-
-    Parameters, buffers, arguments, inputs of layers and cotangents change by a share of at most
-    `amount`. None if the model then raises, or returns something of another form.
-    """
-    generator = torch.Generator().manual_seed(2)
-
-    def change(tensor: Tensor) -> Tensor:
-        return shaken(tensor, amount, generator)
-
-    with torch.no_grad():
-        for tensor in chain(model.parameters(), model.buffers(), tensors_in(arguments)):
-            tensor.copy_(change(tensor))
-    recorder = Recorder(norm_layers(make_alone(model)), lambda x: x[:0], change)
-    seed_everything(0)
-    try:
-        outputs = found_in(loss(model(*arguments[0], **arguments[1]))).tensors
-        if _shapes(outputs) != _shapes(whole.outputs):
-            return None
-        cotangents = [change(dy) for dy in whole.cotangents]
-        backward(outputs, cotangents)
-    except Exception:  # such as a check of a value that has changed
-        return None
-    return Whole(_kept(outputs), cotangents, _gradients(model), _buffers(model), recorder)
-
-
-def functional_calls(
-    model: nn.Module, arguments: Arguments, part: Arguments, loss: Loss
-) -> tuple[list[Tensor], tuple[str, ...]]:
-    """What another seed gives, and the modules that call `F.batch_norm` over parts of the batch.
-
-    An input that has as many rows for a part as for the whole batch, such as a weight that is
-    standardized, is right. `model`: a copy.
-    """
-    calls = FunctionalCalls(make_alone(model))
+def draws_numbers(
+    model: nn.Module, arguments: Arguments, loss: Loss, whole: Whole, allowed: Tolerance
+) -> bool:
+    """Whether `model`, a copy that changes, returns something else after another seed."""
     seed_everything(1)
-    with torch.no_grad(), calls:
-        outputs = found_in(loss(model(*arguments[0], **arguments[1]))).tensors
-    whole = list(calls.found)
-    if not whole:
-        return outputs, ()
-    calls.found.clear()
-    with torch.no_grad(), calls, contextlib.suppress(Exception):
-        model(*part[0], **part[1])
-    names = {
-        name
-        for (name, shape), (_, of_part) in zip(whole, calls.found, strict=False)
-        if shape[:1] != of_part[:1]
-    }
-    return outputs, tuple(sorted(names))
+    with torch.no_grad():
+        again, _ = tensors_of_output(loss(alone(model)(*arguments[0], **arguments[1])))
+    return again.keys() != whole.outputs.keys() or any(
+        difference(y, whole.outputs[path], allowed.floor) > allowed.model
+        for path, y in again.items()
+    )
 
 
-def split_over_replicas(model: nn.Module, division: Division, whole: Whole, loss: Loss) -> Split:
-    """The step of `model`, a copy that changes, in one replica for each part."""
+def split_step(
+    model: nn.Module, division: Division, whole: Whole, loss: Loss, group: Alone
+) -> Split:
+    """The step of `model`, a copy that changes, in as many parts as `division` has."""
+    seed_everything(0)
+    if isinstance(group, Ranks):
+        return _over_ranks(model, division, whole, loss, group)
+    return _over_replicas(model, division, whole, loss)
+
+
+def _over_replicas(model: nn.Module, division: Division, whole: Whole, loss: Loss) -> Split:
     parts, sizes = division
     layers = norm_layers(model)
     for layer in layers.values():
         if isinstance(layer, _SynchronizedBatchNorm):
             layer.process_group = SingleCommunicator()  # no other process takes part
-    recorder, indices = Recorder(layers), range(len(parts))
-    split = Split(
-        lambda name: [recorder.calls[name][part] for part in indices],
-        lambda name: [recorder.begun[name][part] for part in indices],
-    )
-    seed_everything(0)
+    split = Split(record(layers, len(parts)).__getitem__)
     try:
         parallel = DataParallelWithCallback(model, replicas=len(parts))
         parallel._checked_layers = True  # no warning about plain layers: the report names them
         replicas = parallel.replicate(model, parallel.device_ids)
-        arguments, keywords = [part[0] for part in parts], [part[1] for part in parts]
-        results = parallel.parallel_apply(replicas, arguments, keywords)
-        outputs = [found_in(loss(result)).tensors for result in results]
-        cotangents = _cotangents(split, whole, [_shapes(own) for own in outputs], sizes)
-        backward(list(chain(*outputs)), list(chain(*cotangents)))
-        _join(split, whole, [_kept(own) for own in outputs], sizes)
+        args, kwargs = [part[0] for part in parts], [part[1] for part in parts]
+        results = parallel.parallel_apply(replicas, args, kwargs)
+        outputs = [list(tensors_of_output(loss(result))[0].values()) for result in results]
+        cotangents = _cotangents(whole, [[y.shape for y in own] for own in outputs], sizes)
+        _backward(list(chain(*outputs)), list(chain(*cotangents)))
+        split.outputs = [[y.detach() for y in own] for own in outputs]
     except Exception as error:
         split.error, split.out_of_step = _text(error), isinstance(error, CommError)
     split.gradients, split.buffers = _gradients(model), [_buffers(model)]
     return split
 
 
-def split_over_ranks(
+def _over_ranks(
     model: nn.Module, division: Division, whole: Whole, loss: Loss, ranks: Ranks
 ) -> Split:
-    """The step of `model`, a copy that changes, in each rank over its own part."""
+    """The same in each rank, over its own part."""
     parts, sizes = division
     layers = norm_layers(model)
     ranks.watch(layers)
-    recorder = Recorder(layers)
-    split = Split(
-        lambda name: ranks.gather([call.on_cpu() for call in recorder.calls[name][0]]),
-        lambda name: ranks.gather(recorder.begun[name][0]),
-    )
-    seed_everything(0)
+    calls = record(layers, 1)
+    split = Split(lambda name: ranks.gather([call.on_cpu() for call in calls[name][0]]))
     outputs: list[Tensor] = []
     error = ""
     try:
-        arguments, keywords = parts[ranks.rank]
-        outputs = found_in(loss(model(*arguments, **keywords))).tensors
+        args, kwargs = parts[ranks.rank]
+        outputs = list(tensors_of_output(loss(model(*args, **kwargs)))[0].values())
     except Exception as raised:
         error = _text(raised)
     split.error = ranks.finish("forward", error)
     if not split.error:
-        shapes = ranks.gather(_shapes(outputs))
-        cotangents = _cotangents(split, whole, shapes, sizes)
+        cotangents = _cotangents(whole, ranks.gather([y.shape for y in outputs]), sizes)
         try:
-            backward(outputs, cotangents[ranks.rank])
+            _backward(outputs, cotangents[ranks.rank])
         except Exception as raised:
             error = _text(raised)
         split.error = ranks.finish("backward", error)
-    if not split.error:
-        everyone = ranks.gather([y.cpu() for y in _kept(outputs)])
-        _join(split, whole, everyone, sizes)
-        split.gradients = ranks.add_up(_gradients(model), dict(model.named_parameters()))
     split.out_of_step = bool(split.error) and split.error == ranks.stopped
+    if not split.error:
+        split.outputs = ranks.gather([y.detach().cpu() for y in outputs])
+        split.gradients = _gradients(model)
+        ranks.add_up(split.gradients)
     split.buffers = ranks.gather({name: b.cpu() for name, b in _buffers(model).items()})
     return split
 
 
-def backward(outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
-    """Backward from those outputs that have a graph and a cotangent."""
-    pairs = [
-        (y, dy)
-        for y, dy in zip(outputs, cotangents, strict=True)
-        if y.requires_grad and dy is not None
-    ]
-    if pairs:
-        torch.autograd.backward(
-            [y for y, _ in pairs], [dy.to(y.device) for y, dy in pairs if dy is not None]
-        )
-
-
 def _cotangents(
-    split: Split,
-    whole: Whole,
-    shapes: Sequence[Sequence[torch.Size]],
-    sizes: Sequence[int],
-) -> list[list[Tensor | None]]:
-    """The cotangents of each part: rows of those of the whole batch, or their weighted share."""
-    if len({len(own) for own in [*shapes, whole.outputs]}) > 1:
-        counts = [len(own) for own in shapes]
-        split.mismatch = f"{len(whole.outputs)} tensors of the whole batch, {counts} of its parts"
-        return [[None] * len(own) for own in shapes]
-    cut: list[list[Tensor | None]] = [[] for _ in shapes]
-    for dy, own in zip(whole.cotangents, zip(*shapes, strict=True), strict=True):
-        try:
-            axis = join_axis(dy.shape, own)
-        except ValueError as error:
-            split.mismatch = str(error)
-            pieces: list[Any] = [None] * len(own)
-        else:
-            if axis is None:
-                pieces = [dy * (size / sum(sizes)) for size in sizes]
-            else:
-                pieces = list(dy.split([shape[axis] for shape in own], axis))
-        for part, piece in zip(cut, pieces, strict=True):
-            part.append(piece)
-    return cut
+    whole: Whole, shapes: Sequence[Sequence[torch.Size]], sizes: Sequence[int]
+) -> list[list[Tensor]]:
+    """The cotangents of each part, for outputs of these shapes."""
+    if any(len(own) != len(whole.outputs) for own in shapes):
+        return [[torch.zeros(shape) for shape in own] for own in shapes]
+    of_outputs = [
+        pieces(dy, own, sizes)
+        for dy, own in zip(whole.cotangents, zip(*shapes, strict=True), strict=True)
+    ]
+    return [[own[part] for own in of_outputs] for part in range(len(shapes))]
 
 
-def _join(
-    split: Split, whole: Whole, outputs: Sequence[Sequence[Tensor]], sizes: Sequence[int]
-) -> None:
-    """Join the outputs of the parts to those of the whole batch."""
-    if len({len(own) for own in [*outputs, whole.outputs]}) > 1:
-        return
-    for y, own in zip(whole.outputs, zip(*outputs, strict=True), strict=True):
-        try:
-            axis = join_axis(y.shape, [part.shape for part in own])
-        except ValueError:
-            split.joined.append(None)
-            continue
-        if axis is None:
-            split.joined.append(_mean(own, sizes, y))
-        else:
-            split.joined.append(torch.cat(list(own), axis))
-
-
-def _mean(parts: Sequence[Tensor], sizes: Sequence[int], whole: Tensor) -> Tensor:
-    """The mean over samples; of whole numbers the common value, or the sum: they may be counts."""
-    if not whole.is_floating_point():
-        same = all(torch.equal(part, whole.to(part.device)) for part in parts)
-        return parts[0] if same else torch.stack(list(parts)).sum(0)
-    shares = [part * (size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
-    return torch.stack(shares).sum(0)
-
-
-def _shapes(outputs: Sequence[Tensor]) -> list[torch.Size]:
-    return [y.shape for y in outputs]
-
-
-def _kept(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
+def _backward(outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+    """Backward from those outputs that have a graph."""
+    pairs = [(y, dy.to(y)) for y, dy in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of those parameters that have one."""
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """The gradients of all parameters that need one; zeros if nothing depends on them."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

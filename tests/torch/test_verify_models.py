@@ -310,14 +310,13 @@ class Functional(nn.Module):
         return F.batch_norm(x, None, None, training=True)
 
 
-def test_functional_batch_norm_is_named_with_the_module_that_calls_it() -> None:
-    model = nn.Sequential(Block(), nn.ModuleDict({"norm": Functional()})["norm"], nn.ReLU())
+def test_functional_batch_norm_is_found_and_the_layer_after_it_named() -> None:
+    model = nn.Sequential(Block(), Functional(), Block())
     report = checked(model)
     assert report.conclusion == "wrong"
-    assert report.functional == ("1",)
-    assert "- 1: calls F.batch_norm in training" in str(report)
-    assert "mixes samples" not in str(report)
-    assert checked(Functional()).functional == ("the model itself",)
+    assert not report.faulty
+    assert "or by F.batch_norm" in str(report)
+    assert "The first layer whose input differs is 2.bn." in str(report)
 
 
 # ------------------------------------------------------------------------------- torch.jit

@@ -1,4 +1,4 @@
-"""Copies of the user's model to compare: without wrappers, without dropout, in one dtype."""
+"""Copies of the user's model and batch: without wrappers, without dropout, in one dtype."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError
-from syncbn_torch.batchnorm import SyncBatchNorm, _SynchronizedBatchNorm
+from syncbn_torch._torch_private import backward_task
+from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.conversion.registry import origins
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted
 from syncbn_torch.data_parallel.pytrees import Tree
-from syncbn_verify.recording import norm_layers
+from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 
 __all__ = [
     "Arguments",
+    "alone",
     "arguments_of",
-    "check_model",
     "converted",
     "copy_of",
     "duplicate",
-    "make_alone",
+    "norm_layers",
     "random_state_kept",
     "seed_everything",
     "unwrapped",
@@ -45,42 +47,20 @@ _PROBABILITIES = ("drop_prob", "drop_rate", "dropout", "dropout_p", "dropout_pro
 _RANDOM_KINDS = ("Dropout", "DropPath", "StochasticDepth", "DropBlock")
 
 
-class Undivided(_BatchNorm):
-    """`nn.BatchNorm*d` for inputs of any rank: what `SyncBatchNorm` computes for a whole batch."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass
-
-
-class UndividedSync(nn.SyncBatchNorm):
-    """`nn.SyncBatchNorm` without its communication, as a base class of subclasses of it."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _BatchNorm.forward(self, input)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass
-
-
 def unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
-    """The model within `DataParallel`, `DistributedDataParallel` or torch.compile, and a note."""
+    """The model within wrappers, and a note about them; `ArgumentError` if it can't be checked."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"expected an nn.Module, got {type(model).__name__}")
     within = []
     while True:
         if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
             inner: Any = model.module
-        elif hasattr(model, "_orig_mod"):
+        elif hasattr(model, "_orig_mod"):  # of torch.compile
             inner = model._orig_mod
         else:
             break
         within.append(type(model).__name__)
         model = inner
-    return model, f"Checked is the model within {' within '.join(within)}." if within else ""
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise `ArgumentError` for a model that can't be checked."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise ArgumentError(
@@ -97,15 +77,26 @@ def check_model(model: nn.Module) -> None:
             "expected a model in training mode, got one in eval mode, in which batch norm does not "
             "use the batch; call model.train()"
         )
+    return model, f"Checked is the model within {' within '.join(within)}." if within else ""
 
 
 def arguments_of(batch: Any) -> Arguments:
     """`args, kwargs` of the model: a tuple is arguments, a dict keywords, all else one argument."""
     if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
         return batch, {}
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (batch,), {}
+    return ((), dict(batch)) if isinstance(batch, Mapping) else ((batch,), {})
+
+
+def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The batch norm layers by name, also of unknown classes and in plain lists; not scripted."""
+    return {name: module for module, name in modules_of(model).items() if _is_norm(module)}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    tracks = hasattr(module, "running_mean") and hasattr(module, "running_var")
+    return isinstance(module, _BatchNorm) or (tracks and not isinstance(module, _InstanceNorm))
 
 
 def duplicate(model: nn.Module) -> nn.Module:
@@ -120,8 +111,8 @@ def duplicate(model: nn.Module) -> nn.Module:
     return copied
 
 
-def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A deep copy in `dtype` without dropout and its relatives, nor gradients.
+def copy_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A deep copy in `dtype` without dropout and its relatives.
 
     A `DataParallel` within it makes no replicas: the check splits the batch itself. Raises
     `ArgumentError` for a model that can't be copied.
@@ -138,8 +129,8 @@ def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         _silence(module)
         if isinstance(module, nn.DataParallel):
             module.device_ids = cast(Any, module.device_ids[:1])
-            if getattr(module, "batch_sizes", None) is not None:
-                module.batch_sizes = cast(Any, "even")
+        if isinstance(module, DataParallelWithCallback) and module.batch_sizes is not None:
+            module.batch_sizes = "even"
         if dtype is not None and (module is copied or module not in registered):
             # `double` works for complex tensors too
             module.double() if dtype is torch.float64 else module.to(dtype)
@@ -148,14 +139,14 @@ def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 def _silence(module: nn.Module) -> None:
     """Switch off dropout and its relatives."""
-    scripted = isinstance(module, torch.jit.ScriptModule)
     kind = name_of_scripted(module)
     is_random = isinstance(module, _DropoutNd) or any(word in kind for word in _RANDOM_KINDS)
-    for name in (*_PROBABILITIES, *(("p",) if is_random else ())):
-        if isinstance(getattr(module, name, None), float) and not scripted:
-            setattr(module, name, 0.0)
+    if not isinstance(module, torch.jit.ScriptModule):
+        for name in (*_PROBABILITIES, *(("p",) if is_random else ())):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
     is_leaf = not list(module.children())  # the modules in it are silenced by themselves
-    if (is_random and is_leaf and not norm_layers(module)) or kind.startswith("RReLU"):
+    if (is_random and is_leaf and not _is_norm(module)) or kind.startswith("RReLU"):
         module.training = False
 
 
@@ -164,34 +155,50 @@ def converted(
 ) -> Any:
     """Copies of the tensors in nested containers, on `device`; floating ones in `dtype`."""
 
-    def copy_of(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         tensor = value.detach().to(device=device or value.device, copy=True)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     found = Tree(tree)
-    return found.made_of(map(copy_of, found.values))
+    return found.made_of(map(copied, found.values))
 
 
-def make_alone(model: nn.Module) -> nn.Module:
-    """Make the layers of a copy compute with torch's kernel over what they get, and nothing else.
+class _Undivided(nn.SyncBatchNorm):
+    """Torch's batch norm for inputs of any rank, without communication."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layer = self
+        if backward_task() != -1:  # a checkpoint computes again, and must not track again
+            layer = copy.copy(self)
+            layer._buffers = {
+                name: None if buffer is None else buffer.clone()
+                for name, buffer in self._buffers.items()
+            }
+        return _BatchNorm.forward(layer, input)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+def alone(model: nn.Module) -> nn.Module:
+    """The same model, a copy, with layers that compute with torch's kernel over what they get.
 
     Layers that torch does not have (eps_mode="clamp", an activation, subclasses) compute in a
     group of one.
     """
     for layer in norm_layers(model).values():
+        kind = type(layer)
         if isinstance(layer, _SynchronizedBatchNorm):
-            target = origins.get(type(layer))
-            if target is None or layer._extra_setting is not None:
-                layer.process_group = SingleCommunicator()
+            if kind in origins and layer._extra_setting is None:
+                layer.__class__ = _Undivided  # type: ignore[assignment]
             else:
-                layer.__class__ = Undivided if type(layer) is SyncBatchNorm else target  # type: ignore[assignment]
-        elif type(layer) is nn.SyncBatchNorm:
-            layer.__class__ = Undivided  # type: ignore[assignment]
+                layer.process_group = SingleCommunicator()
+        elif kind is nn.SyncBatchNorm:
+            layer.__class__ = _Undivided
         elif isinstance(layer, nn.SyncBatchNorm):  # a subclass, which keeps its own forward
-            kind = type(layer)
-            layer.__class__ = type(kind.__name__, (kind, UndividedSync), {})
+            layer.__class__ = type(kind.__name__, (kind, _Undivided), {})
     return model
 
 
@@ -205,14 +212,11 @@ def seed_everything(seed: int) -> None:
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Restore the state of all global random number generators at the end."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    on_cpu, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else []
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        torch.set_rng_state(on_cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(on_cuda)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+    with torch.random.fork_rng(cuda):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
