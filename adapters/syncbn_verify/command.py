@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from syncbn_core import __version__
 from syncbn_core import doctor as of_core
 from syncbn_core.errors import ArgumentError
 from syncbn_verify import Conclusion, verify_sync
-from syncbn_verify.ranks import Ranks
+from syncbn_verify.ranks import Alone, Ranks
 
 __all__ = ["main", "run"]
 
@@ -25,9 +26,20 @@ _STATUS: dict[Conclusion, int] = {"ok": 0, "wrong": 1, "incomplete": 3}
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "own")
 
 
+def run() -> int:
+    """`main`, but errors of the user's own code give 2: 0 would mean right, and 1 wrong."""
+    try:
+        return main()
+    except ArgumentError as error:
+        print(f"python -m syncbn_torch: error: {error}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return 2
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0 if all is well, else as in `_STATUS`, 2 for errors."""
-    parser, verify = _parsers()
+    """Run a command; the exit status is 0 if all is well, else as in `_STATUS`."""
+    parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -37,31 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         found = doctor.checks(options.pretend_gpus)
         return of_core.run(doctor.facts, found, options.json, doctor.timing)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and options.replicas is not None:
-        verify.error("--replicas can't be used under torchrun, where each process takes a part")
     try:
-        factory = _factory(options.factory)
-    except ArgumentError as error:
-        verify.error(str(error))
-    try:
-        return _verify(factory, options.factory, options.replicas, options.dtype, world)
-    except SystemExit as stopped:  # 0 would mean that all is well
-        code = f"the program called sys.exit({stopped.code!r})"
-        print(f"python -m syncbn_torch verify: error: {code} before the end", file=sys.stderr)
-        return 2
+        return _verify(options.factory, options.replicas, options.dtype)
+    except SystemExit as stopped:
+        raise ArgumentError(
+            f"expected {options.factory} to return, but it called sys.exit({stopped.code!r})"
+        ) from stopped
 
 
-def run() -> int:
-    """`main`, but an error of the user's own code is printed and gives 2."""
-    try:
-        return main()
-    except Exception:  # 1 would mean that the model is wrong
-        traceback.print_exc()
-        return 2
-
-
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m syncbn_torch", description="Tools for synchronized batch normalization."
     )
@@ -96,51 +92,26 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         default="float64",
         help='dtype in which to check; "own" is that of the model (default: float64)',
     )
-    return parser, verify
+    return parser
 
 
-def _factory(path: str) -> Callable[[], Any]:
-    """The function at `package.module:function`; `ArgumentError` if there is none."""
-    module_name, colon, name = path.partition(":")
-    names = [*module_name.split("."), name]
-    if not (colon and all(map(str.isidentifier, names))) or module_name.endswith(".py"):
-        raise ArgumentError(
-            f"expected package.module:factory, got {path!r}; put dots between packages, and no .py"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # a module that the user's module imports is missing: that needs a traceback
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ArgumentError(
-            f"expected a module {module_name}, found none; start in the folder that holds it, or "
-            "set PYTHONPATH"
-        ) from None
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        kind = "nothing of that name" if factory is None else f"a {type(factory).__name__}"
-        raise ArgumentError(f"expected a function {name} in {module_name}, found {kind}")
-    return factory  # type: ignore[no-any-return]
-
-
-def _verify(
-    factory: Callable[[], Any], path: str, replicas: int | None, dtype: str, world: int
-) -> int:
+def _verify(path: str, replicas: int | None, dtype: str) -> int:
+    factory = _factory(path)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     begun = world > 1 and not dist.is_initialized()
     if begun:
-        _join_world()
-    try:
-        made = factory() if world == 1 else Ranks(None).together(factory, f"{path} to return")
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise ArgumentError(
-                f"expected {path} to return (model, batch), got {type(made).__name__}"
-            )
-        chosen = None if dtype == "own" else getattr(torch, dtype)
-        report = verify_sync(*made, replicas, dtype=chosen)
-    except ArgumentError as error:
-        print(f"python -m syncbn_torch verify: error: {error}", file=sys.stderr)
-        return 2
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        has_device = torch.cuda.device_count() > local and dist.is_nccl_available()
+        if has_device:
+            torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_device else "gloo")
+    group = Ranks(None) if world > 1 else Alone(1)
+    made = group.together(factory, f"{path} to return")
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ArgumentError(f"expected {path} to return (model, batch), got {type(made).__name__}")
+    chosen = None if dtype == "own" else getattr(torch, dtype)
+    process_group = dist.group.WORLD if world > 1 else None  # refused beside --replicas
+    report = verify_sync(*made, replicas, process_group=process_group, dtype=chosen)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(report, flush=True)
     if begun:
@@ -148,11 +119,19 @@ def _verify(
     return _STATUS[report.conclusion]
 
 
-def _join_world() -> None:
-    """Join the processes that torchrun has started."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.device_count() > local and dist.is_nccl_available():
-        torch.cuda.set_device(local)
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
+def _factory(path: str) -> Callable[[], Any]:
+    """The function at `package.module:function`; `ArgumentError` if there is none."""
+    module, _, name = path.partition(":")
+    found = None
+    if re.fullmatch(r"\w+(\.\w+)*:\w+", path):
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # of an import in the user's module
+                raise
+    if not callable(found):
+        raise ArgumentError(
+            f"expected package.module:factory, a function that can be imported here, got {path!r}; "
+            "start in the folder that holds the package, or set PYTHONPATH"
+        )
+    return found  # type: ignore[no-any-return]
