@@ -313,10 +313,16 @@ def _differences(
                 missing.append(f"{path} (a whole number that is no sum over the parts)")
             else:
                 outputs.append(figure)
-    # a gradient of rounding alone, as of a bias before batch norm, has no scale of its own
-    tops = [g.abs().max().item() for g in whole.gradients.values() if g.numel()]
-    floor = allowed.floor + 1e-3 * median([top for top in tops if 0 < top < math.inf] or [0.0])
-    gradients = largest(split.gradients, whole.gradients, floor) if whole.differentiable else None
+    gradients = None
+    if not allowed.gradients:
+        notes.append(
+            "only the layers' gradients were compared: rounding may turn a ReLU of the whole model."
+        )
+    elif whole.differentiable:
+        # a gradient of rounding alone, as of a bias before batch norm, has no scale of its own
+        tops = [g.abs().max().item() for g in whole.gradients.values() if g.numel()]
+        usual = median([top for top in tops if 0 < top < math.inf] or [0.0])
+        gradients = largest(split.gradients, whole.gradients, allowed.floor + 1e-3 * usual)
     buffers = [largest(own, whole.buffers, allowed.floor) for own in split.buffers]
     named = whole.outputs | {f"the gradient of {n}": g for n, g in whole.gradients.items()}
     nan = [name for name, value in (named | whole.buffers).items() if value.isnan().any()]
