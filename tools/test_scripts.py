@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -435,30 +434,6 @@ def test_revisions_are_compared() -> None:
     done = run("compare.py", str(ROOT), "--rounds", "2", "--threads", "1", "--shapes", "4x8x8x8")
     assert done.returncode == 0, done.stderr
     assert "geometric mean" in done.stdout
-
-
-def test_results_are_recorded_and_their_bits_compared(tmp_path: Path) -> None:
-    old, new = str(tmp_path / "old.npz"), str(tmp_path / "new.npz")
-    done = run("same_bits.py", "record", old, "--only", "torch")
-    assert done.returncode == 0, done.stderr
-    with np.load(old) as found:
-        arrays = dict(found)
-    np.savez(new, **arrays)
-    assert run("same_bits.py", "compare", old, new, "--only", "torch").returncode == 0
-    name = max(arrays, key=lambda key: arrays[key].nbytes)
-    arrays[name].view(np.uint8).flat[0] ^= 1
-    np.savez(new, **arrays)
-    done = run("same_bits.py", "compare", old, new, "--only", "torch")
-    assert done.returncode == 1
-    assert name in done.stdout
-
-
-def test_call_counts_of_layers_and_replicas_are_shown() -> None:
-    pytest.importorskip("rich")
-    done = run("call_counts.py", "--rounds", "1")
-    assert done.returncode == 0, done.stderr
-    for what in ("layer alone, our kernel: backward", "4 replicas of 8 layers: forward"):
-        assert what in done.stdout
 
 
 @for_bash

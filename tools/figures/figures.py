@@ -348,28 +348,6 @@ def fit_of_scaling() -> Iterator[str]:
             )
 
 
-def compiled() -> Iterator[str]:
-    kernels = read("ptx-costs.json")["kernels"]
-    for kind, ragged in (("planes", ""), ("planes of 7x7", "-ragged"), ("rows", "")):
-        for step in ("moments", "normalize", "backward_reduce", "backward_input"):
-            name = f"{kind.partition(' ')[0]}_{step}"
-            pair = [kernels[f"{name}-{lanes}{ragged}-256"] for lanes in ("float32-4", "float16-8")]
-            cells = [f"{row['instructions']:.1f}" for row in pair]
-            cells += [f"{row['float64'] + row['conversions']:.2f}" for row in pair]
-            cells += [f"{row['bytes']:.2f}" for row in pair]
-            yield f"| {kind}, `{step}` | {' | '.join(cells)} |"
-    rows = read("ptx-registers.json")[1:]
-    elementwise = [r for r in rows if r["kernel"].startswith(ELEMENTWISE)]
-    spilled = [row for row in rows if row["spilled"]]
-    assert {row["arch"] for row in spilled} == {"sm_100"}
-    assert {row["kernel"].split("-")[0] for row in spilled} == {"planes_backward_input"}
-    yield (
-        f"each uses at most {max(r['registers'] for r in rows)} registers, elementwise kernels "
-        f"{max(r['registers'] for r in elementwise)}"
-    )
-    yield f"on sm_100, spills {span([row['spilled'] for row in spilled], 0)} bytes"
-
-
 def steps_of_graphs() -> Iterator[str]:
     for net in read(COMPILED)["nets"]:
         for way, seconds in net["step"].items():
@@ -381,16 +359,11 @@ def steps_of_graphs() -> Iterator[str]:
             )
 
 
-ELEMENTWISE = tuple(
-    f"{kind}_{step}" for kind in ("planes", "rows") for step in ("normalize", "backward_input")
-)
-
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "README.md": (readme,),
     "docs/speed.md": (speed_cpu, replicas_cpu, nets_cpu, steps_of_graphs, speed_h100),
     "docs/scaling.md": (scaling,),
     "docs/internals/communication.md": (fit_of_scaling,),
-    "docs/internals/gpu.md": (compiled,),
     "docs/internals/speed.md": (targets_cpu, added_by_replicas),
 }
 

@@ -1,4 +1,4 @@
-"""Decides whether kernels are used: the first of a dtype on a device are checked.
+"""Decides whether kernels are used, and checks those of a dtype before their first use on a device.
 
     SYNCBN_KERNELS=checked    the default
     SYNCBN_KERNELS=on         kernels are used unchecked
