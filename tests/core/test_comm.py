@@ -1,8 +1,5 @@
 """`FutureResult`, `SlavePipe`, `SyncMaster`, communicators and threads: their own promises."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +14,6 @@ from syncbn_core.comm import (
     CollectiveCall,
     Communicator,
     FutureResult,
-    SingleCommunicator,
     SlavePipe,
     SyncMaster,
     get_default_timeout,
@@ -28,7 +24,6 @@ from syncbn_core.comm import (
 from syncbn_core.errors import (
     ArgumentError,
     CommAborted,
-    CommError,
     CommTimeout,
     DeviceError,
     DTypeError,
@@ -108,14 +103,6 @@ def test_replies_may_come_in_any_order_behind_the_masters() -> None:
     assert run_in_threads(members) == ["m", 1, 2]
 
 
-def test_slave_pipe_is_a_named_tuple_of_three() -> None:
-    pipe = SyncMaster(echo).register_slave(1)
-    identifier, _, result = pipe
-    assert SlavePipe._fields == ("identifier", "queue", "result")
-    assert identifier == 1
-    assert isinstance(result, FutureResult)
-
-
 def test_master_without_slaves_answers_itself() -> None:
     master = SyncMaster(echo)
     assert master.nr_slaves == 0
@@ -134,16 +121,6 @@ def test_registering_after_a_call_begins_a_new_round() -> None:
     assert replies == [[0, 2]] * 2
 
 
-def test_a_new_round_releases_who_waits_in_the_old_one() -> None:
-    master = SyncMaster(echo, timeout=LONG)
-    pipe = master.register_slave(1)
-    thread, outcome = in_thread(lambda: pipe.run_slave(1))
-    wait_until(posted(pipe, 1))
-    master.clear_slaves()
-    thread.join()
-    assert isinstance(outcome[0], CommAborted)
-
-
 @pytest.mark.parametrize("identifier", [0, 1])
 def test_taken_identifier_is_refused(identifier: int) -> None:
     master = SyncMaster(echo)
@@ -160,21 +137,6 @@ def test_master_timeout_names_layer_call_and_who_is_missing() -> None:
     with pytest.raises(CommTimeout, match=r"waited 0\.05 s in call 1 of layer1\.bn") as caught:
         master.run_master(None)
     assert "missing: slave 1, slave 'b'" in str(caught.value)
-
-
-def test_one_timeout_fails_the_call_for_everybody() -> None:
-    master = SyncMaster(echo, timeout=SHORT)
-    pipes = [master.register_slave(i) for i in (1, 2)]
-    thread, outcome = in_thread(lambda: pipes[0].run_slave(None))
-    wait_until(posted(pipes[0], 1))
-    with pytest.raises(CommError) as caught:
-        master.run_master(None)
-    thread.join()
-    errors = [caught.value, outcome[0]]
-    # Whose deadline passes first is open; the other one is told why.
-    first = next(error for error in errors if isinstance(error, CommTimeout))
-    assert "slave 2" in str(first)
-    assert all(error is first or error.__cause__ is first for error in errors)
 
 
 def test_slave_timeout_names_layer_call_and_who_is_missing() -> None:
@@ -199,17 +161,6 @@ def test_a_call_that_timed_out_does_not_disturb_the_next_one() -> None:
     assert replies == [["m", "s"]] * 2
 
 
-def test_a_slave_that_timed_out_fails_its_call_for_the_master_too() -> None:
-    master = SyncMaster(echo, timeout=SHORT)
-    pipe = master.register_slave(1)
-    with pytest.raises(CommTimeout):
-        pipe.run_slave("first")
-    with pytest.raises(CommAborted, match="call 1"):
-        master.run_master("first")
-    replies = run_in_threads([lambda: master.run_master("m"), lambda: pipe.run_slave("s")])
-    assert replies == [["m", "s"]] * 2
-
-
 def test_a_callback_that_failed_can_succeed_in_the_next_call() -> None:
     faults = [True, False]
 
@@ -226,28 +177,6 @@ def test_a_callback_that_failed_can_succeed_in_the_next_call() -> None:
     thread.join()
     assert isinstance(outcome[0].__cause__, ValueError)
     assert run_in_threads([lambda: master.run_master(0), lambda: pipe.run_slave(1)]) == [[0, 1]] * 2
-
-
-def test_deadline_passes_while_the_callback_is_at_work() -> None:
-    given_up = threading.Event()
-
-    def callback(messages: list[Any]) -> list[Any]:
-        given_up.wait(LONG)
-        return echo(messages)
-
-    master = SyncMaster(callback, timeout=SHORT)
-    pipe = master.register_slave(1)
-
-    def slave() -> None:
-        with pytest.raises(CommTimeout, match="callback is still running"):
-            pipe.run_slave(1)
-        given_up.set()
-
-    def run_master() -> None:
-        with pytest.raises(CommError):
-            master.run_master(0)
-
-    run_in_threads([run_master, slave])
 
 
 @pytest.mark.parametrize("leaver", [0, 2])
@@ -269,18 +198,6 @@ def test_who_waits_for_a_member_that_left_is_released(leaver: int) -> None:
     assert ("the master" if leaver == 0 else "slave 2") in str(outcomes[0][1][0])
 
 
-def test_leaving_after_the_last_call_disturbs_nobody() -> None:
-    master = SyncMaster(echo, timeout=LONG)
-    pipe = master.register_slave(1)
-
-    def slave() -> Any:
-        reply = pipe.run_slave(1)
-        pipe.leave()
-        return reply
-
-    assert run_in_threads([lambda: master.run_master(0), slave]) == [[0, 1]] * 2
-
-
 def test_abort_ends_the_round_and_registration_begins_a_new_one() -> None:
     master = SyncMaster(echo, timeout=LONG)
     pipe = master.register_slave(1)
@@ -291,18 +208,6 @@ def test_abort_ends_the_round_and_registration_begins_a_new_one() -> None:
         pipe.run_slave(0)
     pipe = master.register_slave(1)
     assert run_in_threads([lambda: master.run_master(0), lambda: pipe.run_slave(1)]) == [[0, 1]] * 2
-
-
-def test_two_threads_on_one_pipe_are_refused() -> None:
-    master = SyncMaster(echo, timeout=LONG)
-    pipe = master.register_slave(1)
-    thread, outcome = in_thread(lambda: pipe.run_slave("first"))
-    wait_until(posted(pipe, 1))
-    with pytest.raises(ProtocolError, match="got two at the same time"):
-        pipe.run_slave("second")
-    assert master.run_master("m") == ["m", "first"]
-    thread.join()
-    assert outcome == [["m", "first"]]
 
 
 def test_two_threads_in_run_master_are_refused() -> None:
@@ -344,16 +249,6 @@ def test_future_result_has_a_deadline() -> None:
         FutureResult().get(timeout=SHORT)
 
 
-def test_future_result_is_not_overwritten() -> None:
-    future: FutureResult[int] = FutureResult()
-    future.put(1)
-    with pytest.raises(ProtocolError, match="empty FutureResult"):
-        future.put(2)
-    assert future.get() == 1
-    future.put(3)
-    assert future.get() == 3
-
-
 def test_timeout_of_object_goes_before_process_before_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -367,30 +262,6 @@ def test_timeout_of_object_goes_before_process_before_environment(
     set_default_timeout(LONG)
     with pytest.raises(CommTimeout, match=r"waited 0\.05 s"):
         SyncMaster(echo, timeout=SHORT).register_slave(1).run_slave(0)
-
-
-def test_environment_sets_the_deadline_of_a_process() -> None:
-    script = (
-        "from syncbn_core.comm import SyncMaster\n"
-        "SyncMaster(list, name='bn').register_slave(1).run_slave(0)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "SYNCBN_TIMEOUT": "0.1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "waited 0.1 s in call 1 of bn; missing: the master" in done.stderr
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), "5", True])
-def test_timeout_has_to_be_a_positive_number(seconds: Any) -> None:
-    with pytest.raises(ArgumentError, match="expected a timeout"):
-        SyncMaster(echo, timeout=seconds)
-    with pytest.raises(ArgumentError, match="expected a timeout"):
-        set_default_timeout(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-3", "inf"])
@@ -486,29 +357,6 @@ def test_threads_raise_the_original_error_with_the_members_number() -> None:
     assert caught.value.__notes__ == ["raised in replica 1 of 3"]
 
 
-def test_threads_give_results_in_order_and_run_nothing_for_nobody() -> None:
-    assert run_in_threads([lambda i=i: i for i in range(5)]) == list(range(5))
-    assert run_in_threads([]) == []
-
-
-def test_communicators_keep_the_protocol() -> None:
-    for communicator in (SingleCommunicator(), *thread_group(2)):
-        assert isinstance(communicator, Communicator)
-    assert [c.rank for c in thread_group(3)] == [0, 1, 2]
-    assert {c.size for c in thread_group(3)} == {3}
-
-
-@pytest.mark.parametrize("shape", [(), (2,), (2, 3), (0,)], ids=str)
-def test_rows_come_in_rank_order_and_are_only_to_be_read(shape: tuple[int, ...]) -> None:
-    values = np.random.default_rng(0).normal(size=(3, *shape))
-    group = thread_group(3, timeout=LONG)
-    members = [lambda own=own: own.all_gather(values[own.rank]) for own in group]
-    for rows in run_in_threads(members, abort=group[0].abort):
-        np.testing.assert_array_equal(rows, values)
-        assert not rows.flags.writeable
-    np.testing.assert_array_equal(SingleCommunicator().all_gather(values[0]), values[:1])
-
-
 def test_sums_are_added_in_rank_order_into_arrays_of_their_own() -> None:
     values = [np.array([1e16, 1.0]), np.array([1.0, 2.0]), np.array([-1e16, 3.0])]
     group = thread_group(3, timeout=LONG)
@@ -540,14 +388,6 @@ def test_members_in_different_operations_are_all_told_and_can_go_on() -> None:
 
     members = [lambda i=i: member(i) for i in range(2)]
     assert run_in_threads(members, abort=group[0].abort) == [[2.0]] * 2
-
-
-def test_a_call_says_what_it_is() -> None:
-    call = called("forward of bn", position="layer 5", details="7 numbers", number=17)
-    assert str(call) == "call 17 (forward of bn, layer 5: 7 numbers)"
-    plain = CollectiveCall.plain("all_reduce", np.ones((2, 3)))
-    assert str(plain) == "call 0 (all_reduce: 6 numbers)"
-    assert str(called("a")) == "call 0 (a)"
 
 
 @pytest.mark.parametrize(
@@ -604,11 +444,6 @@ def test_backward_of_other_layers_is_told_to_all_members_who_can_go_on() -> None
     for index, (dx, total) in enumerate(found):
         np.testing.assert_allclose(dx, expected.reshape(x.shape)[index], atol=1e-13)
         assert total == [3]
-
-
-def test_group_of_none_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="1 or more"):
-        thread_group(0)
 
 
 class Own:

@@ -1,7 +1,6 @@
 """What odd errors, odd replies and odd threads do to a call: nobody waits, nothing is hidden."""
 
 import copy
-import dataclasses
 import pickle
 import sys
 import threading
@@ -13,26 +12,9 @@ from typing import Any
 import pytest
 
 from syncbn_core.comm import SyncMaster, run_in_threads, set_default_timeout
-from syncbn_core.errors import CommAborted, CommError, CommTimeout, ProtocolError
+from syncbn_core.errors import CommAborted, CommError, ProtocolError
 
 LONG = 60.0  # seconds; nobody may wait so long
-
-
-class BadText(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-    __repr__ = __str__
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
-
-
-class SlowToRead(list[Any]):
-    def __getitem__(self, index: Any) -> Any:
-        raise IndexError("not by index")
 
 
 def echo(messages: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -61,80 +43,12 @@ def one_call(master: SyncMaster, slaves: int = 2) -> list[Any]:
     return run_in_threads(members)
 
 
-@pytest.mark.parametrize("error", [BadText(), Frozen(3)])
-def test_an_error_without_a_text_releases_everybody_and_arrives_as_it_is(error: Exception) -> None:
-    def callback(messages: Any) -> Any:
-        raise error
-
-    master, *slaves = one_call(SyncMaster(callback, timeout=LONG))
-    assert master is error
-    for released in slaves:
-        assert isinstance(released, CommAborted)
-        assert released.__cause__ is error
-        assert type(error).__name__ in str(released)
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("kind", [BadText, lambda: Frozen(3)])
-def test_a_member_may_raise_an_error_without_a_text(kind: Any, culprit: int) -> None:
-    master = SyncMaster(echo, timeout=LONG)
-    pipe = master.register_slave(1)
-    error = kind()
-
-    def member(index: int) -> Any:
-        if index == culprit:
-            raise error
-        return pipe.run_slave(1) if index else master.run_master(0)
-
-    with pytest.raises(type(error)) as caught:
-        run_in_threads([lambda: member(0), lambda: member(1)], abort=master.abort)
-    assert caught.value is error
-
-
-def test_an_identifier_without_a_text_is_no_obstacle() -> None:
-    class Odd:
-        def __repr__(self) -> str:
-            raise RuntimeError("no text")
-
-    odd = Odd()
-    master = SyncMaster(lambda messages: None, timeout=LONG)  # type: ignore[arg-type, return-value]
-    pipe = master.register_slave(odd)
-
-    def slave() -> None:
-        with pytest.raises(CommAborted, match="ProtocolError"):
-            pipe.run_slave(1)
-
-    def run_master() -> None:
-        with pytest.raises(ProtocolError):
-            master.run_master(0)
-
-    run_in_threads([run_master, slave])
-
-
-@pytest.mark.parametrize(
-    "form",
-    [lambda r: (one for one in r), lambda r: dict(r).items(), SlowToRead, tuple],
-    ids=["generator", "items", "no indices", "tuple"],
-)
-def test_replies_may_be_anything_that_can_be_gone_through(form: Any) -> None:
-    assert one_call(SyncMaster(lambda m: form(echo(m)), timeout=LONG)) == [["m", 1, 2]] * 3
-
-
 @pytest.mark.parametrize("wrong", [7, [1, 2, 3], [(0, 1)], [([], 1)] * 3, iter([(0, 1), (2, 3)])])
 def test_replies_of_another_form_are_named_to_everybody(wrong: Any) -> None:
     outcomes = one_call(SyncMaster(lambda m: wrong, timeout=LONG))
     assert isinstance(outcomes[0], ProtocolError)
     assert "master callback" in str(outcomes[0])
     assert all(isinstance(one, CommAborted) for one in outcomes[1:])
-
-
-def test_an_error_of_a_generator_of_replies_is_the_callbacks_own() -> None:
-    def callback(messages: Any) -> Any:
-        yield 0, "reply"
-        raise TypeError("in the generator")
-
-    master, *_ = one_call(SyncMaster(callback, timeout=LONG))
-    assert type(master) is TypeError
 
 
 def test_two_threads_of_one_slave_never_take_each_others_replies() -> None:
@@ -175,30 +89,6 @@ def test_two_threads_of_one_slave_never_take_each_others_replies() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert wrong == []
-
-
-@pytest.mark.parametrize("event", ["call", "leave"])
-def test_registering_begins_a_new_round_whoever_took_part_in_the_old_one(event: str) -> None:
-    master = SyncMaster(echo, timeout=LONG)
-    pipe = master.register_slave(1)
-    if event == "call":  # the master never comes
-
-        def slave() -> None:
-            with pytest.raises(CommAborted, match="the master left"):
-                pipe.run_slave(1)
-
-        member = threading.Thread(target=slave)
-        member.start()
-        while pipe.queue.calls[1] == 0:  # it comes within microseconds
-            pass
-        master.leave()
-        member.join()
-    else:
-        pipe.leave()
-    again = master.register_slave(1)
-    assert (
-        run_in_threads([lambda: master.run_master(0), lambda: again.run_slave(1)]) == [[0, 1]] * 2
-    )
 
 
 def test_a_member_that_computes_is_waited_for_and_named_once(short_deadline: float) -> None:
@@ -245,28 +135,6 @@ def test_a_member_stuck_after_an_error_is_left_to_itself_and_named(short_deadlin
         run_in_threads([fails, lambda: go_on.wait(LONG)])
     go_on.set()
     assert "still running: member 1" in caught.value.__notes__
-
-
-def test_the_callback_at_work_past_the_deadline_fails_the_call(short_deadline: float) -> None:
-    go_on = threading.Event()
-
-    def callback(messages: Any) -> Any:
-        go_on.wait(LONG)
-        return echo(messages)
-
-    master = SyncMaster(callback)
-    pipe = master.register_slave(1)
-
-    def slave() -> None:
-        with pytest.raises(CommTimeout, match="the callback is still running"):
-            pipe.run_slave(1)
-        go_on.set()
-
-    def run_master() -> None:
-        with pytest.raises(CommAborted):
-            master.run_master(0)
-
-    run_in_threads([run_master, slave])
 
 
 def test_the_state_that_other_projects_pickle_is_understood() -> None:

@@ -16,15 +16,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-from syncbn_core.backends.cuda import compiler, driver, grid
+from syncbn_core.backends.cuda import compiler, driver
 from syncbn_core.backends.cuda.compiler import Code, Source
 from syncbn_core.errors import BackendError
 
@@ -153,11 +152,6 @@ def source_of(codes: str = "q", key: str = "kernel", **options: Any) -> Source:
     return Source(key, no_function, codes, options.pop("threads", 256), **options)
 
 
-def in_thread(function: Callable[[], Any]) -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
-
 # ------------------------------------------------------------------------------ launch
 
 
@@ -179,16 +173,6 @@ def test_arguments_arrive_bit_for_bit(machine: Machine, codes: str, values: list
     driver.kernel_for(source_of(codes), 0).launch((1, 1), 0, *values)
     (launch,) = machine.stub.launches()
     assert bytes(launch.parameters)[: 8 * len(codes)] == struct.pack("<" + codes, *values)
-
-
-def test_grid_block_and_stream_arrive(machine: Machine) -> None:
-    kernel = driver.kernel_for(source_of("q", threads=192), 0)
-    kernel.launch((2**31 - 1, 65535), 2**45 + 16, 1)
-    kernel.launch((3, 2), 0, 1)
-    first, second = machine.stub.launches()
-    assert (*first.grid, *first.block, first.shared) == (2**31 - 1, 65535, 1, 192, 1, 1, 0)
-    assert (*second.grid, *second.block, second.shared) == (3, 2, 1, 192, 1, 1, 0)
-    assert (first.stream, second.stream) == (2**45 + 16, 0)
 
 
 @pytest.mark.parametrize("arguments", [(), (1,), (1, 2, 3), (1, "2")])
@@ -241,13 +225,6 @@ def test_failing_launch_names_kernel_device_grid_block_and_error(machine: Machin
     assert machine.stub.launched == 1
 
 
-def test_error_that_the_driver_has_no_name_for_keeps_its_number(machine: Machine) -> None:
-    kernel = driver.kernel_for(source_of(), 0)
-    machine.stub.launch_fails = 12345
-    with pytest.raises(BackendError, match="unknown \\(12345\\)"):
-        kernel.launch((1, 1), 0, 1)
-
-
 # ---------------------------------------------------------------------------- contexts
 
 
@@ -270,49 +247,7 @@ def test_context_of_the_caller_stays(machine: Machine) -> None:
     assert machine.stub.launches()[0].context == 2**40
 
 
-def test_thread_without_a_context_gets_that_of_the_device(machine: Machine) -> None:
-    machine.stub.set_capabilities(90, 90)
-    kernels = [driver.kernel_for(source_of(), device) for device in range(2)]
-    for kernel in kernels:
-        in_thread(lambda kernel=kernel: kernel.launch((1, 1), 0, 1))
-    first, second = machine.stub.launches()
-    assert second.context != first.context != 0
-    assert machine.stub.retained == 3  # once for the thread of the test
-
-
-def test_invalid_context_is_not_tried_again(machine: Machine) -> None:
-    kernel = driver.kernel_for(source_of(), 0)
-    machine.stub.launch_fails = INVALID_CONTEXT
-    with pytest.raises(BackendError, match=r"unknown \(201\)"):
-        kernel.launch((1, 1), 0, 1)
-    assert machine.stub.asked == 1
-
-
 # ----------------------------------------------------------------------------- loading
-
-
-def test_devices_of_one_capability_share_one_load(machine: Machine) -> None:
-    machine.stub.set_capabilities(90, 90)
-    for _ in range(2):
-        for device in range(2):
-            driver.kernel_for(source_of(), device).launch((1, 1), 0, 1)
-    assert machine.stub.loads == 1
-    assert machine.compiler.calls == [("kernel", (9, 0))]
-
-
-def test_each_capability_has_its_own_code(machine: Machine) -> None:
-    machine.stub.set_capabilities(90, 86)
-    for device in range(2):
-        driver.kernel_for(source_of(), device).launch((1, 1), 0, 1)
-    assert machine.compiler.calls == [("kernel", (9, 0)), ("kernel", (8, 6))]
-    assert machine.stub.images() == [b"\x7fELF kernel 9.0", b"\x7fELF kernel 8.6"]
-    assert len({launch.function for launch in machine.stub.launches()}) == 2
-
-
-def test_entry_is_looked_up_by_name(machine: Machine) -> None:
-    driver.kernel_for(source_of(), 0)
-    entries = (ctypes.c_char * 32).in_dll(machine.stub.library, "stub_entries")
-    assert entries.value == b"entry"
 
 
 def test_threads_that_come_at_once_get_the_one_kernel(machine: Machine) -> None:
@@ -327,49 +262,11 @@ def test_threads_that_come_at_once_get_the_one_kernel(machine: Machine) -> None:
     assert len(kernels) == machine.stub.loads == len(machine.compiler.calls) == 1
 
 
-def test_failed_load_is_forgotten(machine: Machine) -> None:
-    machine.stub.load_fails = OUT_OF_MEMORY
-    with pytest.raises(BackendError, match=r"kernel .*CUDA_ERROR_OUT_OF_MEMORY"):
-        driver.kernel_for(source_of(), 0)
-    machine.stub.load_fails = 0
-    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
-    assert len(machine.compiler.calls) == 1, "its code was not at fault"
-    assert machine.stub.loads == machine.stub.launched == 1
-
-
-def test_failed_compilation_is_forgotten(machine: Machine) -> None:
-    machine.compiler.error = BackendError("no compiler today")
-    with pytest.raises(BackendError, match="no compiler today"):
-        driver.kernel_for(source_of(), 0)
-    assert not machine.cache.exists()
-    machine.compiler.error = None
-    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
-
-
 def test_device_too_old_is_refused(machine: Machine) -> None:
     machine.stub.set_capabilities(90, 61)
     with pytest.raises(BackendError, match=r"device 1: expected .* 7\.0 .* got 6\.1; use"):
         driver.kernel_for(source_of(), 1)
     assert machine.compiler.calls == []
-
-
-def test_device_too_old_for_a_kernel_is_refused(machine: Machine) -> None:
-    machine.stub.set_capabilities(75)
-    driver.kernel_for(source_of(), 0)
-    with pytest.raises(BackendError, match=r"8\.0 or newer for kernel new, got 7\.5 .*use float16"):
-        driver.kernel_for(source_of(key="new", oldest=(8, 0)), 0)
-    assert len(machine.compiler.calls) == 1
-
-
-def test_device_that_is_not_there_is_refused(machine: Machine) -> None:
-    with pytest.raises(BackendError, match=r"cuDeviceGet .*CUDA_ERROR_INVALID_DEVICE"):
-        driver.kernel_for(source_of(), 1)
-
-
-def test_capability_and_count_of_devices(machine: Machine) -> None:
-    machine.stub.set_capabilities(90, 121)
-    assert driver.device_count() == 2
-    assert [driver.compute_capability(device) for device in range(2)] == [(9, 0), (12, 1)]
 
 
 def test_without_a_driver_there_are_no_devices(
@@ -381,13 +278,6 @@ def test_without_a_driver_there_are_no_devices(
         driver.kernel_for(source_of(), 0)
 
 
-def test_driver_that_does_not_start_has_no_devices(machine: Machine) -> None:
-    machine.stub.init_fails = 100
-    assert driver.device_count() == 0
-    machine.stub.init_fails = 0
-    assert driver.device_count() == 1
-
-
 def test_zeros_are_of_no_pool_and_written_on_the_stream(machine: Machine) -> None:
     address = driver.lasting_zeros(0, 5000, 7)
     assert address is not None
@@ -396,11 +286,6 @@ def test_zeros_are_of_no_pool_and_written_on_the_stream(machine: Machine) -> Non
     mode = ctypes.c_int(0)
     machine.stub.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     assert mode.value == 0, "the thread captures as before"
-
-
-def test_without_memory_there_are_no_zeros(machine: Machine) -> None:
-    machine.stub.memory_fails = OUT_OF_MEMORY
-    assert driver.lasting_zeros(0, 5000, 7) is None
 
 
 # -------------------------------------------------------------------------- disk cache
@@ -416,19 +301,6 @@ def test_next_process_does_not_compile(machine: Machine) -> None:
     driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
     assert len(machine.compiler.calls) == 1
     assert machine.stub.images() == [b"\x7fELF kernel 9.0"] * 2
-
-
-def test_next_process_imports_no_numba(machine: Machine, fresh_python: Callable[..., str]) -> None:
-    driver.kernel_for(source_of(), 0)
-    code = f"""
-import ctypes, sys
-before = set(sys.modules)  # cuda-python 12 puts its package there by a .pth file
-from syncbn_core.backends.cuda import driver
-driver._open = lambda: ctypes.CDLL({str(machine.stub.path)!r})
-driver.kernel_for(driver.Source("kernel", None, "q", 256), 0).launch((1, 1), 0, 1)
-print(sorted({{"numba", "cuda", "cupy", "torch"}} & (set(sys.modules) - before)))
-"""
-    assert fresh_python(code).strip() == "[]"
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -455,37 +327,6 @@ def test_damaged_file_is_compiled_anew(machine: Machine, damage: str) -> None:
     assert path.read_bytes() == intact
 
 
-def test_code_that_can_not_be_linked_is_kept_as_ptx(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "compile_source", lambda *_: Code("entry", ".version 9.4", b""))
-    machine.stub.version = 13040
-    driver.kernel_for(source_of(), 0)
-    machine.restart()
-    monkeypatch.setattr(driver, "compile_source", machine.compiler)
-    driver.kernel_for(source_of(), 0)
-    assert machine.compiler.calls == []
-    assert machine.stub.images() == [b".version 9.4"] * 2  # the stub reads up to a zero byte
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"key": "another"},
-        {"codes": "d"},
-        {"threads": 128},
-        {"min_blocks": 2},
-        {"max_registers": 40},
-    ],
-)
-def test_other_kernel_has_another_file(machine: Machine, change: dict[str, Any]) -> None:
-    source = source_of()
-    driver.kernel_for(source, 0)
-    machine.restart()
-    driver.kernel_for(replace(source, **change), 0)
-    assert len(machine.compiler.calls) == len(files_in(machine.cache)) == 2
-
-
 def test_changed_source_file_is_compiled_anew(machine: Machine, tmp_path: Path) -> None:
     file = tmp_path / "kernels.py"
     source = source_of(files=(str(file),))
@@ -504,36 +345,6 @@ def test_other_compiler_compiles_anew(machine: Machine, monkeypatch: pytest.Monk
     assert len(machine.compiler.calls) == 2
 
 
-def test_installed_compilers_are_told_apart() -> None:
-    assert f"numba {metadata.version('numba')}" in compiler.versions()
-    assert find_spec("numba_cuda") is None or "numba-cuda" in str(compiler.versions())
-
-
-def test_toolkits_are_told_apart_where_no_package_has_nvvm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_COMPILERS", ("numba",))
-    found = set()
-    for toolkit in ("/opt/cuda-13.0", "/opt/cuda-13.1"):
-        monkeypatch.setenv("CUDA_HOME", toolkit)
-        compiler.versions.cache_clear()
-        found.add(compiler.versions())
-    compiler.versions.cache_clear()
-    assert len(found) == 2
-
-
-def test_other_capability_has_another_file(machine: Machine) -> None:
-    for capability in (90, 80, 90):
-        machine.stub.set_capabilities(capability)
-        machine.restart()
-        driver.kernel_for(source_of(), 0)
-    assert machine.compiler.calls == [("kernel", (9, 0)), ("kernel", (8, 0))]
-
-
-def test_without_its_source_files_nothing_is_kept(machine: Machine, tmp_path: Path) -> None:
-    source = source_of(files=(str(tmp_path / "package.zip" / "kernels.py"),))
-    driver.kernel_for(source, 0).launch((1, 1), 0, 1)
-    assert not machine.cache.exists()
-
-
 def test_place_that_can_not_be_written_is_no_error(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -541,15 +352,6 @@ def test_place_that_can_not_be_written_is_no_error(
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "cache"))
     driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
     assert capfd.readouterr() == ("", "")
-
-
-def test_failed_write_leaves_no_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
-    assert files_in(machine.cache) == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has another folder")
@@ -566,23 +368,6 @@ def test_cache_is_in_the_folder_of_the_user(
     (first,) = files_in(tmp_path / "xdg" / "syncbn")
     (second,) = files_in(tmp_path / "home" / ".cache" / "syncbn")
     assert first.read_bytes() == second.read_bytes()
-
-
-def test_processes_that_write_at_once_never_see_half_a_file(
-    tmp_path: Path, fresh_python: Callable[..., str]
-) -> None:
-    code = """
-import pathlib, sys
-from syncbn_core.backends.cuda.compiler import Code, store, stored
-path = pathlib.Path(%r, "cache", "kernel")
-codes = [Code("entry", "", b"\\x7fELF" + bytes([n]) * 1_000_000) for n in range(4)]
-for turn in range(100):
-    store(path, codes[(turn + %d) %% 4])
-    assert stored(path) in codes, "half a file"
-"""
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: fresh_python(code % (str(tmp_path), n)), range(4)))
-    assert [path.name for path in files_in(tmp_path / "cache")] == ["kernel"]
 
 
 # --------------------------------------------------------------------- what is missing
@@ -609,11 +394,6 @@ def only_missing() -> str:
     with pytest.raises(BackendError, match=re.escape(sentence)):
         driver.require()
     return sentence
-
-
-def test_nothing_is_missing(equipped: Machine) -> None:
-    assert driver.missing() == []
-    driver.require()
 
 
 @pytest.mark.parametrize(
@@ -648,43 +428,6 @@ def test_ptx_is_left_to_a_driver_that_takes_it(
     assert equipped.stub.loads == 0
 
 
-def failing_for(machine: Machine, monkeypatch: pytest.MonkeyPatch, *old: tuple[int, int]) -> None:
-    """The compiler fails for these capabilities."""
-    compile_source = driver.compile_source
-
-    def some(source: Source, capability: tuple[int, int]) -> Code:
-        if capability in old:
-            raise BackendError("module 'numpy' has no attribute 'row_stack'")
-        return compile_source(source, capability)
-
-    monkeypatch.setattr(driver, "compile_source", some)
-
-
-def test_a_compiler_that_fails_is_missing(
-    equipped: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing_for(equipped, monkeypatch, (9, 0))
-    (sentence,) = driver.missing()
-    assert "row_stack" in sentence
-
-
-def test_a_type_of_device_that_fails_leaves_the_others(
-    equipped: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    equipped.stub.set_capabilities(75, 90)
-    failing_for(equipped, monkeypatch, (7, 5))
-    assert driver.missing() == []
-    assert "row_stack" in str(driver.compile_failure((7, 5)))
-    assert driver.compile_failure((9, 0)) is None
-
-
-def test_to_ask_what_is_missing_loads_nothing_and_makes_no_context(equipped: Machine) -> None:
-    assert driver.missing() == []
-    assert (equipped.stub.loads, equipped.stub.retained) == (0, 0)
-    driver.kernel_for(grid.source("merge_parts", "float64", 1, False, grid.THREADS), 0)
-    assert len(equipped.compiler.calls) == 1, "what was compiled to see if it works is used"
-
-
 def test_missing_driver(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_open", cannot_open)
     sentence = only_missing()
@@ -692,42 +435,9 @@ def test_missing_driver(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> N
     assert "install it" in sentence
 
 
-def test_driver_that_does_not_start(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    equipped.stub.init_fails = 100
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    sentence = only_missing()
-    assert "CUDA_ERROR_NO_DEVICE" in sentence
-    assert "nvidia-smi" in sentence
-    assert "CUDA_VISIBLE_DEVICES is '7'" in sentence
-
-
-def test_driver_without_a_device(equipped: Machine) -> None:
-    equipped.stub.devices = 0
-    sentence = only_missing()
-    assert "shows no device" in sentence
-    assert "CUDA_VISIBLE_DEVICES" not in sentence
-
-
-def test_driver_that_lacks_a_function(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(driver._FUNCTIONS, "cuFromTheFuture", ())
-    assert "for CUDA 12 or newer, got one without cuFromTheFuture" in only_missing()
-
-
 def test_old_device(equipped: Machine) -> None:
     equipped.stub.set_capabilities(61, 52)
     assert "expected compute capability 7.0 (Volta) or newer, got 6.1" in only_missing()
-
-
-def test_one_device_that_is_new_enough_will_do(equipped: Machine) -> None:
-    equipped.stub.set_capabilities(61, 90)
-    assert driver.missing() == []
-
-
-def test_volta_needs_cuda_12(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    equipped.stub.set_capabilities(70)
-    assert 'pip install ".[cuda12]"' in only_missing()
-    monkeypatch.setattr(driver, "linker", linker_of(12, 9))
-    assert driver.missing() == []
 
 
 def test_missing_numba_cuda(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -736,25 +446,6 @@ def test_missing_numba_cuda(equipped: Machine, monkeypatch: pytest.MonkeyPatch) 
     assert "numba-cuda is not installed" in sentence
     assert '".[cuda12]"' in sentence
     assert '".[cuda13]"' in sentence
-
-
-def test_missing_linker(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "linker", lambda: None)
-    sentence = only_missing()
-    assert "nvJitLink can't be loaded" in sentence
-    assert '".[cuda12]"' in sentence
-
-
-def test_missing_nvvm(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "has_nvvm", lambda: False)
-    assert "NVVM can't be loaded" in only_missing()
-
-
-def test_driver_older_than_the_packages(equipped: Machine) -> None:
-    equipped.stub.version = 12040
-    sentence = only_missing()
-    assert "takes code for CUDA 12" in sentence
-    assert "makes it for CUDA 13" in sentence
 
 
 def test_simulator_is_no_device(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -773,13 +464,6 @@ def test_everything_that_is_missing_is_in_one_sentence(
 
 
 # ------------------------------------------------------------------------- compilation
-
-
-def test_numba_without_numba_cuda_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "_numba_cuda_redirector", None)
-    monkeypatch.setitem(sys.modules, "numba.cuda", ModuleType("numba.cuda"))
-    with pytest.raises(BackendError, match=r"kernel .* not that of .*numba-cuda; .*pip install"):
-        compiler.compile_source(source_of(), (9, 0))
 
 
 needs_numba_cuda = pytest.mark.skipif(find_spec("numba_cuda") is None, reason="needs numba-cuda")
@@ -824,43 +508,10 @@ def test_compiles_without_a_device_for_any_capability() -> None:
 
 
 @needs_numba_cuda
-def test_limits_of_threads_blocks_and_registers_are_in_the_code() -> None:
-    code = compiler.compile_source(
-        replace(SCALE, threads=96, min_blocks=3, max_registers=40), (9, 0)
-    )
-    assert re.search(r"\)\n\.maxnreg 40\n\.maxntid 96\b.*\n\.minnctapersm 3\n", code.ptx)
-    assert code.cubin
-    assert ".maxnreg" not in compiler.compile_source(SCALE, (9, 0)).ptx
-
-
-@needs_numba_cuda
-def test_device_newer_than_the_compiler_gets_ptx() -> None:
-    code = compiler.compile_source(SCALE, (99, 0))
-    assert code.cubin == b""
-    assert code.image == code.ptx.encode() + b"\0"
-    assert re.search(r"\.target sm_\d+\n", code.ptx)
-
-
-@needs_numba_cuda
-def test_without_a_linker_the_driver_gets_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "linker", lambda: None)
-    code = compiler.compile_source(SCALE, (9, 0))
-    assert code.image == code.ptx.encode() + b"\0"
-
-
-@needs_numba_cuda
 def test_kernel_that_does_not_compile_is_named() -> None:
     source = replace(SCALE, key="wrong kernel", codes="q")
     with pytest.raises(BackendError, match=r"wrong kernel to compile .* 9\.0, got \w+Error"):
         compiler.compile_source(source, (9, 0))
-
-
-@needs_numba_cuda
-def test_numba_asks_for_its_device_as_before() -> None:
-    from numba.cuda import api, dispatcher
-
-    compiler.compile_source(SCALE, (9, 0))
-    assert dispatcher.get_current_device is api.get_current_device
 
 
 @needs_numba_cuda
@@ -878,24 +529,6 @@ def test_versions_that_do_not_fit_are_told_with_a_remedy(monkeypatch: pytest.Mon
     with pytest.raises(BackendError, match="may not fit together") as caught:
         compiler.compile_source(source_of(), (9, 0))
     assert len(str(caught.value)) < 900
-
-
-@needs_numba_cuda
-def test_a_linker_older_than_the_compiler_leaves_ptx_for_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    newer = ".version 99.9\n.target sm_90\n.address_size 64\n.visible .entry kernel() { ret; }"
-    monkeypatch.setattr(compiler, "_to_ptx", lambda *_: newer)
-    code = compiler.compile_source(SCALE, (9, 0))
-    assert (code.ptx, code.cubin) == (newer, b"")
-
-
-@needs_numba_cuda
-def test_words_of_the_linker_are_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry kernel() { nonsense; }"
-    monkeypatch.setattr(compiler, "_to_ptx", lambda *_: wrong)
-    with pytest.raises(BackendError, match=r"(?s)nvJitLink, ERROR_PTX_COMPILE.*nonsense"):
-        compiler.compile_source(SCALE, (9, 0))
 
 
 @needs_numba_cuda

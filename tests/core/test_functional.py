@@ -1,19 +1,15 @@
 """`syncbn_core.functional`: parts of a batch, in threads, against the undivided batch."""
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import Steps
 
-from syncbn_core import BatchNorm, Saved, batch_norm_backward, batch_norm_eval, batch_norm_forward
-from syncbn_core.backends import reference
+from syncbn_core import BatchNorm, batch_norm_backward, batch_norm_eval, batch_norm_forward
 from syncbn_core.comm import Communicator
-from syncbn_core.moments import NormRule
 
 Array = np.ndarray
 Layouts = dict[str, Callable[[Array], Array]]
@@ -156,50 +152,6 @@ def test_results_are_bitwise_the_same_from_run_to_run(in_group: Function) -> Non
         assert in_group(4, member) == first
 
 
-def test_calling_thread_and_all_cores_give_the_same_bits() -> None:
-    for shape in ((8, 5, 90, 90), (20_000, 3), (30_000, 2, 2)):
-        x, dy, weight, bias = random_batch(shape, "f4")
-        results = []
-        for parallel in (True, False):
-            y, saved = batch_norm_forward(x, weight, bias, parallel=parallel)
-            gradients = batch_norm_backward(dy, saved, parallel=parallel)
-            results.append([y, saved.mean, saved.invstd, *gradients])
-        for a, b in zip(*results, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-def test_one_value_per_member_is_enough_when_there_are_more_in_all(
-    in_group: Function, batch_norm: Function, close: Function
-) -> None:
-    x, dy, weight, bias = random_batch((3, 4))
-
-    def member(rank: int, communicator: Communicator) -> tuple[Array, Array]:
-        part = slice(rank, rank + 1)
-        y, saved = batch_norm_forward(x[part], weight, bias, communicator=communicator)
-        return y, batch_norm_backward(dy[part], saved, communicator=communicator).x
-
-    y, dx = (np.concatenate(parts) for parts in zip(*in_group(3, member), strict=True))
-    expected = batch_norm(x, weight, bias, dy=dy)
-    close(y, expected.y, scale=3)
-    close(dx, expected.dx, scale=4 * expected.slope)
-
-
-def test_statistics_equal_the_reference_backend(close: Function) -> None:
-    x, dy, weight, bias = random_batch((6, 4, 7), "f4")
-    y, saved = batch_norm_forward(x, weight, bias)
-    steps = Steps(reference.OPERATIONS)
-    moments = steps.moments(x)
-    invstd = NormRule(1e-5).invstd(moments.var)
-    assert saved.count == moments.count == 42
-    close(saved.mean, moments.mean, dtype="f4")
-    close(saved.invstd, invstd, dtype="f4")
-    close(y, steps.normalize(x, moments.mean, invstd, weight, bias), scale=3)
-    sums = steps.backward_reduce(x, dy, moments.mean, invstd)
-    gradients = batch_norm_backward(dy, saved)
-    close(gradients.bias, sums[0], scale=42)
-    close(gradients.weight, sums[1], scale=42)
-
-
 def test_forward_keeps_x_and_nothing_of_its_size() -> None:
     x, _, weight, bias = random_batch((6, 4, 7))
     _, saved = batch_norm_forward(x, weight, bias)
@@ -260,31 +212,6 @@ def test_gradient_equals_finite_differences(
         np.testing.assert_allclose(total, numerical_gradient(loss, parameter), rtol=1e-6, atol=1e-8)
 
 
-@MODES
-def test_gradient_in_eval_equals_finite_differences(eps_mode: str) -> None:
-    x, dy, weight, bias = random_batch((5, 3, 2), seed=4)
-    mean, var = np.array([0.5, -1.0, 2.0]), np.array([0.1, 1.0, 4.0])
-    setting = {"eps": 0.5, "eps_mode": eps_mode}
-
-    def forward() -> tuple[Array, Saved]:
-        return batch_norm_eval(x, mean, var, weight, bias, **setting)
-
-    gradients = batch_norm_backward(dy, forward()[1])
-    for gradient, at in zip(gradients, (x, weight, bias), strict=True):
-        differences = numerical_gradient(lambda: float((dy * forward()[0]).sum()), at)
-        np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-8)
-
-
-def test_gradient_of_a_constant_shift_is_zero() -> None:
-    """y does not change when a constant is added to x, nor does a scaling of x but for eps."""
-    x, dy, weight, _ = random_batch((50, 3, 4))
-    _, saved = batch_norm_forward(x, weight, eps=1e-12)
-    dx = batch_norm_backward(dy, saved).x
-    assert np.abs(dx.sum((0, 2))).max() < 1e-10
-    assert np.abs((dx * x).sum((0, 2))).max() < 1e-8
-    assert np.abs(dx).max() > 0.1
-
-
 # ----------------------------------------------------------------------- running statistics
 
 
@@ -324,17 +251,6 @@ def test_running_statistics_follow_the_undivided_batches(
         assert state["num_batches_tracked"].dtype == np.int64
         for name, array in state.items():
             np.testing.assert_array_equal(array, states[0][name])  # the same bits
-
-
-def test_running_statistics_may_be_tracked_without_parameters_and_parameters_without() -> None:
-    x, _, weight, bias = random_batch((6, 3, 2))
-    state = running(3)
-    y, _ = batch_norm_forward(x, **state)
-    np.testing.assert_array_equal(y, batch_norm_forward(x)[0])
-    assert state["num_batches_tracked"] == 1
-    counter = np.array(4)
-    batch_norm_forward(x, weight, bias, num_batches_tracked=counter)
-    assert counter == 5
 
 
 @pytest.mark.parametrize("members", [1, 3])
@@ -391,34 +307,6 @@ def test_nan_and_infinity_reach_their_channel_only_and_raise_no_warning(
         np.testing.assert_array_equal(np.isnan(state["running_var"]), bad)
 
 
-@pytest.mark.parametrize("odd", [np.nan, np.inf])
-@pytest.mark.parametrize("weight", [1.0, 0.0])
-def test_infinite_gradient_stays_in_its_channel_and_raises_no_warning(
-    odd: float, weight: float
-) -> None:
-    """Also through a weight of zero, with which residual branches begin."""
-    x, dy, _, _ = random_batch((6, 3, 5), "f4")
-    dy[4, 1, 2] = odd
-    _, saved = batch_norm_forward(x, np.full(3, weight, np.float32))
-    dx = batch_norm_backward(dy, saved).x
-    assert np.isfinite(dx[:, [0, 2]]).all()
-    assert not np.isfinite(dx[4, 1, 2])
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.1, 1.0, None])
-@pytest.mark.parametrize(("dtype", "size"), [("f4", 1e25), ("f8", 1e25), ("f8", 1e200)])
-def test_variance_that_overflows_raises_no_warning(
-    dtype: str, size: float, momentum: float | None
-) -> None:
-    """As when training diverges, here with running statistics in float32."""
-    x, _, _, _ = random_batch((6, 3, 5), dtype)
-    state = running(3, "f4")
-    batch_norm_forward(x * x.dtype.type(size), momentum=momentum, **state)
-    assert state["num_batches_tracked"] == 1
-    if momentum:
-        assert not np.isfinite(state["running_var"]).any()
-
-
 def test_results_that_overflow_float16_become_infinite_without_a_warning() -> None:
     """As with a loss scale that is too large."""
     x, dy, _, _ = random_batch((20, 2, 30, 30), "f2")
@@ -473,25 +361,6 @@ def test_eval_normalizes_by_running_statistics_and_leaves_them(
     close(gradients.bias, wide.sum(axes), scale)
 
 
-def test_eval_needs_no_second_value_and_no_communicator() -> None:
-    x, _, _, _ = random_batch((1, 3))
-    y, saved = batch_norm_eval(x, np.zeros(3), np.ones(3))
-    assert saved.count is None
-    np.testing.assert_allclose(y, x / np.sqrt(1 + 1e-5))
-
-
-def test_eval_keeps_statistics_of_its_own() -> None:
-    """A later update of the running statistics must not change this backward."""
-    x, dy, weight, _ = random_batch((4, 3, 2))
-    mean, var = np.zeros(3), np.ones(3)
-    _, saved = batch_norm_eval(x, mean, var, weight)
-    expected = batch_norm_backward(dy, saved)
-    mean += 5
-    var *= 9
-    for a, b in zip(batch_norm_backward(dy, saved), expected, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 # -------------------------------------------------------------------------------------- out
 
 
@@ -520,20 +389,6 @@ def test_backward_writes_to_out_and_to_dy_itself() -> None:
         assert gradients.x is out
         for a, b in zip(gradients, expected, strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-def test_any_kind_of_number_may_be_the_momentum() -> None:
-    x = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32)
-    found = []
-    for momentum in (0.25, Fraction(1, 4), np.float32(0.25)):
-        running = {"running_mean": np.zeros(3), "running_var": np.ones(3)}
-        counter = np.array(0)
-        momentum_: Any = momentum
-        batch_norm_forward(x, **running, num_batches_tracked=counter, momentum=momentum_)
-        assert counter == 1
-        found.append(np.stack(list(running.values())))
-    np.testing.assert_array_equal(found[1], found[0])
-    np.testing.assert_array_equal(found[2], found[0])
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f2"])  # by the kernel, and by array operations

@@ -1,8 +1,5 @@
 """The serial and the parallel build of the kernels: same bits, and which one runs when."""
 
-import ast
-import json
-import shutil
 import threading
 from collections.abc import Callable
 from math import prod
@@ -11,20 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from steps import Steps
 
-import syncbn_core
-from syncbn_core import numpy_steps
 from syncbn_core.kernels.cpu import launch as cpu
-from syncbn_core.kernels.cpu import numerics, row_blocks, row_parts
 from syncbn_core.kernels.cpu import planes as cpu_planes
 from syncbn_core.kernels.cpu import rows as cpu_rows
 from syncbn_core.kernels.cpu.activations import activation_of
-from syncbn_core.numpy_steps import PARALLEL_SIZE
 
-backend = Steps(numpy_steps.OPERATIONS)
 Array = np.ndarray
-Layouts = dict[str, Callable[[Array], Array]]
 Function = Callable[..., Any]
 
 BUILDS = ("serial", "parallel")
@@ -175,27 +165,6 @@ def test_nan_and_infinity_stay_in_their_channel(
         np.testing.assert_array_equal(result[name][others], value[others], err_msg=name)
 
 
-def test_no_kernel_is_told_that_nan_and_infinity_do_not_occur() -> None:
-    """A compiler that believes it may drop them, and another version of it will."""
-    options = [
-        function.targetoptions
-        for function in [
-            *(
-                value
-                for module in (numerics, cpu_planes, row_blocks, row_parts)
-                for value in vars(module).values()
-            ),
-            *(k.serial for k in KERNELS.values()),
-        ]
-        if hasattr(function, "targetoptions")
-    ]
-    options += [kernel.parallel.targetoptions for kernel in KERNELS.values()]
-    assert len(options) > 2 * len(KERNELS)
-    for flags in (option.get("fastmath", set()) for option in options):
-        assert flags is not True
-        assert not set(flags or ()) & {"fast", "nnan", "ninf"}
-
-
 # ----------------------------------------------------------------- which build is chosen
 
 
@@ -226,33 +195,6 @@ def chosen() -> Callable[..., list[str]]:
         return kernel.calls  # type: ignore[no-any-return]
 
     return run
-
-
-def test_large_arrays_are_worth_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    builds: list[bool] = []
-
-    def is_parallel(steps: Any, size: int) -> bool:
-        steps.moments(np.ones((size // 64, 64), np.float32))
-        return builds.pop()
-
-    monkeypatch.setattr(numpy_steps, "launch", lambda _, parallel, *__: builds.append(parallel))
-    monkeypatch.setattr(numpy_steps, "most_threads", lambda: 2)
-    assert is_parallel(numpy_steps.OPERATIONS, PARALLEL_SIZE)
-    assert not is_parallel(numpy_steps.OPERATIONS, PARALLEL_SIZE - 64)
-    assert not is_parallel(numpy_steps.OPERATIONS.serial, PARALLEL_SIZE)
-    monkeypatch.setattr(numpy_steps, "most_threads", lambda: 1)
-    assert not is_parallel(numpy_steps.OPERATIONS, PARALLEL_SIZE)
-
-
-def test_parallel_build_is_for_one_caller(
-    chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "_layer", lambda: "omp")
-    assert chosen() == ["parallel"]
-    assert chosen() == ["parallel"]
-    assert chosen(parallel=False) == ["serial"]
-    monkeypatch.setattr(cpu, "_forked", True)
-    assert chosen() == ["serial"]
 
 
 def test_thread_that_comes_during_a_parallel_kernel_takes_the_serial_build(
@@ -295,115 +237,6 @@ def test_workqueue_layer_is_not_entered_while_other_threads_live(
 
 
 # ------------------------------------------------------------------- building and caching
-
-
-def signatures() -> dict[str, int]:
-    return {
-        f"{name} {build}": len(getattr(kernel, build).signatures)
-        for name, kernel in KERNELS.items()
-        for build in ("serial", "parallel")
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["read-only", "unaligned", "Fortran", "foreign byte order", "gaps"]
-)
-def test_no_kind_of_array_costs_another_compilation(
-    kind: str, layouts: Layouts, make_case: Function, run_steps: Function
-) -> None:
-    """A read-only batch or weight must not cost seconds in the middle of training."""
-    for dtype in ("f2", "f4", "f8"):
-        shapes = (4, 3, 5), (40, 3), (2, 3, 20_000), (20_000, 3)
-        cases = [make_case(shape, dtype, affine="f8") for shape in shapes]
-        for case in cases:
-            run_steps(backend, case)  # the compilations that are due, of planes and of rows
-        before = signatures()
-        for case in cases:
-            run_steps(backend, type(case)(*map(layouts[kind], case)))
-        assert signatures() == before, dtype
-
-
-CACHE = """
-import json
-import numba, numpy as np
-from syncbn_core.kernels.cpu import planes as cpu_planes
-
-def started():
-    try:
-        return bool(numba.threading_layer())
-    except ValueError:
-        return False
-
-x = (1 + np.random.default_rng(0).normal(size=300_000)).astype(np.float32)
-shapes = [(50_000, 2, 3), (500, 3, 200), (10, 6, 5000)]  # joined runs, and long ones
-result = {}
-for name in ("serial", "parallel"):
-    build = getattr(cpu_planes.planes_moments, name)
-    bits = ""
-    for shape in shapes:
-        moments = np.zeros((2, shape[1]))
-        build(x.reshape(shape), *moments)
-        bits += moments.tobytes().hex()
-    hits = sum(build.stats.cache_hits.values())
-    result[name] = {"threads": started(), "from disk": hits, "bits": bits}
-print(json.dumps(result))
-"""
-
-
-@pytest.fixture(scope="module")
-def two_runs(fresh_python: Function, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The same program twice: the first compiles, the second loads what the first has cached."""
-    cache = str(tmp_path_factory.mktemp("numba-cache"))
-    runs = [json.loads(fresh_python(CACHE, NUMBA_CACHE_DIR=cache)) for _ in range(2)]
-    assert [run[build]["from disk"] for run in runs for build in run] == [0, 0, 1, 1]
-    return runs
-
-
-@pytest.mark.slow
-def test_cached_builds_stay_serial_and_parallel(two_runs: list[Any]) -> None:
-    """Numba's disk cache knows a function by its name; the builds must not share one."""
-    for run in two_runs:
-        assert not run["serial"]["threads"]
-        assert run["parallel"]["threads"]
-
-
-@pytest.mark.slow
-def test_cached_builds_give_the_bits_of_the_run_that_compiled(two_runs: list[Any]) -> None:
-    assert len({run[build]["bits"] for run in two_runs for build in run}) == 1
-
-
-USE = """
-import numpy as np
-import syncbn_core
-from syncbn_core.kernels.cpu.planes import planes_moments
-
-syncbn_core.batch_norm_forward(np.ones((4, 3, 70), np.float32))
-print(syncbn_core.__file__, sum(planes_moments.serial.stats.cache_hits.values()))
-"""
-
-
-def files_in(folder: Path) -> set[Path]:
-    return {path for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.slow
-def test_use_writes_nothing_beside_the_package(fresh_python: Function, tmp_path: Path) -> None:
-    """What an uninstaller does not know stays, and Python imports what is left of the folder."""
-    package, home = tmp_path / "site" / "syncbn_core", tmp_path / "home"
-    source = Path(syncbn_core.__file__).parent
-    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-    before = files_in(tmp_path)
-    variables = dict.fromkeys(("HOME", "USERPROFILE", "LOCALAPPDATA", "XDG_CACHE_HOME"), str(home))
-    variables |= {"NUMBA_CACHE_DIR": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    runs = [
-        fresh_python(USE, PYTHONPATH=str(tmp_path / "site"), **variables).split() for _ in range(2)
-    ]
-    assert [Path(where).parent for where, _ in runs] == [package] * 2
-    assert [hits for _, hits in runs] == ["0", "1"]
-    written = files_in(tmp_path) - before
-    assert written
-    assert all(path.is_relative_to(home) for path in written)
 
 
 # ---------------------------------------------------------------- threads, and forked children
@@ -502,41 +335,6 @@ def test_forked_child_works_after_the_parent_used_threads(
 
 
 # ------------------------------------------------------------------------ too little memory
-
-
-def allocations(tree: ast.AST) -> list[str]:
-    calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return [name for name in calls if name in ("np.empty", "np.zeros", "np.ones", "scratch")]
-
-
-@pytest.mark.parametrize("module", [cpu_planes, cpu_rows])
-def test_kernels_allocate_before_their_parallel_loops_only(module: Any) -> None:
-    """What a worker of such a loop raises, Numba loses, and the results are wrong."""
-    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    kernels = [f for f in functions if "SerialParallelKernel" in map(ast.unparse, f.decorator_list)]
-    assert len(kernels) == 4
-    for function in functions:
-        if function in kernels:
-            loops = [
-                node
-                for node in ast.walk(function)
-                if isinstance(node, ast.For) and ast.unparse(node.iter).startswith("prange(")
-            ]
-            assert len(loops) == 1
-            assert allocations(loops[0]) == []
-        else:
-            assert allocations(function) == []
-
-
-def test_what_kernels_call_in_their_loops_allocates_nothing() -> None:
-    """`workspace` is called before them."""
-    for module in (numerics, row_blocks, row_parts):
-        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-        for node in tree.body:
-            outside = ("workspace", "scratch")
-            if isinstance(node, ast.FunctionDef) and not node.name.endswith(outside):
-                assert allocations(node) == [], node.name
 
 
 MEMORY = """

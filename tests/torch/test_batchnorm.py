@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn_core.errors import (
     ArgumentError,
     BatchSizeError,
-    DeviceError,
     DTypeError,
     ShapeError,
 )
@@ -31,7 +29,6 @@ from syncbn_torch import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from syncbn_torch.forward import always_ours
 
 PAIRS = [
     (SynchronizedBatchNorm1d, nn.BatchNorm1d, (8, 5)),
@@ -182,39 +179,6 @@ def test_alone_a_layer_is_its_torch_namesake(
     close(layer(x), twin(x_twin))
 
 
-def test_alone_the_faster_kernel_is_taken() -> None:
-    layer = SynchronizedBatchNorm2d(3)
-    small, large = torch.randn(2, 3, 4, 4), torch.randn(16, 3, 256, 256)
-    assert "NativeBatchNorm" in layer(small).grad_fn.name()
-    assert "BatchNormOfParts" in layer(large).grad_fn.name()
-    last = large.to(memory_format=torch.channels_last)
-    assert "NativeBatchNorm" in layer(last).grad_fn.name()
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("momentum", [0.3, None])
-@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-def test_running_statistics_without_a_counter_are_torchs(
-    replicas: int, momentum: float | None, eps_mode: Any
-) -> None:
-    layer = SynchronizedBatchNorm1d(2, momentum=momentum, eps_mode=eps_mode)
-    twin = nn.BatchNorm1d(2, momentum=momentum)
-    layer.num_batches_tracked = twin.num_batches_tracked = None
-    x = torch.randn(8, 2) + 1
-    DataParallelWithCallback(layer, replicas=replicas)(x)
-    twin(x)
-    torch.testing.assert_close(layer.running_mean, twin.running_mean)
-    torch.testing.assert_close(layer.running_var, twin.running_var)
-
-
-def test_function_transforms_work_at_any_size() -> None:
-    layer = SynchronizedBatchNorm2d(3, track_running_stats=False)
-    for size in (4, 512):
-        x = torch.randn(3, 3, size, size)
-        grad = torch.func.grad(lambda x: layer(x).pow(3).sum())(x)
-        assert grad.shape == x.shape
-
-
 def test_a_lone_layer_compiles_in_one_graph() -> None:
     layer = SynchronizedBatchNorm2d(3)
     twin = copy.deepcopy(layer)
@@ -260,25 +224,6 @@ def test_half_precision_keeps_float32_statistics(
         assert layer.running_mean.dtype == torch.float32
         close(layer.running_mean, expected["running_mean"], 10)
         close(layer.running_var, expected["running_var"], 10)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("state", ["half parameters", "half buffers", "nothing"])
-def test_two_samples_in_16_bits_without_float32_tensors(dtype: torch.dtype, state: str) -> None:
-    """In replicas; alone torch keeps mean and invstd in 16 bits, so that its dx is far off."""
-    kept = {"affine": state == "half parameters", "track_running_stats": state != "nothing"}
-    layer = SynchronizedBatchNorm1d(130, **kept).to(dtype)
-    model = DataParallelWithCallback(layer, replicas=2)
-    for _ in range(2):
-        x = torch.randn(2, 130).to(dtype).requires_grad_()
-        dy = torch.randn(2, 130).to(dtype)
-        wide = x.detach().double().requires_grad_()
-        expected = F.batch_norm(wide, None, None, training=True)
-        expected.backward(dy.double())
-        y = model(x)
-        y.backward(dy)
-        for found, right in ((y, expected), (x.grad, wide.grad)):
-            assert (found.double() - right).abs().max() < right.abs().max() * 2**-8
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(1, 256), (3, 40)])
@@ -356,25 +301,6 @@ def test_any_memory_layout(view: str, replicas: int, run_parts: Any, close: Any)
     close(x.grad, expected["x"])
 
 
-def test_kernels_write_channels_last_without_a_copy() -> None:
-    x = torch.randn(64, 32, 32, 32).to(memory_format=torch.channels_last).requires_grad_()
-    layer = SynchronizedBatchNorm2d(32)
-    with always_ours():
-        y = layer(x)
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    y.backward(torch.randn_like(y))
-    assert x.grad.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_gradient_with_strides_of_zero() -> None:
-    """`y.mean()` and `y.sum()` send an expanded gradient."""
-    x = torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True)
-    layer = SynchronizedBatchNorm2d(3, dtype=torch.float64, eps_mode="clamp")
-    layer(x).square().mean().backward()
-    layer(x).mean().backward()
-    assert torch.isfinite(x.grad).all()
-
-
 @pytest.mark.parametrize(("ours", "theirs", "shape"), PAIRS)
 def test_class_relations_and_state_as_torch_users_expect(
     ours: Any, theirs: Any, shape: Any
@@ -392,18 +318,6 @@ def test_class_relations_and_state_as_torch_users_expect(
     assert layer.running_var.eq(1).all()
     layer.reset_parameters()
     assert layer.weight.eq(1).all()
-
-
-def test_subclass_of_the_layer_that_it_replaces() -> None:
-    """Code that picks layers by `isinstance(m, nn.BatchNorm2d)` goes on working."""
-    assert isinstance(SynchronizedBatchNorm1d(1), nn.BatchNorm1d)
-    assert isinstance(SynchronizedBatchNorm2d(1), nn.BatchNorm2d)
-    assert isinstance(SynchronizedBatchNorm3d(1), nn.BatchNorm3d)
-
-
-def test_repr_shows_a_mode_of_its_own() -> None:
-    assert "eps_mode='clamp'" in repr(SynchronizedBatchNorm2d(3, eps_mode="clamp"))
-    assert "eps_mode" not in repr(SynchronizedBatchNorm2d(3))
 
 
 def by_torch_save(layer: Any) -> Any:
@@ -426,35 +340,6 @@ def test_copies_work_like_the_original(clone: Any, wrapped: bool) -> None:
     torch.testing.assert_close(twin(x), copy.deepcopy(model)(x))
 
 
-def test_replica_can_be_copied_inside_its_forward() -> None:
-    class Copies(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = SynchronizedBatchNorm1d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            alone = copy.deepcopy(self.bn).eval()  # the batch's statistics it could not have
-            return self.bn(x) + 0 * alone(x)
-
-    assert DataParallelWithCallback(Copies(), replicas=2)(torch.randn(4, 3)).shape == (4, 3)
-
-
-def test_constructor_arguments_of_torch_sync_batch_norm() -> None:
-    layer = SyncBatchNorm(4, 1e-3, 0.2, True, True, None, "cpu", torch.float64)
-    assert layer.weight.dtype == torch.float64
-    assert (layer.eps, layer.momentum, layer.process_group) == (1e-3, 0.2, None)
-    for shape in [(6, 4), (6, 4, 3), (6, 4, 3, 2), (6, 4, 1, 3, 2), (6, 4, 1, 1, 3, 2)]:
-        assert layer(torch.randn(shape, dtype=torch.float64)).shape == shape
-
-
-def test_moves_between_dtypes() -> None:
-    layer = SynchronizedBatchNorm2d(3).double()
-    assert layer(torch.randn(2, 3, 2, 2, dtype=torch.float64)).dtype == torch.float64
-    layer = layer.to(torch.bfloat16)
-    assert layer(torch.randn(2, 3, 2, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert SynchronizedBatchNorm2d(3, device="meta").weight.is_meta
-
-
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_eval_uses_running_statistics_and_leaves_them(replicas: int, close: Any) -> None:
     layer = randomized(SynchronizedBatchNorm2d(3)).eval()
@@ -472,23 +357,6 @@ def test_eval_uses_running_statistics_and_leaves_them(replicas: int, close: Any)
     close(layer.weight.grad, twin.weight.grad, 10)
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name])
-
-
-def test_eval_without_running_statistics_uses_the_whole_batch(run_parts: Any, close: Any) -> None:
-    layer = SynchronizedBatchNorm1d(3, track_running_stats=False).eval()
-    parts = [torch.randn(n, 3) for n in (1, 4)]
-    y = torch.cat(run_parts(layer, parts))
-    close(y, F.batch_norm(torch.cat(parts), None, None, training=True))
-
-
-def test_tracking_switched_off_leaves_running_statistics(run_parts: Any) -> None:
-    """As nn.BatchNorm with `track_running_stats = False` set on a layer that has them."""
-    layer = SynchronizedBatchNorm1d(3)
-    layer.track_running_stats = False
-    run_parts(layer, [torch.randn(2, 3), torch.randn(2, 3)])
-    layer(torch.randn(4, 3))
-    assert layer.num_batches_tracked == 0
-    assert layer.running_mean.eq(0).all()
 
 
 def test_one_value_in_all_is_torchs_value_error(run_parts: Any) -> None:
@@ -532,55 +400,10 @@ def test_bad_input_of_replicas_gets_one_clear_error(
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_stays_in_its_channel(bad: float, replicas: int, run_parts: Any) -> None:
-    x = torch.randn(6, 3, 4, 4)
-    x[5, 1, 0, 0] = bad
-    layer = SynchronizedBatchNorm2d(3, eps_mode="plus")
-    clean = SynchronizedBatchNorm2d(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y = torch.cat(run_parts(layer, x.chunk(replicas)))
-    expected = clean(x)
-    assert y[:, 1].isnan().all()
-    torch.testing.assert_close(y[:, ::2], expected[:, ::2])
-    assert layer.running_mean.isfinite().tolist() == [True, False, True]
-    torch.testing.assert_close(layer.running_var[::2], clean.running_var[::2])
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-def test_infinite_gradients_and_overflow_raise_no_warning(
-    replicas: int, weight: float, eps_mode: Any, run_parts: Any
-) -> None:
-    """As with a loss scale that is too large, or when training diverges."""
-    layer = SynchronizedBatchNorm2d(3, eps_mode=eps_mode)
-    nn.init.constant_(layer.weight, weight)
-    model = nn.Sequential(layer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        x = torch.randn(6, 3, 4, 4, requires_grad=True)
-        dy = torch.randn(6, 3, 4, 4)
-        dy[4, 1, 2, 2] = float("inf")
-        DataParallelWithCallback(model, replicas=replicas)(x).backward(dy)
-        DataParallelWithCallback(model, replicas=replicas)(x * 1e30)
-    assert x.grad[:, ::2].isfinite().all()
-    assert not x.grad[:, 1].isfinite().all()
-
-
 @pytest.mark.parametrize("argument", [{"eps": 0}, {"eps": -1.0}, {"momentum": 2}, {"momentum": -1}])
 def test_bad_settings_are_named(argument: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(argument))):
         SynchronizedBatchNorm2d(3, **argument)
-
-
-def test_one_size_error_is_a_value_error_and_ours() -> None:
-    assert issubclass(BatchSizeError, ValueError)
-    assert issubclass(ShapeError, ValueError)
-    assert issubclass(DTypeError, TypeError)
-    assert issubclass(DeviceError, RuntimeError)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
