@@ -4,10 +4,8 @@ With large planes it computes by our kernels, and gives the same numbers to roun
 """
 
 import copy
-import gc
 import re
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -24,13 +22,9 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from syncbn_core.errors import StateError
 from syncbn_torch import (
-    DataParallelWithCallback,
     SyncBatchNorm,
-    SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
     convert_model,
 )
 
@@ -423,40 +417,6 @@ def test_a_large_layer_gives_what_that_of_torch_gives_to_rounding(program: Progr
             assert a is None
 
 
-LAYERS = [
-    (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, CHANNELS)),
-    (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, CHANNELS, 5)),
-    (nn.BatchNorm2d, SynchronizedBatchNorm2d, SMALL),
-    (nn.BatchNorm3d, SynchronizedBatchNorm3d, (2, CHANNELS, 3, 2, 2)),
-]
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"eps": 0.001, "momentum": None},
-    {"momentum": 0.8, "affine": False},
-    {"track_running_stats": False},
-    {"affine": False, "track_running_stats": False},
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize(("theirs", "ours", "shape"), LAYERS)
-def test_every_kind_in_every_dtype_and_setting(
-    theirs: Any, ours: Any, shape: tuple[int, ...], settings: Any, train: bool, dtype: torch.dtype
-) -> None:
-    results = []
-    for kind in (theirs, ours):
-        torch.manual_seed(0)
-        layer = kind(CHANNELS, **settings).to(dtype).train(train)
-        for _ in range(2):
-            x = torch.randn(shape).to(dtype).requires_grad_()
-            y = layer(x)
-            y.backward(torch.randn_like(y))
-        results.append([y, x.grad, *layer.state_dict().values()])
-    assert all(map(torch.equal, *results))
-
-
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_models_stacked_by_torch_func_run_under_vmap(device: str, train: bool) -> None:
@@ -509,68 +469,3 @@ def test_a_recorded_layer_computes_what_that_of_torch_does(
         torch.testing.assert_close(*(each(x) for each in recorded))
     layer, twin = pair
     torch.testing.assert_close(layer.state_dict(), twin.state_dict())
-
-
-@pytest.mark.parametrize("shape", [SMALL, LARGE])
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_recording_that_would_be_wrong_is_refused(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    layer = SyncBatchNorm(CHANNELS, eps_mode="clamp", eps=0.5)
-    with pytest.raises(StateError, match=r"SyncBatchNorm.*'clamp'.*model\.eval\(\)"):
-        torch.jit.trace(layer, x)
-    before = copy.deepcopy(layer)
-    graph = make_fx(layer)(x)
-    y = before(x)
-    torch.testing.assert_close(graph(x), before(x))
-    torch.testing.assert_close(layer.state_dict(), before.state_dict())
-    torch.testing.assert_close(torch.jit.trace(layer.eval(), x)(x), layer(x))
-    for record in (torch.jit.trace, lambda model, x: make_fx(model)(x)):
-        with pytest.raises(StateError, match=r"replicas.*wrapper\.module"):
-            record(DataParallelWithCallback(layer.train(), replicas=2), x)
-    assert y.shape == x.shape
-
-
-@pytest.mark.parametrize("shape", [SMALL, LARGE])
-def test_no_graph_of_a_computed_weight_is_kept(shape: tuple[int, ...]) -> None:
-    layer = SyncBatchNorm(CHANNELS)
-    kept: list[weakref.ref[Tensor]] = []
-
-    def call() -> None:
-        source = torch.ones(CHANNELS, requires_grad=True)
-        factor = torch.full((CHANNELS,), 2.0)  # which the graph of the weight saves
-        kept.append(weakref.ref(factor))
-        call_with(layer, {"weight": source * factor}, torch.randn(shape))
-
-    call()
-    gc.collect()
-    assert kept[0]() is None
-
-
-def test_an_input_replaced_before_backward_is_named() -> None:
-    for new in (torch.zeros(1), torch.zeros(LARGE, dtype=torch.float64)):
-        layer, x = SyncBatchNorm(CHANNELS), torch.randn(LARGE, requires_grad=True)
-        y = layer(x)
-        x.data = new
-        with pytest.raises(StateError, match="replaced in between"):
-            y.sum().backward()
-
-
-ODD: list[Callable[[], Any]] = [
-    lambda: torch.randn(60_000),
-    lambda: torch.randn(200, 300),
-    lambda: torch.nested.nested_tensor([torch.randn(4, 90, 100), torch.randn(4, 80, 100)]),
-    lambda: torch.randn(4, CHANNELS, 100, 100).to_sparse(),
-    lambda: torch.ones(4, CHANNELS, 100, 100, dtype=torch.int64),
-]
-
-
-@pytest.mark.parametrize("make", ODD)
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-def test_a_large_input_that_the_layer_does_not_take_gets_torchs_error(make: Any) -> None:
-    x = make()
-    errors = []
-    for kind in (nn.BatchNorm2d, SynchronizedBatchNorm2d):
-        with pytest.raises(Exception) as caught:  # noqa: PT011
-            kind(CHANNELS)(x)
-        errors.append((type(caught.value), str(caught.value)))
-    assert errors[0] == errors[1]

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -68,52 +67,6 @@ def test_a_loss_on_any_subset_of_replicas(subset: list[int], run_parts: Any) -> 
     same(gradients(loss, inputs), gradients(expected, inputs))
 
 
-def test_one_loss_per_replica_one_after_the_other(run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    ys = run_parts(layer, parts)
-    inputs = [*parts, layer.weight]
-    expected_ys = whole(torch.cat(parts), layer).split([len(p) for p in parts])
-    for i in (1, 0, 2):
-        got = gradients(ys[i].square().sum(), inputs, retain_graph=True)
-        same(got, gradients(expected_ys[i].square().sum(), inputs, retain_graph=True))
-
-
-def test_retain_graph_gives_the_same_gradient_again(run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    loss = torch.cat(run_parts(layer, parts)).pow(3).sum()
-    first = gradients(loss, parts, retain_graph=True)
-    second = gradients(loss, parts, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_a_pass_for_the_weight_alone_leaves_nothing_behind(run_parts: Any) -> None:
-    """Its dy must not turn up in a later pass for another replica's loss."""
-    layer, parts = make_layer(), leaves()
-    ys = run_parts(layer, parts)
-    gradients(ys[1].pow(3).sum(), [layer.weight], retain_graph=True)
-    got = gradients(ys[0].square().sum(), parts)
-    expected = whole(torch.cat(parts), layer).split([len(p) for p in parts])
-    same(got, gradients(expected[0].square().sum(), parts))
-
-
-def test_a_pass_that_stops_half_way_keeps_no_dy(run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    y = torch.cat(run_parts(layer, parts))
-    dy = torch.randn_like(y)
-    reference = weakref.ref(dy)
-    gradients(y, [layer.weight], grad_outputs=dy, retain_graph=True)
-    del dy
-    assert reference() is None
-
-
-def test_second_backward_without_retain_graph_is_torchs_error(run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    loss = torch.cat(run_parts(layer, parts)).square().sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("needs", [[True, False, True], [False, False, True], [False] * 3])
 def test_some_inputs_without_gradient(needs: list[bool], run_parts: Any) -> None:
     layer, parts = make_layer(), leaves()
@@ -154,15 +107,6 @@ def test_one_layer_used_several_times(run_parts: Any) -> None:
     assert bn.num_batches_tracked == 4
 
 
-def test_backward_needs_one_thread_only(run_parts: Any) -> None:
-    """With autograd's own threads off, a barrier in backward could not pass."""
-    layer, parts = make_layer(), leaves((1, 1, 1, 1))
-    loss = torch.cat(run_parts(layer, parts)).pow(3).sum()
-    with torch.autograd.set_multithreading_enabled(False):
-        loss.backward()
-    assert all(part.grad is not None for part in parts)
-
-
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_no_grad_and_inference_mode_have_no_graph(replicas: int) -> None:
     model = DataParallelWithCallback(make_layer(eps_mode="clamp"), replicas=replicas)
@@ -193,39 +137,6 @@ def test_activations_are_freed_with_the_graph(replicas: int) -> None:
         assert leaf.grad is not None
     finally:
         gc.enable()
-
-
-def test_dy_of_a_finished_pass_is_not_kept_by_a_retained_graph(run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    y = torch.cat(run_parts(layer, parts))
-    dy = torch.randn_like(y)
-    reference = weakref.ref(dy)
-    torch.autograd.backward(y, dy, retain_graph=True)
-    del dy
-    assert reference() is None
-
-
-def test_backward_that_fails_over_a_retained_graph_keeps_nothing(run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    xs = [part * 1 for part in parts]
-    y = torch.cat(run_parts(layer, xs))
-    expected = gradients(y.pow(3).sum(), parts, retain_graph=True)
-    kept: list[weakref.ref[Tensor]] = []
-
-    def fail(grad: Tensor) -> None:
-        raise ZeroDivisionError
-
-    handle = xs[0].register_hook(fail)  # every Norm has left its dy by then
-    for _ in range(60):
-        dy = torch.randn_like(y)
-        kept.append(weakref.ref(dy))
-        with pytest.raises(ZeroDivisionError):
-            torch.autograd.backward(y, dy, retain_graph=True)
-        del dy
-    gc.collect()
-    assert not any(reference() is not None for reference in kept)
-    handle.remove()
-    same(gradients(y.pow(3).sum(), parts), expected)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
@@ -260,15 +171,6 @@ def test_input_changed_in_place_is_noticed(run_parts: Any) -> None:
     xs = [part * 1 for part in parts]
     loss = torch.cat(run_parts(layer, xs)).square().sum()
     xs[1].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_weight_changed_in_place_is_noticed(run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    loss = torch.cat(run_parts(layer, parts)).square().sum()
-    with torch.no_grad():
-        layer.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -308,48 +210,6 @@ def test_gradient_penalty_equals_the_one_of_the_whole_batch(run_parts: Any) -> N
     same(penalty(torch.cat(run_parts(layer, parts))), penalty(whole(torch.cat(parts), layer)))
 
 
-def test_passes_over_one_graph_at_the_same_time(run_parts: Any) -> None:
-    """Nothing in backward waits for the other replicas, so each loss may have a pass by itself."""
-    layer, parts = make_layer(), leaves()
-    for _ in range(20):
-        outputs = run_parts(layer, parts)
-        y = whole(torch.cat(parts), layer)
-        wanted = [part.pow(3).sum() for part in y.split([len(part) for part in parts])]
-        expected = [gradients(loss, [part], retain_graph=True)
-                    for loss, part in zip(wanted, parts, strict=True)]  # fmt: skip
-        results: dict[int, list[Tensor | None]] = {}
-
-        def backward(index: int, outputs: Any = outputs, results: Any = results) -> None:
-            loss = outputs[index].pow(3).sum()
-            results[index] = gradients(loss, [parts[index]], retain_graph=True)
-
-        threads = [threading.Thread(target=backward, args=(i,)) for i in range(len(parts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for index, each in enumerate(expected):
-            same(results[index], each)
-
-
-def test_two_backwards_at_the_same_time_on_different_graphs(run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    losses = [torch.cat(run_parts(layer, parts)).pow(p).sum() for p in (2, 3)]
-    expected = [whole(torch.cat(parts), layer).pow(p).sum() for p in (2, 3)]
-    results: dict[int, list[Tensor | None]] = {}
-
-    def backward(index: int) -> None:
-        results[index] = gradients(losses[index], parts)
-
-    threads = [threading.Thread(target=backward, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index in range(2):
-        same(results[index], gradients(expected[index], parts))
-
-
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
@@ -387,11 +247,6 @@ def test_checkpointing_without_reentry_gives_the_same_gradients(replicas: int) -
         torch.testing.assert_close(a, b)
 
 
-def test_reentrant_checkpointing_works_alone() -> None:
-    for a, b in zip(run_checkpointed(None, 1), run_checkpointed(True, 1), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_reentrant_checkpointing_among_replicas_is_refused_clearly() -> None:
     with pytest.raises(CheckpointError, match="use_reentrant=False"):
         run_checkpointed(True, 3)
@@ -423,55 +278,6 @@ def test_checkpoint_around_the_replicated_model() -> None:
         y.pow(2).sum().backward()
         same([x.grad], expected)
         x.grad = None
-
-
-def test_checkpointing_that_can_not_tell_two_calls_apart_is_refused() -> None:
-    """One replica has the same input in both calls, another replica has not."""
-
-    class TwoInputs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = make_layer()
-
-        def forward(self, x: Tensor, z: Tensor) -> Tensor:
-            return checkpoint(lambda x, z: self.bn(x) * self.bn(z), x, z, use_reentrant=False)
-
-    x = torch.randn(4, 3, 2, 2, **DOUBLE, requires_grad=True)
-    z = x.detach().clone()
-    z[2:] += 1
-    y = DataParallelWithCallback(TwoInputs(), replicas=2)(x, z)
-    with pytest.raises(CheckpointError, match="in several calls"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_bias_without_weight_has_its_gradient(replicas: int) -> None:
-    layer = make_layer(eps_mode="clamp", eps=1e-12)
-    layer.weight = None
-    x = torch.randn(6, 3, 2, 2, **DOUBLE)
-    dy = torch.randn_like(x)
-    DataParallelWithCallback(layer, replicas=replicas)(x).backward(dy)
-    torch.testing.assert_close(layer.bias.grad, dy.sum((0, 2, 3)))
-
-
-def test_an_input_changed_in_place_by_its_replica() -> None:
-    """Parts of one tensor are separate tensors to the replicas, as on separate devices."""
-
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 1, **DOUBLE)
-            self.bn = make_layer()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.bn(self.conv(nn.functional.relu(x, inplace=True)))
-
-    model = InPlace()
-    for leaf in (torch.randn(6, 3, 2, 2, **DOUBLE), leaves((6,))[0] * 2):
-        expected = whole(model.conv(leaf.detach().relu()), model.bn)
-        y = DataParallelWithCallback(model, replicas=3)(leaf)
-        torch.testing.assert_close(y, expected)
-        y.pow(3).sum().backward()
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 0, 3)])

@@ -6,9 +6,8 @@ import copy
 import datetime
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from world import (
     close,
-    enter_world,
     equals_undivided,
     on_ranks,
     raises,
@@ -34,12 +32,10 @@ from world import (
 from syncbn_core import exchange
 from syncbn_core.errors import BatchSizeError, CommAborted, CommTimeout, ProtocolError
 from syncbn_torch import (
-    DistributedCommunicator,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     compiled_exchange,
     convert_model,
-    traced,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -202,23 +198,6 @@ def test_16_bits_large_means_and_channels_last_are_one_graph(rank: int, size: in
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_autocast_is_one_graph(rank: int, size: int) -> None:
-    x, _ = whole_batch(SHAPE)
-    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-    layer, mine = convert_model(copy.deepcopy(net)), rows_of(rank, BOUNDS)
-
-    def under_autocast() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            y, expected = compiled(layer)(x[mine].float()), net(x.float())
-        assert y.dtype is torch.bfloat16
-        close(y, expected[mine], atol=5e-2, rtol=0)
-        y.sum().backward()
-
-    one_graph(under_autocast)
-
-
-@pytest.mark.slow
-@on_ranks(2)
 def test_six_sizes_of_the_batch_are_one_graph(rank: int, size: int) -> None:
     layer, twin = SynchronizedBatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
     model = compiled(layer)
@@ -252,13 +231,6 @@ def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph(rank: int, size
     one_graph(lambda: steps_equal(models, models, twins, mine, (6, 3)))
 
 
-@on_ranks(2)
-def test_eval_is_one_graph_and_sends_nothing(rank: int, size: int) -> None:
-    model = compiled(convert_model(network()).eval())
-    if rank == 0:
-        one_graph(lambda: model(whole_batch(SHAPE)[0]))
-
-
 @pytest.mark.slow
 @on_ranks(4)
 def test_groups_and_meshes_are_one_graph(rank: int, size: int) -> None:
@@ -286,17 +258,6 @@ def test_ranks_with_and_without_a_graph_go_together(rank: int, size: int) -> Non
         steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
         with torch.compiler.set_stance("force_eager"):
             steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_ranks_compile_anew_at_different_times(rank: int, size: int) -> None:
-    layer, twin = convert_model(network()), network()
-    model = compiled(layer, dynamic=False)
-    for bounds in ((0, 2, 6), (0, 3, 6), (0, 3, 7), (0, 2, 6)):
-        equals_undivided(model, twin, *whole_batch((bounds[-1], 3, 5, 5)), rows_of(rank, bounds))
-        layer.zero_grad()
-        twin.zero_grad()
 
 
 @pytest.mark.slow
@@ -395,16 +356,6 @@ def test_one_value_per_channel_over_all_ranks_is_an_error_and_changes_nothing(
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_communicator_of_the_user_breaks_the_graph_and_gives_the_same_numbers(
-    rank: int, size: int
-) -> None:
-    layer, twin = convert_model(network(), process_group=DistributedCommunicator()), network()
-    model = torch.compile(layer, backend="aot_eager")
-    steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
-
-
-@pytest.mark.slow
-@on_ranks(2)
 def test_blocks_of_fsdp(rank: int, size: int) -> None:
     x, dy = whole_batch(SHAPE)
     mine = rows_of(rank, BOUNDS)
@@ -437,58 +388,6 @@ def test_blocks_of_fsdp(rank: int, size: int) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_the_mode_reduce_overhead(rank: int, size: int) -> None:
-    layer, twin = convert_model(network()), network()
-    model = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
-    one_graph(lambda: steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE))
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_second_derivative_of_a_graph_is_torchs_error_on_all_ranks(rank: int, size: int) -> None:
-    layer = SynchronizedBatchNorm1d(3)
-    x = torch.randn(4, 3, requires_grad=True)
-    (dx,) = torch.autograd.grad(compiled(layer)(x).pow(3).sum(), x, create_graph=True)
-    raises(RuntimeError, "double backward", call=lambda: dx.sum().backward())
-
-
-@pytest.mark.slow
-@on_ranks(3)
-def test_another_group_compiles_another_graph(rank: int, size: int) -> None:
-    """Groups of one class, some with this rank alone, some that overlap; then a new world."""
-    layer, twin = SynchronizedBatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
-    model = compiled(layer)
-    x, _ = whole_batch((9, 3, 4, 4))
-    parts = x.split(3)
-
-    def step(group: Any, members: Sequence[int]) -> None:
-        layer.process_group = group
-        expected = twin(torch.cat([parts[i] for i in members])).split(3)
-        close(model(parts[rank]), expected[members.index(rank)])
-
-    several = [(0, 1), (1, 2), (0, 2), (0,), (1,), (2,)]
-    groups = {members: dist.new_group(list(members)) for members in several}
-    for _ in range(2):
-        step(None, range(3))
-        for members, group in groups.items():
-            if rank in members:
-                step(group, members)
-    for number in range(2):
-        enter_anew(rank, size, number)
-        step(None, range(3))
-    dist.destroy_process_group()
-    step(None, [rank])
-    enter_anew(rank, size, 2)
-
-
-def enter_anew(rank: int, size: int, number: int) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    enter_world(rank, size, (Path(os.environ["FOLDER"]) / f"store {number}").as_uri())
-
-
-@pytest.mark.slow
-@on_ranks(2)
 def test_a_rank_that_is_late_is_an_error_that_names_the_layer(rank: int, size: int) -> None:
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
     layer = SynchronizedBatchNorm1d(3, process_group=group)
@@ -499,18 +398,6 @@ def test_a_rank_that_is_late_is_an_error_that_names_the_layer(rank: int, size: i
         raises(CommTimeout, "1 (SynchronizedBatchNorm1d)", "rank 1", call=lambda: model(x))
         store.set("rank 0 is done", "")
     store.wait(["rank 0 is done"])
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_an_older_torch_says_why_it_breaks_the_graph(rank: int, size: int) -> None:
-    with patch.object(traced, "TRACES_LAYERS", False):
-        layer, twin = convert_model(network()), network()
-        model = torch.compile(layer, backend="aot_eager")
-        steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
-        torch._dynamo.reset()
-        x, _ = whole_batch(SHAPE)
-        raises(Exception, "needs torch 2.10 or newer", call=lambda: compiled(layer)(x))
 
 
 @pytest.mark.slow
@@ -566,16 +453,3 @@ def test_a_rank_that_is_gone_is_an_error_that_names_the_layer(rank: int, size: i
         os._exit(0)
     raises(CommAborted, "1 (SynchronizedBatchNorm1d)", "rank 1", call=lambda: model(x))
     os._exit(0)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_the_export_of_a_model_in_eval_is_that_of_nn_batch_norm(rank: int, size: int) -> None:
-    x = torch.randn(2, 3, 4, 4)
-    model, twin = convert_model(nn.BatchNorm2d(3)).eval(), nn.BatchNorm2d(3).eval()
-    programs = [torch.export.export(module, (x,)) for module in (model, twin)]
-    operations = [sorted(str(node.target) for node in p.graph.nodes) for p in programs]
-    assert operations[0] == operations[1]
-    close(programs[0].module()(x), twin(x))
-    export = partial(torch.export.export, model.train(), (x,))
-    raises(Exception, "model in eval for torch.export", call=export)

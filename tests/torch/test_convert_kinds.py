@@ -1,14 +1,12 @@
 """Conversion of lazy, parametrized and pruned layers, and of torch.ao's QAT modules."""
 
 import copy
-import pickle
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 from world import close, on_ranks, rows_of, whole_batch
 
@@ -54,27 +52,6 @@ def test_a_lazy_layer_becomes_a_synchronized_one_at_its_first_input(dimensions: 
     assert type(lazy).__name__ == f"SynchronizedBatchNorm{dimensions}d"
     assert (lazy.num_features, lazy.eps, lazy.process_group) == (3, 1e-2, group)
     assert type(revert_model(net)[0]).__name__ == f"BatchNorm{dimensions}d"
-
-
-def test_lazy_layers_are_pickled_loaded_and_reverted() -> None:
-    net = convert_model(nn.Sequential(nn.LazyBatchNorm2d()))
-    other = pickle.loads(pickle.dumps(net)).double()
-    assert type(other[0]).__name__ == "LazySynchronizedBatchNorm2d"
-    other.load_state_dict(nn.Sequential(nn.BatchNorm2d(3)).state_dict())
-    other(torch.randn(SHAPE).double())
-    assert type(other[0]) is SynchronizedBatchNorm2d
-    assert type(revert_model(net)[0]) is nn.LazyBatchNorm2d
-    net(torch.randn(SHAPE))
-    assert type(net[0]) is nn.BatchNorm2d
-
-
-def test_replicas_need_the_first_input_before() -> None:
-    net = convert_model(nn.Sequential(nn.LazyBatchNorm2d())).double()
-    wrapper = DataParallelWithCallback(net, replicas=2)
-    with pytest.raises(RuntimeError, match="Run a dummy forward pass"):
-        wrapper(torch.randn(SHAPE).double())
-    net.eval()(torch.randn(SHAPE).double())
-    same_step(net.train(), nn.Sequential(nn.BatchNorm2d(3)).double())
 
 
 @on_ranks(2)
@@ -209,40 +186,6 @@ def test_qat_modules_are_converted_and_a_step_is_that_of_the_undivided_batch() -
     ]
     assert report.kept == []
     same_step(net, twin)
-
-
-@on_ranks(2)
-def test_qat_modules_synchronize_over_ranks(rank: int, size: int) -> None:
-    x, _ = whole_batch(SHAPE)
-    net, twin = DistributedDataParallel(convert_model(qat())), qat()
-    rows = rows_of(rank, [0, 2, 4])
-    y, expected = net(x[rows]), twin(x)
-    close(y, expected[rows])
-    y.pow(3).sum().backward()
-    expected.pow(3).sum().backward()
-    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-        close(ours.grad * size, theirs.grad)
-
-
-def test_conversion_before_prepare_qat_says_that_it_comes_too_early() -> None:
-    with pytest.warns(UserWarning, match=r"ConvBnReLU2d \(conv1\): prepare_qat makes a new plain"):
-        net = convert_model(fused(Net()))
-    same_step(convert_model(prepared(net).double()), prepared(revert_model(net)).double())
-
-
-def test_a_converted_model_is_fused_after_revert_model() -> None:
-    net = convert_model(Net())
-    with pytest.raises((AssertionError, NotImplementedError), match="SynchronizedBatchNorm2d"):
-        fused(net)
-    net = convert_model(prepared(fused(revert_model(net))).double())
-    assert type(net.conv1.bn) is SynchronizedBatchNorm2d
-
-
-def test_the_slow_path_of_qat_modules_is_named() -> None:
-    net = qat()
-    net.conv2._enable_slow_path_for_better_numerical_stability = True
-    with pytest.warns(UserWarning, match=r"conv2\): its slow path takes statistics of"):
-        convert_model(net)
 
 
 def test_qat_modules_can_be_frozen_and_reverted() -> None:

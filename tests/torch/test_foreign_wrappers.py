@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from syncbn_core.comm import run_in_threads, set_default_timeout
-from syncbn_core.errors import ArgumentError, CommAborted, CommTimeout, StateError
+from syncbn_core.errors import CommTimeout
 from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
@@ -113,22 +113,6 @@ def test_layers_synchronize_under_a_wrapper_with_bare_contexts(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_fewer_copies_than_before_do_not_wait() -> None:
-    model = Net(SynchronizedBatchNorm1d)
-    wrapper = Foreign(model, 4)
-    for size in (8, 2, 8, 3):
-        x = torch.randn(size, 3, **DOUBLE)
-        twin = Net(nn.BatchNorm1d)
-        twin.load_state_dict(model.state_dict())
-        torch.testing.assert_close(wrapper(x), twin(x))
-
-
-def test_eval_runs_under_a_wrapper_with_bare_contexts() -> None:
-    model = Net(SynchronizedBatchNorm1d).eval()
-    x = torch.randn(6, 3, **DOUBLE)
-    torch.testing.assert_close(Foreign(model, 3)(x), model(x))
-
-
 def test_the_deadline_ends_the_wait_for_a_copy_that_failed_and_names_the_layer() -> None:
     model = Net(SynchronizedBatchNorm1d)
     before = copy.deepcopy(model.state_dict())
@@ -182,37 +166,6 @@ def test_callbacks_by_hand_train_for_many_steps_with_unlike_numbers_of_copies(
     twin.eval()
     x = torch.randn(6, 3, **DOUBLE)
     torch.testing.assert_close(forward_by_hand(model, list(x.split(2))), twin(x))
-
-
-def test_a_copy_that_fails_by_hand_ends_the_others_and_the_next_step_is_right() -> None:
-    model = Net(SynchronizedBatchNorm1d)
-    before = copy.deepcopy(model.state_dict())
-    x = torch.randn(6, 3, **DOUBLE)
-    bad = x.clone()
-    bad[4] = 7
-    with pytest.raises(KeyError, match="bad sample"):
-        forward_by_hand(model, list(bad.split(2)))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    twin = Net(nn.BatchNorm1d)
-    twin.load_state_dict(model.state_dict())
-    torch.testing.assert_close(forward_by_hand(model, list(x.split(2))), twin(x))
-
-
-def test_contexts_of_callbacks_by_hand_release_a_copy_that_waits() -> None:
-    model = Net(SynchronizedBatchNorm1d)
-    copies = [replicated(model, copy_id) for copy_id in range(2)]
-    contexts = execute_replication_callbacks(copies)
-
-    def fail() -> None:
-        for context in contexts:
-            context.abort(KeyError("stop"))
-
-    def wait() -> None:
-        with pytest.raises(CommAborted, match="stop"):
-            copies[0](torch.randn(4, 3, **DOUBLE))
-
-    run_in_threads([wait, fail])
 
 
 # ------------------------------------------------------- contexts belong to those who use them
@@ -278,49 +231,3 @@ def test_layers_of_another_package_go_together_with_ours() -> None:
     y.pow(3).sum().backward()
     z.pow(3).sum().backward()
     torch.testing.assert_close(ours[0].weight.grad, theirs[0].weight.grad)
-
-
-@pytest.mark.parametrize(
-    "attributes",
-    [
-        {"sync_master": None},
-        {"sync_master": "text"},
-        {"leave": 1, "close": None, "abort": "", "disown": 2, "is_over": True, "closed": True},
-        {"name": 1, "size": -1, "shared": 0, "syncbn_context": 3, "recomputes": True},
-    ],
-)
-def test_a_callback_may_set_attributes_of_any_name(attributes: dict[str, Any]) -> None:
-    class Sets(SynchronizedBatchNorm1d):
-        def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
-            for name, value in attributes.items():
-                setattr(context, name, value)
-            super().__data_parallel_replicate__(context, copy_id)
-            assert {name: getattr(context, name) for name in attributes} == attributes
-
-    x = torch.randn(6, 3, **DOUBLE)
-    wrapper = DataParallelWithCallback(Net(Sets), replicas=3)
-    twin = Net(nn.BatchNorm1d)
-    twin.load_state_dict(wrapper.module.state_dict())
-    torch.testing.assert_close(wrapper(x), twin(x))
-    bad = x.clone()
-    bad[0] = 7
-    with pytest.raises(KeyError):
-        wrapper(bad)
-    torch.testing.assert_close(wrapper(x), twin(x))
-
-
-class Slots:
-    __slots__ = ()
-
-
-@pytest.mark.parametrize("context", [Slots(), {}, Slots, None])
-def test_a_context_that_takes_no_attributes_is_refused_clearly(context: Any) -> None:
-    layer = SynchronizedBatchNorm1d(3)
-    with pytest.raises(ArgumentError, match=r"attributes can be set.*SimpleNamespace\(\)"):
-        layer.__data_parallel_replicate__(context, 0)
-
-
-def test_copies_with_a_context_each_are_told_so() -> None:
-    replica = replicated(SynchronizedBatchNorm1d(3), 1)
-    with pytest.raises(StateError, match="one context for all copies of SynchronizedBatchNorm1d"):
-        replica.__data_parallel_replicate__(Bare(), 1)  # type: ignore[operator]

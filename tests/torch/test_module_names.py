@@ -39,19 +39,6 @@ def test_a_layer_alone_is_its_class() -> None:
     assert name_of(SynchronizedBatchNorm2d(2)) == "SynchronizedBatchNorm2d"
 
 
-def test_of_two_names_the_same_one_is_taken_everywhere() -> None:
-    layer = SynchronizedBatchNorm2d(2)
-    model = nn.ModuleDict({"b": layer, "a": layer})
-    twin = copy.deepcopy(model)
-    assert name_of(layer) == name_of(twin["a"]) == "a (SynchronizedBatchNorm2d)"
-
-
-def test_modules_that_hold_each_other() -> None:
-    layer, model = SynchronizedBatchNorm2d(2), nn.Module()
-    model.layer, layer.owner = layer, model
-    assert name_of(layer).endswith("layer (SynchronizedBatchNorm2d)")
-
-
 # ------------------------------------------------- which layers of members belong together
 
 
@@ -151,10 +138,3 @@ def test_layers_mixed_up_in_their_first_call_are_told(
     with pytest.raises(ProtocolError, match="same layer"):
         run_in_threads([partial(call, 0, first), partial(call, 1, second)])
     del held
-
-
-def test_a_model_has_names_also_after_layers_made_for_single_calls() -> None:
-    for _ in range(5):
-        assert LAYER_NAMES.name(SynchronizedBatchNorm2d(2)) == ""
-    model = nn.Sequential(nn.ReLU(), SynchronizedBatchNorm2d(2))
-    assert LAYER_NAMES.name(model[1]) == "1"

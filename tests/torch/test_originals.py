@@ -16,9 +16,6 @@ from syncbn_core.errors import StateError
 from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
-    convert_model,
-    patch_replication_callback,
-    revert_model,
 )
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -137,45 +134,11 @@ def test_a_layer_outside_of_the_replicated_model_is_refused_by_name() -> None:
     )
 
 
-def test_a_batch_for_one_replica_may_use_a_layer_outside_of_the_model() -> None:
-    layer = SynchronizedBatchNorm1d(3)
-    x = torch.randn(1, 3, 5)
-    torch.testing.assert_close(
-        DataParallelWithCallback(Calls(layer), replicas=4)(x), nn.BatchNorm1d(3)(x)
-    )
-
-
-def test_batch_statistics_in_eval_are_refused_outside_of_the_model_too() -> None:
-    layer = SynchronizedBatchNorm1d(3, track_running_stats=False).eval()
-    with pytest.raises(StateError, match="not a submodule"):
-        DataParallelWithCallback(Calls(layer), replicas=2)(torch.randn(6, 3))
-
-
 def test_a_layer_that_a_replica_builds_itself_is_refused() -> None:
     with pytest.raises(StateError, match="not a submodule"):
         DataParallelWithCallback(Calls(lambda x: SynchronizedBatchNorm1d(3)(x)), replicas=2)(
             torch.randn(6, 3)
         )
-
-
-def test_a_copy_of_a_replicas_layer_is_refused_within_it_and_stands_alone_after() -> None:
-    copies: list[nn.Module] = []
-
-    class Copies(nn.Module):
-        def __init__(self, use: bool) -> None:
-            super().__init__()
-            self.bn = SynchronizedBatchNorm1d(3)
-            self.use = use
-
-        def forward(self, x: Tensor) -> Tensor:
-            copies.append(copy.deepcopy(self.bn))
-            return (copies[-1] if self.use else self.bn)(x)
-
-    x = torch.randn(6, 3)
-    with pytest.raises(StateError, match="not a submodule"):
-        DataParallelWithCallback(Copies(use=True), replicas=2)(x)
-    DataParallelWithCallback(Copies(use=False), replicas=2)(x)
-    torch.testing.assert_close(copies[-1](x), nn.BatchNorm1d(3)(x))
 
 
 class Nested(nn.Module):
@@ -231,28 +194,6 @@ def test_a_wrapper_within_a_replica_synchronizes_over_the_whole_batch(inner: int
     same(results(wrapper, model, x, cotangent), expected)
 
 
-def test_a_patched_wrapper_within_a_replica_keeps_its_own_forward() -> None:
-    class Own(nn.DataParallel):
-        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-            return super().forward(*inputs, **kwargs) + 1
-
-    wrapped = Own(SynchronizedBatchNorm1d(3))
-    patch_replication_callback(wrapped)
-    cpu = torch.device("cpu")
-    wrapped.device_ids, wrapped.dim = [cpu] * 2, 0  # as on a machine with two GPUs
-    wrapped.src_device_obj = wrapped.output_device = cpu
-    wrapped.module.cpu()
-    x = torch.randn(6, 3)
-    y = DataParallelWithCallback(nn.Sequential(wrapped), replicas=2)(x)
-    torch.testing.assert_close(y, nn.BatchNorm1d(3)(x) + 1)
-
-
-def test_a_wrapper_that_is_no_part_of_the_replicated_model_is_refused() -> None:
-    other = DataParallelWithCallback(nn.Sequential(SynchronizedBatchNorm1d(3)), replicas=2)
-    with pytest.raises(StateError, match=r"0 \(SynchronizedBatchNorm1d\).*not a submodule"):
-        DataParallelWithCallback(Calls(other), replicas=2)(torch.randn(8, 3))
-
-
 def in_a_thread(call: Callable[[], Any]) -> Any:
     """What `call` returns in a thread of its own; its error is raised here."""
     result: list[Any] = []
@@ -290,33 +231,6 @@ def test_a_replicas_own_threads_synchronize() -> None:
     model = Threaded(around=False)
     y = DataParallelWithCallback(model, replicas=2)(x)
     torch.testing.assert_close(y, nn.BatchNorm1d(3)(x))
-
-
-def test_an_original_reached_by_a_thread_of_a_replica_is_refused_by_name() -> None:
-    model = Threaded(around=True)
-    with pytest.raises(StateError, match=r"bn \(SynchronizedBatchNorm1d\).*while replicas"):
-        DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3))
-
-
-def test_another_thread_may_evaluate_the_model_while_its_replicas_run() -> None:
-    class Evaluates(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = SynchronizedBatchNorm1d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return in_a_thread(lambda: original(x))
-
-    model = Evaluates()
-    original = model.bn.eval()
-    x = torch.randn(6, 3)
-    torch.testing.assert_close(DataParallelWithCallback(model, replicas=2)(x), original(x))
-
-
-def test_another_thread_may_train_another_model_while_replicas_run() -> None:
-    other = SynchronizedBatchNorm1d(3)
-    model = Calls(lambda x: in_a_thread(lambda: other(x)))
-    assert DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3)).shape == (6, 3)
 
 
 def plain_copies(model: nn.Module, count: int) -> list[nn.Module]:
@@ -366,16 +280,6 @@ def test_compiled_parts_are_refused_in_replicas_but_not_in_eval(what: str) -> No
 
 
 @quiet
-def test_an_optimized_module_in_one_replica_equals_the_undivided_batch() -> None:
-    model = nn.Sequential(SynchronizedBatchNorm1d(3, **DOUBLE))
-    x, cotangent = torch.randn(9, 3, **DOUBLE), torch.randn(9, 3, **DOUBLE)
-    twin = revert_model(copy.deepcopy(model))
-    expected = results(twin, twin, x, cotangent)
-    wrapper = DataParallelWithCallback(torch.compile(model, backend="aot_eager"), replicas=1)
-    same(results(wrapper, model, x, cotangent), expected)
-
-
-@quiet
 @pytest.mark.parametrize("method", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_a_compiled_wrapper_equals_the_undivided_batch(replicas: int, method: bool) -> None:
@@ -388,33 +292,3 @@ def test_a_compiled_wrapper_equals_the_undivided_batch(replicas: int, method: bo
     else:
         wrapper = torch.compile(wrapper, backend="aot_eager")
     same(results(wrapper, model, x, cotangent, steps=3), expected)
-
-
-@quiet
-def test_a_compiled_function_that_reaches_originals_is_refused() -> None:
-    """Compiled before by the model alone, and recompiled where replicas run."""
-    model = Detour(lambda model: torch.compile(model.inner, backend="aot_eager"))
-    x = torch.randn(8, 3, **DOUBLE)
-    model(x)
-    with pytest.raises(StateError, match=r"first \(SynchronizedBatchNorm1d\).*compiled function"):
-        DataParallelWithCallback(model, replicas=2)(x)
-    model(x)
-
-
-def test_converted_models_are_watched_too() -> None:
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-
-        def call(self, x: Tensor) -> Tensor:
-            return self.bn(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.way(x)
-
-    model = Around()
-    model.way = model.call
-    convert_model(model)
-    with pytest.raises(StateError, match=r"bn \(SynchronizedBatchNorm1d\)"):
-        DataParallelWithCallback(model, replicas=2)(torch.randn(6, 3))

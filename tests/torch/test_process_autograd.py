@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from world import close, equals_undivided, gradients_equal, on_ranks, raises, rows_of, whole_batch
@@ -71,39 +69,6 @@ def test_a_checkpointed_layer_agrees_between_ranks_with_one_and_two_replicas(
 
 
 @on_ranks(3)
-def test_a_layer_checkpointed_twice_in_one_graph_equals_the_undivided_batch(
-    rank: int, size: int
-) -> None:
-    x, dy = whole_batch((6, 3))
-    mine = rows_of(rank, BOUNDS)
-    layer, twin = SynchronizedBatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
-    for use_reentrant in (False, True):
-        leaf, whole = x[mine].clone().requires_grad_(), x.clone().requires_grad_()
-        y = leaf
-        for _ in range(2):
-            y = checkpoint(layer, y, use_reentrant=use_reentrant)
-        y.backward(dy[mine])
-        twin(twin(whole)).backward(dy)
-        assert whole.grad is not None
-        close(leaf.grad, whole.grad[mine])
-
-
-@on_ranks(3)
-def test_backward_again_over_one_graph_equals_the_undivided_batch(rank: int, size: int) -> None:
-    x, dy = whole_batch((6, 3))
-    mine = rows_of(rank, BOUNDS)
-    layer, twin = SynchronizedBatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
-    whole, leaf = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
-    y_twin, y = twin(whole), layer(leaf)
-    other = layer(leaf.exp())  # an exchange between forward and backward
-    for scale in (1.0, -3.0):
-        (expected,) = torch.autograd.grad(y_twin, whole, dy * scale, retain_graph=True)
-        (found,) = torch.autograd.grad(y, leaf, dy[mine] * scale, retain_graph=True)
-        close(found, expected[mine])
-    del other
-
-
-@on_ranks(3)
 def test_a_rank_whose_input_needs_no_gradient_takes_part_in_backward(rank: int, size: int) -> None:
     x, dy = whole_batch((6, 3))
     mine = rows_of(rank, BOUNDS)
@@ -114,37 +79,6 @@ def test_a_rank_whose_input_needs_no_gradient_takes_part_in_backward(rank: int, 
     if rank != 0:
         assert whole.grad is not None
         close(leaf.grad, whole.grad[mine])
-
-
-@on_ranks(3)
-def test_gradients_that_are_not_finite_raise_no_error(rank: int, size: int) -> None:
-    """They come from the model; the layer must not take them for a mix-up between ranks."""
-    x, _ = whole_batch((6, 3))
-    layer = SynchronizedBatchNorm1d(3).double()
-    for value in (float("nan"), float("inf")):
-        leaf = x[rows_of(rank, BOUNDS)].clone().requires_grad_()
-        layer(leaf).backward(torch.full_like(leaf, value))
-        assert leaf.grad is not None
-        assert not leaf.grad.isfinite().any()
-
-
-@on_ranks(2)
-def test_function_transforms_are_refused_and_the_next_forward_succeeds(
-    rank: int, size: int
-) -> None:
-    x, tangent = (values[rows_of(rank, (0, 3, 8))] for values in whole_batch((8, 3, 4, 4)))
-    layer = SynchronizedBatchNorm2d(3).double()
-    refused = (StateError, "SynchronizedBatchNorm2d", "replicas or processes")
-    raises(*refused, call=lambda: torch.func.jvp(layer, (x,), (tangent,)))
-    traced = (StateError, "torch.jit.trace", "SynchronizedBatchNorm2d", "model.eval()")
-    raises(*traced, call=lambda: torch.jit.trace(layer, x))
-    parallel = DataParallelWithCallback(layer, replicas=2)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, tangent)
-        for module in (layer, parallel):
-            raises(*refused, call=lambda module=module: module(dual))
-    layer(x)
-    assert int(layer.num_batches_tracked) == 1
 
 
 @on_ranks(2)
@@ -216,16 +150,6 @@ def test_derivatives_of_any_order_equal_those_of_the_undivided_batch(rank: int, 
 
 
 @on_ranks(2)
-def test_derivatives_of_any_order_through_replicas_that_differ_in_number(
-    rank: int, size: int
-) -> None:
-    for order in (2, 3):
-        layer, twin = layer_and_twin("plus")
-        parallel = DataParallelWithCallback(layer, replicas=1 + rank)
-        derivatives_equal_the_undivided_batch(rank, (0, 2, 6), order, parallel, twin)
-
-
-@on_ranks(2)
 def test_a_rank_whose_input_needs_no_gradient_takes_part_in_second_derivatives(
     rank: int, size: int
 ) -> None:
@@ -250,31 +174,6 @@ def test_create_graph_on_one_rank_alone_is_an_error_on_both(rank: int, size: int
     grad = partial(torch.autograd.grad, layer(leaf).sum(), leaf, create_graph=rank == 0)
     raises(ProtocolError, "SynchronizedBatchNorm1d", "create_graph", call=grad)
     layer(leaf).sum().backward()
-
-
-class Kept(nn.Module):
-    """`module` under a checkpoint, or with hooks for what it saves."""
-
-    def __init__(self, module: nn.Module, hooks: bool) -> None:
-        super().__init__()
-        self.module, self.hooks = module, hooks
-        self.weight, self.bias = module.weight, module.bias
-
-    def forward(self, x: Tensor) -> Any:
-        if not self.hooks:
-            return checkpoint(self.module, x, use_reentrant=False)
-        with saved_tensors_hooks(Tensor.clone, Tensor.clone):
-            return self.module(x)
-
-
-@on_ranks(2)
-def test_second_derivatives_under_a_checkpoint_and_with_hooks_for_saved_tensors(
-    rank: int, size: int
-) -> None:
-    for hooks in (False, True):
-        layer, twin = layer_and_twin("plus")
-        derivatives_equal_the_undivided_batch(rank, (0, 2, 6), 2, Kept(layer, hooks), twin)
-        assert int(layer.num_batches_tracked) == 1
 
 
 @on_ranks(2)

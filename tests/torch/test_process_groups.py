@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import os
-import pickle
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from world import close, enter_world, equals_undivided, on_ranks, raises, rows_of, whole_batch
 
-from syncbn_core.errors import StateError
 from syncbn_torch import (
     DistributedCommunicator,
     SynchronizedBatchNorm2d,
@@ -77,38 +74,6 @@ def test_a_rank_outside_the_group_of_a_layer_is_told_so_and_the_group_goes_on(
         raises(RuntimeError, "belongs to", call=lambda: layer(x))
 
 
-@on_ranks(4)
-def test_a_group_of_one_rank_normalizes_its_own_rows(rank: int, size: int) -> None:
-    x, _ = whole_batch((8, 3, 4, 4))
-    rows = slice(2 * rank, 2 * rank + 2)
-    alone = [dist.new_group([other]) for other in range(size)][rank]
-    layer = SynchronizedBatchNorm2d(3, process_group=alone).double()
-    close(layer(x[rows]), nn.BatchNorm2d(3).double()(x[rows]))
-
-
-@on_ranks(2)
-def test_a_group_for_devices_alone_gets_messages_on_its_device(rank: int, size: int) -> None:
-    wire = DistributedCommunicator().transport
-    wire._types = {"meta"}  # type: ignore[attr-defined]
-    message = torch.ones(2, dtype=torch.float64).numpy()
-    assert wire._wire(message).is_meta  # type: ignore[attr-defined]
-
-
-@on_ranks(2)
-def test_copies_of_a_layer_share_its_communicator_which_pickle_refuses(
-    rank: int, size: int
-) -> None:
-    layer = SynchronizedBatchNorm2d(3, process_group=DistributedCommunicator())
-    assert copy.deepcopy(layer).process_group is layer.process_group
-    raises(RuntimeError, "state_dict()", call=lambda: pickle.dumps(layer))
-    model = nn.Sequential(nn.Identity(), SynchronizedBatchNorm2d(3, process_group=dist.group.WORLD))
-    assert copy.copy(model[1]).process_group is model[1].process_group
-    assert copy.deepcopy(model)[1].process_group is model[1].process_group
-    raises(StateError, "in 1 (Synch", "state_dict()", call=lambda: torch.save(model, io.BytesIO()))
-    model[1].process_group = None
-    torch.save(model, io.BytesIO())
-
-
 @on_ranks(2)
 def test_what_is_no_process_group_is_refused_with_what_may_be_given(rank: int, size: int) -> None:
     raises(ValueError, "DeviceMesh", "'oops'", call=lambda: DistributedCommunicator("oops"))
@@ -130,10 +95,3 @@ def test_a_layer_outlives_its_process_group_and_takes_the_next_one(rank: int, si
     layer.zero_grad()
     twin.zero_grad()
     equals_undivided(layer, twin, x, dy, mine)
-
-
-@on_ranks(2)
-def test_arrays_of_any_rank_are_gathered(rank: int, size: int) -> None:
-    own = torch.full((2, 3, 4), float(rank))
-    rows = DistributedCommunicator().all_gather(own)
-    assert torch.equal(rows, torch.stack([torch.zeros(2, 3, 4), torch.ones(2, 3, 4)]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from syncbn_core.moments import Moments
 from syncbn_torch import (
     DistributedCommunicator,
     SynchronizedBatchNorm1d,
-    arrays,
     convert_model,
 )
 
@@ -84,16 +82,6 @@ def test_heads_in_another_order_on_one_rank_are_told_in_their_first_call(
 
 
 @on_ranks(2)
-def test_heads_in_another_order_are_told_in_a_larger_model_too(rank: int, size: int) -> None:
-    names = ("depth", "normals")
-    model = convert_model(Heads(names if rank else names[::-1])).double()
-    owner = nn.ModuleDict({"net": model, "copy": copy.deepcopy(model)}) if rank == 0 else model
-    x, _ = whole_batch((4, 3, 4, 4))
-    raises(ProtocolError, "normals.1", "depth.1", call=lambda: model(x[2 * rank : 2 * rank + 2]))
-    assert owner
-
-
-@on_ranks(2)
 def test_a_layer_is_not_taken_for_the_layer_of_its_name_one_container_below(
     rank: int, size: int
 ) -> None:
@@ -116,12 +104,6 @@ def test_input_of_another_dtype_is_told_and_the_next_step_is_right(rank: int, si
     close(layer(part), twin(x)[rows_of(rank, BOUNDS)])
 
 
-def equals_the_undivided_model_of_two(rank: int) -> None:
-    model, twin = convert_model(model_of()), model_of()
-    x, dy = whole_batch((6, 3, 4, 4))
-    equals_undivided(model, twin, x, dy, rows_of(rank, (0, 2, 6)))
-
-
 # --------------------------------------------------------------------- right programs run
 
 
@@ -137,26 +119,6 @@ class Wrapper(nn.Module):
 @on_ranks(3)
 def test_a_wrapper_on_one_rank(rank: int, size: int) -> None:
     equals_the_undivided_model(rank, lambda model: Wrapper(model) if rank == 0 else None)
-
-
-@on_ranks(3)
-def test_a_wrapper_within_the_model_on_one_rank(rank: int, size: int) -> None:
-    def wrap_a_part(model: Any) -> None:
-        if rank == 1:
-            model[1] = Wrapper(model[1])
-            model[3] = Wrapper(model[3])
-
-    equals_the_undivided_model(rank, wrap_a_part)
-
-
-@on_ranks(3)
-def test_an_owner_of_model_and_averaged_copy_on_one_rank(rank: int, size: int) -> None:
-    def own(model: nn.Module) -> Any:
-        if rank == 0:
-            return nn.ModuleDict({"model": model, "ema": copy.deepcopy(model)})
-        return torch.optim.swa_utils.AveragedModel(model) if rank == 1 else None
-
-    equals_the_undivided_model(rank, own)
 
 
 @on_ranks(3)
@@ -182,17 +144,6 @@ def test_compiled_on_one_rank(rank: int, size: int) -> None:
 
 
 @on_ranks(2)
-def test_models_built_and_called_in_another_order_of_building(rank: int, size: int) -> None:
-    parts: dict[str, Any] = {}
-    for name in ("ab", "ba")[rank]:
-        parts[name] = SynchronizedBatchNorm1d(3).double()
-    model, x, dy = nn.ModuleDict(parts), *whole_batch((6, 3))
-    for name in "ab":
-        twin = nn.BatchNorm1d(3).double()
-        equals_undivided(model[name], twin, x, dy, rows_of(rank, (0, 2, 6)))
-
-
-@on_ranks(2)
 def test_a_layer_that_joins_a_model_after_its_first_call(rank: int, size: int) -> None:
     layer, twin = SynchronizedBatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
     x, dy = whole_batch((6, 3))
@@ -203,25 +154,6 @@ def test_a_layer_that_joins_a_model_after_its_first_call(rank: int, size: int) -
     equals_undivided(model["bn"], twin, x, dy, rows_of(rank, (0, 2, 6)))
     twin = nn.BatchNorm1d(3).double()
     equals_undivided(model["other"], twin, x, dy, rows_of(rank, (0, 2, 6)))
-
-
-@on_ranks(2)
-def test_a_layer_in_a_model_on_one_rank_only(rank: int, size: int) -> None:
-    layers = [SynchronizedBatchNorm1d(3).double() for _ in range(2)]
-    held = nn.ModuleList(layers) if rank == 0 else layers
-    x, dy = whole_batch((6, 3))
-    for layer in held:
-        equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows_of(rank, (0, 2, 6)))
-    # from now on the ranks know which layers go together
-    raises(ProtocolError, "same layer", call=lambda: layers[rank](x[:3]))
-
-
-@on_ranks(2)
-def test_layers_made_for_every_call(rank: int, size: int) -> None:
-    x, dy = whole_batch((6, 3))
-    for _ in range(20):
-        layer = SynchronizedBatchNorm1d(3).double()
-        equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows_of(rank, (0, 2, 6)))
 
 
 @on_ranks(2)
@@ -251,10 +183,3 @@ def test_a_rank_with_rows_on_a_device_goes_with_ranks_without_kernels(rank: int,
     merged = total.merged() if isinstance(total, DeviceMoments) else total
     same_on_all_ranks(torch.as_tensor(np.asarray(merged.mean)))
     same_on_all_ranks(torch.as_tensor(np.asarray(merged.m2)))
-
-
-@on_ranks(2)
-def test_a_rank_without_kernels_goes_with_others(rank: int, size: int) -> None:
-    if rank == 1:
-        arrays.supports = lambda tensor: False  # type: ignore[assignment]
-    equals_the_undivided_model_of_two(rank)

@@ -20,7 +20,7 @@ from world import (
     whole_batch,
 )
 
-from syncbn_core.errors import BatchSizeError, DTypeError, StateError
+from syncbn_core.errors import DTypeError, StateError
 from syncbn_torch import (
     DataParallelWithCallback,
     SyncBatchNorm,
@@ -67,20 +67,6 @@ def test_eval_waits_for_no_other_rank_and_keeps_the_statistics(rank: int, size: 
         SynchronizedBatchNorm2d(3, track_running_stats=False).double().eval()(x)
 
 
-@on_ranks(3)
-def test_one_sample_per_rank_equals_the_undivided_batch(rank: int, size: int) -> None:
-    """As rows, sequences and volumes."""
-    bounds = tuple(range(size + 1))
-    for kind, twin_kind, shape in [
-        (SynchronizedBatchNorm1d, nn.BatchNorm1d, (size, 5)),
-        (SynchronizedBatchNorm1d, nn.BatchNorm1d, (size, 5, 3)),
-        (SyncBatchNorm, nn.BatchNorm3d, (size, 5, 2, 3, 2)),
-    ]:
-        x, dy = whole_batch(shape)
-        layer, twin = kind(5).double(), twin_kind(5).double()
-        equals_undivided(layer, twin, x, dy, rows_of(rank, bounds))
-
-
 def channels_last_batch() -> tuple[Tensor, Tensor]:
     x, dy = whole_batch((9, 3, 4, 5))
     return x.to(memory_format=torch.channels_last), dy.to(memory_format=torch.channels_last)
@@ -97,16 +83,6 @@ def test_channels_last_ranks_equal_the_undivided_batch_and_dx_is_channels_last(
         mine = rows_of(rank, (0, 2, 6, 9))
         dx = equals_undivided(layer.double(), twin.double(), x, dy, mine)
         assert dx.is_contiguous(memory_format=torch.channels_last)
-
-
-@on_ranks(3)
-def test_ranks_without_parameters_or_running_statistics_equal_the_undivided_batch(
-    rank: int, size: int
-) -> None:
-    x, dy = channels_last_batch()
-    for given in ({"affine": False}, {"track_running_stats": False}):
-        layer, twin = SynchronizedBatchNorm2d(3, **given), nn.BatchNorm2d(3, **given)
-        equals_undivided(layer.double(), twin.double(), x, dy, rows_of(rank, (0, 2, 6, 9)))
 
 
 @on_ranks(3)
@@ -218,37 +194,7 @@ def test_tensors_without_values_of_their_own_are_refused_before_anything_is_exch
     close(layer(x[2 * rank : 2 * rank + 2]), nn.BatchNorm2d(3).double()(x)[2 * rank : 2 * rank + 2])
 
 
-@on_ranks(3)
-def test_ranks_under_autocast_keep_equal_statistics(rank: int, size: int) -> None:
-    x, _ = whole_batch((9, 3, 4, 5))
-    layer = SynchronizedBatchNorm2d(3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
-        model(x[rows_of(rank, (0, 2, 6, 9))].float()).sum().backward()
-    same_on_all_ranks(layer.running_mean)
-
-
-@on_ranks(3)
-def test_one_value_on_all_ranks_is_told_with_the_layer_and_the_total(rank: int, size: int) -> None:
-    model = nn.Sequential(nn.Identity(), SynchronizedBatchNorm1d(3))
-    words = ("1 (SynchronizedBatchNorm1d): ", f"Size([{int(rank == 1)}, 3]) here", "all 3 members")
-    raises(BatchSizeError, *words, call=lambda: model(torch.randn(int(rank == 1), 3)))
-    assert int(model[1].num_batches_tracked) == 0
-
-
 # -------------------------------------------------------------------- replica threads in ranks
-
-
-@on_ranks(3)
-def test_a_rank_with_one_replica_agrees_with_ranks_with_two(rank: int, size: int) -> None:
-    """A part of one row makes one replica."""
-    layer, twin = SynchronizedBatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
-    parallel = DataParallelWithCallback(layer, replicas=2)
-    x, dy = whole_batch((7, 3))
-    for bounds in ((0, 4, 5, 7), (0, 1, 5, 7), (0, 2, 5, 7)):
-        layer.zero_grad()
-        twin.zero_grad()
-        equals_undivided(parallel, twin, x, dy, rows_of(rank, bounds))
 
 
 @on_ranks(3)

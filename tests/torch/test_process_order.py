@@ -42,17 +42,6 @@ def test_an_error_names_what_each_rank_calls_and_no_state_changes(rank: int, siz
     model(x[rank : rank + 2])  # the next step succeeds
 
 
-@on_ranks(3)
-def test_a_backward_is_told_from_the_next_forward_of_other_ranks(rank: int, size: int) -> None:
-    model = convert_model(Net()).double()
-    x, _ = whole_batch((6, 3, 6, 6))
-    y = model(x[rank : rank + 2])
-    words = ("rank 0: forward of bn (", "rank 2: backward of bn_right", "forward in call 4")
-    forward, backward = lambda: model(x[rank : rank + 2]), lambda: y.sum().backward()
-    raises(ProtocolError, *words, call=backward if rank == 2 else forward)
-    SynchronizedBatchNorm2d(3).double()(x[rank : rank + 2])  # the next call succeeds
-
-
 class Detector(nn.Module):
     """The head is skipped where there are no boxes."""
 
@@ -167,15 +156,3 @@ def test_losses_of_different_branches_are_told_to_every_rank_and_the_next_step_i
     assert times_named(message, 3, 4) == of_layers, message
     layer = SynchronizedBatchNorm1d(3, process_group=group).double()
     equals_undivided(layer, nn.BatchNorm1d(3).double(), x, dy, rows)
-
-
-@on_ranks(2, 3)
-def test_backward_of_different_calls_of_one_layer_is_told_to_every_rank(
-    rank: int, size: int
-) -> None:
-    x, dy, rows = batch_of_ranks(rank, size)
-    model = Branches().double()
-    ys = [model.a(x[rows].clone().requires_grad_()) for _ in range(2)]
-    y = ys[min(rank, 1)]
-    words = ("backward of a (", "forward in call 1", "forward in call 2")
-    raises(ProtocolError, *words, call=lambda: y.backward(dy[rows]))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from syncbn_core.errors import StateError
@@ -186,39 +185,6 @@ def test_checkpointing_the_replicated_model_counts_once() -> None:
         assert model.first.num_batches_tracked == 2
 
 
-@ROUTES
-def test_hooks_change_no_running_statistics(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(SMALL, requires_grad=True)
-    found = []
-    for hooks in (False, True):
-        layer = SynchronizedBatchNorm2d(3)
-        with on(route, layer, monkeypatch) as called:
-            if hooks:
-                with saved_tensors_hooks(lambda t: t, lambda t: t):
-                    called(x)
-            else:
-                called(x)
-        found.append(buffers(layer))
-    assert equal(*found)
-
-
-@OURS
-def test_an_input_that_can_not_be_saved_is_refused_before(
-    route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = SynchronizedBatchNorm2d(3)
-    before = buffers(layer)
-    with torch.inference_mode():
-        x = torch.randn(SMALL)
-    with on(route, layer, monkeypatch):
-        with pytest.raises(StateError, match="saved for backward"):
-            layer(x)
-        assert equal(buffers(layer), before)
-        with torch.no_grad():
-            layer(x)
-    assert layer.num_batches_tracked == 1
-
-
 UNFIT: dict[str, tuple[str, Callable[[], Tensor]]] = {
     "expanded mean": ("running_mean", lambda: torch.zeros(1).expand(3)),
     "expanded variance": ("running_var", lambda: torch.ones(1).expand(3)),
@@ -241,18 +207,6 @@ def test_buffers_that_can_not_all_be_written_are_refused(
     with on(route, layer, monkeypatch), pytest.raises(StateError, match="expected"):
         layer(torch.randn(SMALL))
     assert equal(buffers(layer), before)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_any_one_integer_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    for ours in (False, True):
-        layer = SynchronizedBatchNorm2d(3)
-        layer.num_batches_tracked = torch.zeros(shape, dtype=dtype)
-        counter = layer.num_batches_tracked
-        with always_ours(ours):
-            layer(torch.randn(SMALL))
-        assert counter == 1
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -309,29 +263,3 @@ def test_an_interrupt_of_replicas_leaves_running_statistics_all_old_or_all_new(
         assert equal(buffers(layer), states[before + 1])
         step += 1
     assert step > 50
-
-
-@pytest.mark.parametrize("sizes", [(SMALL, LARGE), (LARGE, SMALL), (SMALL, SMALL)])
-def test_calls_of_any_sizes_share_a_layer(sizes: tuple[tuple[int, ...], ...]) -> None:
-    """What one forward writes to running statistics is no change of the other's graph."""
-    layer = SynchronizedBatchNorm2d(3)
-    xs = [torch.randn(size, requires_grad=True) for size in sizes]
-    ys = [layer(xs[0])]
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        ys.append(layer(xs[1]))
-    dys = [torch.randn_like(y) for y in ys]
-    torch.autograd.backward(ys, dys)
-    for x, dy in zip(xs, dys, strict=True):
-        alone = x.detach().double().requires_grad_()
-        nn.BatchNorm2d(3).double()(alone).backward(dy.double())
-        torch.testing.assert_close(x.grad, alone.grad, check_dtype=False)
-
-
-def test_a_graph_of_eval_learns_that_the_statistics_it_kept_have_changed() -> None:
-    """By the changed ones its gradient would be wrong, as with `nn.BatchNorm2d`."""
-    layer = SynchronizedBatchNorm2d(3).eval()
-    x = torch.randn(SMALL, requires_grad=True)
-    y = layer(x)
-    DataParallelWithCallback(layer.train(), replicas=2)(torch.randn(SMALL))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()

@@ -72,15 +72,6 @@ def test_all_derivatives_of_a_lone_layer(mode: str, training: bool, kernels: str
 
 
 @MODES
-@pytest.mark.parametrize("training", [True, False])
-def test_derivatives_of_replicas(mode: str, training: bool) -> None:
-    layer = make_layer(eps_mode=mode, track_running_stats=not training).train(training)
-    inputs, call = operands(layer, 5, 2, 1, 1), called_with(layer, 3)
-    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
-
-
-@MODES
 def test_batched_gradients_at_any_size(mode: str) -> None:
     """`is_grads_batched=True` over a graph of our kernels: as one gradient at a time."""
     layer = make_layer(3, eps_mode=mode)
@@ -91,13 +82,6 @@ def test_batched_gradients_at_any_size(mode: str) -> None:
     single = [torch.autograd.grad(y, inputs, dy, retain_graph=True) for dy in dys]
     for batch, *each in zip(several, *single, strict=True):
         close(batch, torch.stack(each))
-
-
-def test_vectorized_jacobian_equals_the_one_by_rows(kernels: str) -> None:
-    model = make_layer(track_running_stats=False)
-    x = torch.randn(4, 2, 1, 2, **DOUBLE)
-    rows = torch.autograd.functional.jacobian(model, x)
-    close(torch.autograd.functional.jacobian(model, x, vectorize=True), rows)
 
 
 def test_batched_gradients_of_replicas_are_refused_and_plain_ones_succeed(run_parts: Any) -> None:
@@ -124,56 +108,12 @@ def tangent(model: Callable[..., Tensor], x: Tensor, direction: Tensor) -> Tenso
         return y
 
 
-@pytest.mark.parametrize("kind", ["eval", "no batch norm"])
-def test_tangents_go_through_replicas_that_do_not_synchronize(kind: str) -> None:
-    model: Any = NoNorm() if kind == "no batch norm" else nn.Sequential(NoNorm(), make_layer())
-    model.eval()
-    x, direction = torch.randn(2, 5, 2, 3, 3, **DOUBLE)
-    expected = tangent(copy.deepcopy(model), x, direction)
-    found = tangent(DataParallelWithCallback(model, replicas=3), x, direction)
-    assert found is not None
-    close(found, expected)
-
-
 def test_tangents_in_replicas_that_synchronize_are_refused_with_the_layers_name() -> None:
     model: Any = nn.Sequential(NoNorm(), make_layer())
     x, direction = torch.randn(2, 5, 2, 3, 3, **DOUBLE)
     with pytest.raises(StateError, match=r"in 1 \(SynchronizedBatchNorm2d\).*forward-mode AD"):
         tangent(DataParallelWithCallback(model, replicas=3), x, direction)
     assert model[1].num_batches_tracked == 0
-
-
-@MODES
-def test_a_tangent_at_any_size_and_running_statistics_without_one(mode: str, kernels: str) -> None:
-    layer = make_layer(3, eps_mode=mode)
-    twin = nn.BatchNorm2d(3, eps=layer.eps, **DOUBLE)
-    twin.load_state_dict(layer.state_dict())
-    once = copy.deepcopy(twin)
-    x, direction = torch.randn(2, *LARGE, **DOUBLE)
-    with forward_ad.dual_level():
-        y = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, direction)))
-        assert forward_ad.unpack_dual(layer.running_mean).tangent is None
-    if mode == "clamp":
-        twin.eps = 1e-30  # the variance is far from eps
-    close(y.tangent, tangent(twin, x, direction))
-    close(y.primal, twin(x))
-    once(x)
-    close(layer.running_mean, once.running_mean)
-    assert layer.num_batches_tracked == 1
-
-
-def test_a_tangent_of_dy_goes_through_the_backward_of_kernels() -> None:
-    """The gradient is linear in dy, so its tangent is the gradient of that of dy."""
-    layer = make_layer(3)
-    x = torch.randn(LARGE, **DOUBLE, requires_grad=True)
-    y = layer(x)
-    dy, direction = torch.randn(2, *LARGE, **DOUBLE)
-    (expected,) = torch.autograd.grad(y, x, direction, retain_graph=True)
-    with forward_ad.dual_level():
-        (dx,) = torch.autograd.grad(y, x, forward_ad.make_dual(dy, direction), retain_graph=True)
-        found = forward_ad.unpack_dual(dx).tangent
-    assert found is not None
-    close(found, expected)
 
 
 @MODES
@@ -207,32 +147,3 @@ def test_function_transforms_around_replicas_are_refused(transform: str) -> None
         calls[transform]()
     assert layer.num_batches_tracked == 0
     model(x)
-
-
-class TransformsInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = make_layer()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: self.bn(x).sum())(x)
-
-
-def test_function_transforms_inside_replicas_are_refused_with_the_layers_name() -> None:
-    model = DataParallelWithCallback(TransformsInside(), replicas=2)
-    with pytest.raises(StateError, match=r"in .*SynchronizedBatchNorm2d.*function transform"):
-        model(torch.randn(4, 2, 2, 2, **DOUBLE))
-    assert model.module.bn.num_batches_tracked == 0
-
-
-def test_a_transform_that_can_not_write_running_statistics_leaves_them_all() -> None:
-    """In the mode "clamp", which is ours."""
-    layer = make_layer(eps_mode="clamp")
-    before = copy.deepcopy(layer.state_dict())
-    x = torch.randn(3, 4, 2, 2, 2, **DOUBLE)
-    with pytest.raises(RuntimeError):
-        torch.func.vmap(layer)(x)
-    with pytest.raises(RuntimeError):
-        torch.func.grad(lambda x: layer(x).sum())(x[0])
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, before[name]), name

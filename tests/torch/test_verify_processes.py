@@ -87,16 +87,6 @@ def test_the_model_and_the_batch_of_the_first_rank_are_used(rank: int, size: int
     assert checked(convert_model(Net()), torch.randn(4, 3, 6, 6)).ok
 
 
-@on_ranks(2)
-def test_different_batches_or_models_are_refused_on_all_ranks(rank: int, size: int) -> None:
-    x = batch(4 + rank)
-    raises(ArgumentError, "got batch", call=lambda: verify_sync(sync_net(), x))
-    other = nn.Sequential(nn.Conv2d(3, 3, 1)) if rank else sync_net()
-    raises(ArgumentError, "same model", call=lambda: verify_sync(other, batch()))
-    raises(ArgumentError, "at least 2", call=lambda: verify_sync(sync_net(), batch(1)))
-    assert checked(sync_net(), batch()).ok
-
-
 def frozen(model: Any) -> Any:
     model.conv.weight.requires_grad_(False)
     return model
@@ -159,31 +149,6 @@ def test_whatever_decides_the_messages_has_to_be_the_same_on_all_ranks(
 
         raises(ArgumentError, words, call=call)
     assert checked(sync_net(), batch(6)).ok  # the group can go on
-
-
-class Sometimes(Net):
-    """Only rank 0 uses the parameters of `head`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn_left(self.bn(self.conv(x))).mean((2, 3))
-        return self.head(y) if dist.get_rank() == 0 else y[:, :5]
-
-
-@on_ranks(2)
-def test_a_parameter_that_one_rank_alone_uses_is_no_end_of_the_processes(
-    rank: int, size: int
-) -> None:
-    report = checked(sync_net(Sometimes), batch())
-    assert not report.error
-    assert report.model_differs
-
-
-@on_ranks(2)
-def test_an_invalid_group_on_one_rank_ends_on_all(rank: int, size: int) -> None:
-    model = sync_net()
-    if rank == 1:
-        model.bn.process_group = "mine"
-    raises(ArgumentError, "process_group", call=lambda: verify_sync(model, batch()))
 
 
 @on_ranks(2)
@@ -252,14 +217,6 @@ def test_numbers_and_strings_of_the_first_rank_are_used(rank: int, size: int) ->
 
 
 @on_ranks(2)
-def test_replicas_within_a_rank_can_be_checked_alone(rank: int, size: int) -> None:
-    if rank == 0:
-        report = verify_sync(sync_net(), batch(), 2)
-        assert report.parts == "2 replicas"
-        assert report.ok, report
-
-
-@on_ranks(2)
 def test_a_plain_layer_is_blamed_and_not_those_after_it(rank: int, size: int) -> None:
     model = sync_net()
     model.bn_left = nn.BatchNorm2d(8)
@@ -311,13 +268,6 @@ def test_layers_that_would_wait_for_ranks_outside_of_the_checked_group_do_not_ru
     else:
         call = lambda: verify_sync(sync_net(), batch(), process_group=pair)  # noqa: E731
         raises(ArgumentError, "that this process belongs to", call=call)
-
-
-@on_ranks(2)
-def test_a_group_of_one_rank_is_refused(rank: int, size: int) -> None:
-    alone = create_syncbn_process_group(1)
-    call = lambda: verify_sync(sync_net(), batch(), process_group=alone)  # noqa: E731
-    raises(ArgumentError, "2 or more ranks", call=call)
 
 
 class Skips(Net):
@@ -427,25 +377,6 @@ def test_torchs_sync_batch_norm_on_the_cpu_is_named_with_a_remedy(rank: int, siz
         assert verdicts(report) == {"1": "not synchronized"}, report
         assert "CUDA tensors of several processes only" in str(report)
         assert remedy in str(report)
-
-
-@on_ranks(2)
-def test_means_over_samples_count_by_the_size_of_parts(rank: int, size: int) -> None:
-    report = checked(sync_net(), batch(), loss=lambda y: y.square().mean())
-    assert report.ok, report
-    assert report.output is not None
-    assert report.output < 1e-8
-
-
-@on_ranks(2)
-def test_layers_in_eval_without_running_statistics_are_not_synchronized(
-    rank: int, size: int
-) -> None:
-    model = nn.Sequential(SynchronizedBatchNorm2d(3, track_running_stats=False))
-    model[0].eval()
-    report = checked(model, batch())
-    assert verdicts(report) == {"0": "not synchronized"}
-    assert "in eval mode without running statistics" in str(report)
 
 
 def factory() -> Any:
