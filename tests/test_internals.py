@@ -21,7 +21,6 @@ WHY = {
     "test_arrays.py": "one address and one shape per call: the contract of backends",
     "test_module_names.py": "names in errors, by a function of many small cases",
     "test_plain.py": "plain operations, by the contract of backends",
-    "test_process_identity.py": "a member without kernels, and rows that are made by hand",
     "test_running_statistics.py": "a device without kernels, as in test_autograd.py",
     "test_streams.py": "streams of a device, by stand-ins",
     "test_torch_private.py": "each private name of torch that the adapter uses",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -102,27 +101,6 @@ def test_without_mpi_that_is_missing_and_one_rank_is_skipped(
     assert "mpirun -n 4" in capsys.readouterr().out
 
 
-def test_another_rank_says_only_what_failed_there(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> doctor.Difference:
-        raise OSError("no memory")
-
-    fine = Check("y", lambda: doctor.Difference(0.0, "y", 1e-9))
-    assert doctor.run_on_rank(1, [fine]) == 0
-    assert doctor.run_on_rank(1, [fine, Check("x", fail)]) == 1
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", "rank 1: x: OSError: no memory\n")
-
-
-def test_kernels_that_can_not_be_used_are_missing_though_results_are_right() -> None:
-    def run() -> doctor.Difference:
-        warnings.warn("syncbn uses plain operations instead of CUDA kernel a: ...", stacklevel=2)
-        return doctor.Difference(0.0, "y", 1e-9)
-
-    finding = doctor.examine(Check("x", run))
-    assert finding.verdict == "missing"
-    assert "instead of CUDA kernel a" in finding.detail
-
-
 def test_a_machine_without_compilation_gets_a_report(fresh_python: Callable[..., str]) -> None:
     code = "from syncbn_core.__main__ import main; print(main(['doctor', '--json']))"
     *text, status = fresh_python(code, NUMBA_DISABLE_JIT="1").splitlines()
@@ -130,17 +108,3 @@ def test_a_machine_without_compilation_gets_a_report(fresh_python: Callable[...,
     assert [finding["verdict"] for finding in findings].count("missing") == 1
     assert "NUMBA_DISABLE_JIT" in findings[0]["detail"]
     assert status == "3"
-
-
-def test_a_fact_that_can_not_be_told_is_no_end() -> None:
-    def fail() -> str:
-        raise OSError("no such file")
-
-    assert doctor.found(fail) == "unknown: OSError: no such file"
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("syncbn 0.")

@@ -1,13 +1,9 @@
 """What a user hears of compilation: one line when it starts, one warning if it can't be kept."""
 
-import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 Function = Callable[..., Any]
 
@@ -72,100 +68,3 @@ def test_given_folder_that_cannot_be_written_is_said_once(
     file.touch()
     printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(file / "cache"))
     one_warning(printed, file / "cache")
-
-
-def test_home_that_cannot_be_written_is_said_once(fresh_python: Function, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA"), str(file))
-    printed = outcome(fresh_python, NUMBA_CACHE_DIR="", **places)
-    one_warning(printed, file / "numba")
-
-
-@pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"])
-def test_rank_that_can_keep_nothing_is_named(
-    variable: str, fresh_python: Function, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "cache"
-    printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(folder), **{variable: "3"})
-    assert f"they can't be kept on rank 3 in {folder} (" in printed
-
-
-FULL = """
-import errno, os
-def full(*arguments):
-    raise OSError(errno.ENOSPC, "No space left on device")
-os.replace = full
-"""
-
-
-def test_full_disk_is_said_once_and_computing_goes_on(
-    fresh_python: Function, tmp_path: Path
-) -> None:
-    printed = outcome(fresh_python, setup=FULL, NUMBA_CACHE_DIR=str(tmp_path))
-    one_warning(printed, tmp_path)
-    assert "No space left on device" in printed
-
-
-READ_ONLY = """
-import os, tempfile
-def forbidden(*arguments, **named):
-    raise PermissionError(13, "Permission denied")
-tempfile.TemporaryFile = os.replace = os.makedirs = forbidden
-"""
-
-
-def test_folder_that_can_only_be_read_is_used(fresh_python: Function, tmp_path: Path) -> None:
-    """A container whose kernels were compiled as it was built, and whose user is another one."""
-    outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
-    printed = outcome(fresh_python, setup=READ_ONLY, NUMBA_CACHE_DIR=str(tmp_path))
-    assert printed.splitlines() == ["share (5, 10)", *["invstd [1. 1. 1.]"] * 2]
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda content: b"",
-    "cut short": lambda content: content[: len(content) // 2],
-    "something else": lambda content: b"\x80",
-}
-
-
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])  # Numba's index of a function, and its builds
-@pytest.mark.parametrize(
-    "damage",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one != "cut short")) for one in DAMAGES],
-)
-def test_damaged_files_are_compiled_anew_once(
-    damage: str, suffix: str, fresh_python: Function, tmp_path: Path
-) -> None:
-    outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
-    files = list(tmp_path.rglob(f"*.{suffix}"))
-    assert len(files) >= 2
-    for file in files:
-        file.write_bytes(DAMAGES[damage](file.read_bytes()))
-    printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
-    assert printed.count("syncbn compiles CPU kernels") == 1
-    assert "Warning" not in printed
-    assert "invstd [1. 1. 1.]\n" in printed
-    assert "syncbn" not in outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
-
-
-def test_build_of_other_types_is_not_taken(fresh_python: Function, tmp_path: Path) -> None:
-    """Two processes that save at once can leave an index with the file of another build."""
-    outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
-    of_float, of_int = sorted(tmp_path.rglob("*fill_invstd*.nbc"))
-    of_float.write_bytes(of_int.read_bytes())
-    printed = outcome(fresh_python, NUMBA_CACHE_DIR=str(tmp_path))
-    assert printed.count("syncbn compiles CPU kernels") == 1
-    assert "invstd [1. 1. 1.]\ninvstd [1. 1. 1.]\n" in printed
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
-def test_frozen_program_without_sources_compiles(fresh_python: Function, tmp_path: Path) -> None:
-    """Numba finds no place for the cache of a function whose file does not exist."""
-    shutil.rmtree(tmp_path)
-    setup = """
-import inspect
-inspect.getfile = lambda function: "/no/such/file.py"
-"""
-    one_warning(outcome(fresh_python, setup=setup, NUMBA_CACHE_DIR=str(tmp_path)), tmp_path)

@@ -1,6 +1,5 @@
 """Float16 and bfloat16 arrays: every bit pattern, rounding, NaN, and processors without float16."""
 
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -24,20 +23,6 @@ def all_values(dtype: Any, shape: tuple[int, ...]) -> Array:
 
 def constants(channels: int, value: float) -> Array:
     return np.full(channels, value)
-
-
-@HALVES
-@SHAPES
-def test_every_value_comes_through(dtype: Any, shape: tuple[int, ...]) -> None:
-    x = all_values(dtype, shape)
-    zeros, ones = constants(shape[1], 0.0), constants(shape[1], 1.0)
-    y = backend.normalize(x, zeros, ones, None, None)
-    assert y.dtype == x.dtype
-    nan = np.isnan(x.astype(np.float32))
-    np.testing.assert_array_equal(np.isnan(y.astype(np.float32)), nan)
-    # minus zero may become zero: 0 is added to it
-    same = (y.view(np.uint16) == x.view(np.uint16)) | (x.astype(np.float32) == 0)
-    assert same[~nan].all()
 
 
 @HALVES
@@ -146,53 +131,3 @@ def test_gradient_of_another_dtype_is_not_rounded_to_that_of_x(
             got = getattr(gradients, name).astype(np.float64)
             near = np.abs(got - right) <= 1e-2 * np.abs(wanted.weight).max() + 1e-7
             assert (near | (np.abs(right) > 0.99 * limit)).all()
-
-
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2])
-def test_eight_bits_are_computed_in_float32(dtype: Any) -> None:
-    x = np.random.default_rng(5).normal(size=(4, 3, 50)).astype(dtype)
-    y, _ = batch_norm_forward(x)
-    expected, _ = batch_norm_forward(x.astype(np.float32))
-    np.testing.assert_array_equal(y.astype(np.float32), expected.astype(dtype).astype(np.float32))
-
-
-def test_bits_of_bfloat16_are_taken_as_uint16() -> None:
-    """For frameworks whose bfloat16 NumPy does not know; the steps check nothing."""
-    x = np.random.default_rng(3).normal(size=(6, 4, 50)).astype(ml_dtypes.bfloat16)
-    moments = backend.moments(x.view(np.uint16))
-    np.testing.assert_array_equal(moments.mean, backend.moments(x).mean)
-
-
-GENERIC = """
-import numpy as np
-from syncbn_core import batch_norm_backward, batch_norm_forward
-from syncbn_core.kernels.cpu.numerics import has_half
-
-x, dy = np.random.default_rng(0).normal(size=(2, 4, 3, 50)).astype(np.float16)
-y, saved = batch_norm_forward(x)
-dx = batch_norm_backward(dy, saved).x
-print(has_half(), y.dtype, y.tobytes().hex(), dx.tobytes().hex())
-"""
-
-
-@pytest.mark.slow
-def test_processor_without_float16_copies(fresh_python: Callable[..., str]) -> None:
-    here = fresh_python(GENERIC).split()
-    generic = fresh_python(GENERIC, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="").split()
-    assert generic[:2] == ["False", "float16"]
-    for a, b in zip(here[2:], generic[2:], strict=True):
-        a_values, b_values = (np.frombuffer(bytes.fromhex(t), np.float16) for t in (a, b))
-        np.testing.assert_allclose(
-            a_values.astype("f4"), b_values.astype("f4"), rtol=2e-3, atol=1e-5
-        )
-
-
-def test_numbers_per_channel_as_bits_of_bfloat16() -> None:
-    rng = np.random.default_rng(0)
-    with np.errstate(invalid="ignore", over="ignore"):
-        values = rng.integers(0, 2**32, 100_000, np.uint32).view(np.float32).astype(np.float64)
-        bits = numpy_steps._rounded(values, np.dtype(np.uint16))
-        expected = values.astype(ml_dtypes.bfloat16)
-    rounded = bits.view(ml_dtypes.bfloat16).astype(np.float64)
-    np.testing.assert_array_equal(rounded, expected.astype(np.float64))
-    np.testing.assert_array_equal(numpy_steps._wide(bits), expected.astype(np.float64))

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncbn_core import BatchNorm, batch_norm_backward, batch_norm_eval, batch_norm_forward
+from syncbn_core import BatchNorm, batch_norm_backward, batch_norm_forward
 from syncbn_core.comm import Communicator
 from syncbn_core.errors import BatchSizeError, DTypeError, ShapeError
-from syncbn_core.masks import without_filled
-from syncbn_core.moments import Moments
 
 Array = np.ndarray
 Function = Callable[..., Any]
@@ -82,17 +80,6 @@ def test_members_with_masks_equal_the_valid_elements(
         np.testing.assert_allclose(total, getattr(wanted, key), rtol=0, atol=allowed * scale)
 
 
-@pytest.mark.parametrize("fill", [0.0, 1.5, -40.0])
-def test_moments_without_the_filled_values_are_those_of_the_others(fill: float) -> None:
-    values = np.random.default_rng(0).normal(1, 2, size=(9, 3))
-    whole = np.concatenate([values, np.full((5, 3), fill)])
-    part = Moments(14, whole.mean(0), whole.var(0) * 14)
-    count, mean, m2 = without_filled(part, 9, np.full(3, fill))
-    assert count == 9
-    np.testing.assert_allclose(mean, values.mean(0))
-    np.testing.assert_allclose(m2, values.var(0) * 9)
-
-
 def test_every_form_of_a_mask_and_eval() -> None:
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, 4, 3, 5, 6))
@@ -126,19 +113,6 @@ def test_no_valid_element_is_an_empty_batch_and_one_is_refused() -> None:
     assert (layer.num_batches_tracked, *layer.running_var) == (1, 1, 1, 1)
     with pytest.raises(BatchSizeError, match="more than 1 value per channel"):
         layer(np.ones((2, 3, 1), np.float32), np.array([True, False]))
-
-
-def test_y_of_a_mask_may_be_written_to_out() -> None:
-    x, mask = np.random.default_rng(0).normal(size=(4, 3, 5)), np.array([True, False, True, True])
-    expected, _ = batch_norm_forward(x, mask=mask)
-    of_eval, _ = batch_norm_eval(x, np.zeros(3), np.ones(3), mask=mask)
-    for call, wanted in (
-        (lambda out: batch_norm_forward(x, mask=mask, out=out), expected),
-        (lambda out: batch_norm_eval(x, np.zeros(3), np.ones(3), mask=mask, out=out), of_eval),
-    ):
-        out = np.full_like(x, np.nan)
-        assert call(out)[0] is out
-        np.testing.assert_array_equal(out, wanted)
 
 
 @pytest.mark.parametrize(

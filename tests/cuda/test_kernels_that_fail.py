@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from failing import WAYS, failing
 
@@ -103,17 +99,6 @@ def test_replicas_some_of_whose_kernels_fail(step, device, gpu):  # noqa: F811
         close(many, one, "float32")
 
 
-def test_a_warning_that_is_an_error_leaves_running_statistics(device, gpu):  # noqa: F811
-    layer = layer_for(2)
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    with failing("wrong", "normalize", device):
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="uses plain operations instead"):
-            layer(batch(SPLIT, "float32"))
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, before[name]), name
-
-
 def test_an_unchecked_kernel_is_refused_in_a_captured_graph(device, gpu):  # noqa: F811
     layer, x = layer_for(2), batch(SPLIT, "float32")
     with failing("wrong", "no such kernel", device) as warned:
@@ -124,23 +109,6 @@ def test_an_unchecked_kernel_is_refused_in_a_captured_graph(device, gpu):  # noq
         layer(x)
         gpu.here.captures = True
         layer(x)
-    assert not warned
-
-
-@pytest.mark.parametrize("result", [2, 214, 700, 719])
-def test_a_launch_that_fails_for_other_reasons_is_not_held_against_kernels(
-    result,
-    device,  # noqa: F811
-    gpu,  # noqa: F811
-    monkeypatch,
-):
-    """Memory runs out, or an earlier kernel has broken the context."""
-    with failing("wrong", "no such kernel", device) as warned:
-        with monkeypatch.context() as patch:
-            patch.setattr(driver.Kernel, "launch", failing_launch(result))
-            with pytest.raises(BackendError, match=f"result {result}"):
-                a_step()
-        a_step()
     assert not warned
 
 
@@ -170,39 +138,6 @@ def test_a_kernel_that_breaks_the_context_is_an_error_that_says_what_to_do(
         monkeypatch.setattr(gpu.operations.memory, "download", download)
         with pytest.raises(BackendError, match=r"illegal memory.*SYNCBN_KERNELS=off"):
             a_step()
-
-
-def test_a_check_that_waits_leaves_other_devices_alone(device, gpu, monkeypatch):  # noqa: F811
-    """A stream may wait for another thread's, whose kernels are unchecked too."""
-    memory, other = gpu.operations.memory, threading.Event()
-    compare = usable._compare
-
-    def waiting(operations, index, dtype):
-        if index == 0:
-            assert other.wait(60)
-        compare(operations, index, dtype)
-
-    def second():
-        device.make_current(1)
-        gpu.here.index = gpu.here.current = 1
-        try:
-            return usable.usable(gpu.operations, 1, "float32")
-        finally:
-            other.set()
-
-    with failing("wrong", "no such kernel", device):
-        monkeypatch.setattr(usable, "_compare", waiting)
-        with ThreadPoolExecutor(1) as pool:
-            later = pool.submit(second)
-            assert usable.usable(gpu.operations, 0, "float32")
-            assert later.result()
-    assert memory is gpu.operations.memory
-
-
-@pytest.mark.parametrize("given", ["Checked", " on ", "OFF", ""])
-def test_case_and_spaces_of_the_setting_do_not_matter(given, monkeypatch):
-    monkeypatch.setenv("SYNCBN_KERNELS", given)
-    assert usable.setting() == (given.strip().lower() or "checked")
 
 
 def test_a_setting_without_meaning_is_refused(monkeypatch):

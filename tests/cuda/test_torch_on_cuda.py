@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import functools
 import itertools
 import os
 import subprocess
@@ -31,7 +30,7 @@ from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
 from syncbn_core.backends.cuda import driver  # noqa: E402
-from syncbn_core.backends.cuda.grid import MAX_PARTS, SIZES  # noqa: E402
+from syncbn_core.backends.cuda.grid import SIZES  # noqa: E402
 from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
@@ -374,17 +373,6 @@ def test_results_are_bitwise_the_same_in_any_order_of_blocks(channels_last, gpu)
     assert splits(gpu) > 1
 
 
-def test_momentum_none_averages_over_batches():
-    layer, twin = layer_for(3, momentum=None), nn.BatchNorm2d(3, momentum=None)
-    twin.load_state_dict(layer.state_dict())
-    for step in range(3):
-        x = batch((3, 3, 4, 4), "float32") + step
-        layer(x), twin(x)
-        torch.testing.assert_close(layer.running_mean, twin.running_mean)
-        torch.testing.assert_close(layer.running_var, twin.running_var)
-    assert layer.num_batches_tracked == 3
-
-
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_buffers_that_no_kernel_takes_are_updated_too(momentum):
     layer, twin = layer_for(3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
@@ -430,11 +418,6 @@ def replicas_equal_the_undivided_batch(shape, replicas, **settings):
 @pytest.mark.parametrize("rows", [7, 6, 2])
 def test_replicas_equal_the_undivided_batch(rows, eps_mode):
     replicas_equal_the_undivided_batch((rows, 4, 3, 5), 3, eps_mode=eps_mode)
-
-
-def test_many_replicas_merge_their_parts_once(gpu):
-    replicas_equal_the_undivided_batch((MAX_PARTS + 2, 4, 2, 3), MAX_PARTS + 2)
-    assert any(key.startswith("merge_parts") for key in gpu.keys)
 
 
 def test_replicas_on_several_streams(gpu, monkeypatch):
@@ -501,11 +484,6 @@ def test_second_derivatives_equal_torch(replicas):
 # ---------------------------------------------------------------------- shapes and layouts
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3), (2, 4, 2, 3, 2)], ids=str)
-def test_any_rank(shape):
-    equals_torch(layer_for(4), batch(shape, "float32"), torch.randn(shape))
-
-
 @pytest.mark.parametrize("view", ["slice", "transposed", "expanded gradient"])
 def test_inputs_that_are_not_dense(view, gpu):
     whole = batch((3, 4, 6, 8), "float32")
@@ -513,17 +491,6 @@ def test_inputs_that_are_not_dense(view, gpu):
     dy = torch.ones(()).expand(x.shape) if view == "expanded gradient" else torch.randn(x.shape)
     equals_torch(layer_for(4), x, dy)
     assert len(gpu.keys) == 4
-
-
-def test_parameters_that_are_not_dense(gpu):
-    layer, dense = layer_for(4), layer_for(4)
-    layer.weight = nn.Parameter(torch.stack([layer.weight.detach()] * 3, 1)[:, 1])
-    layer.bias = nn.Parameter(layer.bias.detach()[:1].expand(4))
-    dense.bias = nn.Parameter(layer.bias.detach().clone())
-    x, dy = batch((3, 4, 4, 4), "float32"), torch.randn(3, 4, 4, 4)
-    for ours, theirs in zip(equals_torch(layer, x, dy), equals_torch(dense, x, dy), strict=True):
-        assert torch.equal(ours, theirs)
-    assert len(gpu.keys) == 8
 
 
 def test_an_empty_batch():
@@ -594,43 +561,11 @@ def test_every_stream_has_counters_of_its_own(channels_last, gpu):
     assert len({zeros.data_ptr() for zeros in gpu.operations.counters.values()}) == 3
 
 
-def test_launches_on_a_stream_that_may_end_have_counters_of_their_own(gpu, monkeypatch):
-    gpu.here.stream = 2  # of each thread its own, and gone with it
-    step()
-    gpu.here.stream = 7
-    monkeypatch.setattr(gpu.operations.memory, "keeps_stream", lambda stream: False)
-    step()
-    assert not gpu.operations.counters
-
-
 def test_a_captured_graph_has_counters_of_its_own(gpu):
     gpu.here.stream, gpu.here.captures = 5, True
     step()
     assert not gpu.operations.counters
     assert splits(gpu) > 1
-
-
-def test_without_lasting_memory_each_launch_has_counters_of_its_own(gpu, monkeypatch):
-    memory = gpu.operations.memory
-    real = functools.partial(cuda.TensorDeviceMemory.lasting_zeros, memory)  # has no memory here
-    monkeypatch.setattr(memory, "lasting_zeros", real)
-    gpu.here.stream = 5
-    step()
-    assert not gpu.operations.counters
-    assert splits(gpu) > 1
-
-
-def test_counters_that_stay_are_not_torch_s(gpu, monkeypatch):
-    """A pool of the user, or of a graph that is warmed up, would take them back."""
-    memory, kept = gpu.operations.memory, torch.zeros(BLOCK_COUNTERS, dtype=torch.int32)
-    real = functools.partial(cuda.TensorDeviceMemory.lasting_zeros, memory)
-    monkeypatch.setattr(memory, "lasting_zeros", real)
-    monkeypatch.setattr(driver, "lasting_zeros", lambda *asked: asked[0] == 0 and kept.data_ptr())
-    monkeypatch.setattr(memory, "pointer", lambda array: array.data_ptr())
-    monkeypatch.setattr(memory, "zeros", None)
-    run = gpu.operations.launcher(0)
-    for _ in range(2):
-        assert run.block_counters(10)[0] == kept.data_ptr()
 
 
 def test_counters_grow(gpu):
@@ -700,35 +635,6 @@ def test_a_launch_that_fails_in_backward_leaves_gradients(at, monkeypatch, gpu):
         (layer.bias.grad, by_bias),
     ):
         close(actual, wanted, "float32", 1 + wanted.abs().max().item())
-
-
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_launch_that_fails_in_a_replica_leaves_running_statistics(at, monkeypatch, gpu):
-    layer = layer_for(4, "float64")
-    before = copy.deepcopy(layer.state_dict())
-    model = syncbn_torch.DataParallelWithCallback(layer, device_ids=["cpu"] * 3)
-    fails(monkeypatch, at)
-    with pytest.raises(BackendError, match="to start on device 0"):
-        model(batch((6, 4, 3, 5), "float64"))
-    for key, tensor in layer.state_dict().items():
-        assert torch.equal(tensor, before[key]), key
-    model(batch((6, 4, 3, 5), "float64"))
-    assert layer.num_batches_tracked == 1
-
-
-def test_memory_that_is_too_small_would_be_noticed(gpu):
-    gpu.operations.memory.shortened = 1
-    with pytest.raises(BackendError, match="out of bounds"):
-        layer_for(4)(batch((3, 4, 3, 3), "float32"))
-
-
-def test_memory_that_is_given_back_too_early_would_be_noticed(monkeypatch, gpu):
-    parameters = gpu.operations._parameters
-    monkeypatch.setattr(gpu.operations, "_parameters", lambda affine: (parameters(affine)[0], []))
-    layer = layer_for(4)
-    layer.weight = nn.Parameter(torch.stack([layer.weight.detach()] * 2, 1)[:, 0])
-    with pytest.raises(BackendError, match="out of bounds"):
-        layer(batch((3, 4, 3, 3), "float32"))
 
 
 @pytest.mark.parametrize("rank_1", ["with", "without"])

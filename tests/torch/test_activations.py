@@ -17,7 +17,6 @@ from syncbn_torch import (
     DataParallelWithCallback,
     SyncBatchNorm,
     SynchronizedBatchNorm2d,
-    revert_model,
 )
 from syncbn_torch.forward import always_ours
 
@@ -111,14 +110,6 @@ def test_ranks_equal_the_undivided_batch(rank: int, size: int) -> None:
 
 
 @on_ranks(2)
-def test_graphs_go_with_ranks_that_have_none(rank: int, size: int) -> None:
-    x, dy = whole_batch((7, 5, 6, 6))
-    layer, twin = pair("silu")
-    model = torch.compile(layer, fullgraph=True) if rank else layer
-    equals_undivided(model, twin, x, dy, rows_of(rank, (0, 5, 7)))  # type: ignore[arg-type]
-
-
-@on_ranks(2)
 def test_unlike_activations_are_named_on_both_ranks(rank: int, size: int) -> None:
     layer, _ = pair("silu" if rank else "relu")
     words = "rank 0: forward of SyncBatchNorm, layer 1 with relu", "layer 1 with silu"
@@ -150,12 +141,6 @@ def test_copies_and_a_subclass_that_holds_an_activation() -> None:
     assert "activation='leaky_relu', negative_slope=0.5" in repr(layer)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer)):
         torch.testing.assert_close(other(x), nn.LeakyReLU(0.5)(nn.BatchNorm2d(5)(x)))
-
-
-def test_a_layer_that_torch_does_not_have_stays() -> None:
-    model = nn.Sequential(SynchronizedBatchNorm2d(5, activation="relu"))
-    with pytest.warns(UserWarning, match="activation='relu', which torch does not have"):
-        assert type(revert_model(model)[0]) is SynchronizedBatchNorm2d
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from syncbn_torch import (
     SyncBatchNorm,
     SynchronizedBatchNorm2d,
     convert_model,
-    patch_replication_callback,
     revert_model,
 )
 
@@ -106,31 +105,9 @@ def test_compiled_modules_stay_and_their_batch_norm_is_named(
     assert model(X).shape == X.shape
 
 
-def test_a_traced_model_has_each_module_once() -> None:
-    report = ConversionReport()
-    with pytest.warns(UserWarning, match="kept 1 of 1"):
-        convert_model(trace(block()), report=report)
-
-
 @pytest.mark.parametrize("make", [script, trace])
 def test_replicas_warn_of_compiled_batch_norm_that_takes_statistics(make: Any) -> None:
     model = nn.Sequential(make(block()), SynchronizedBatchNorm2d(3))
     wrapper = DataParallelWithCallback(model, replicas=2)
     with pytest.warns(UserWarning, match=r"0\.1 \(BatchNorm2d of torch\.jit\) does not sync"):
         wrapper(X)
-
-
-def test_replicas_do_not_warn_of_compiled_batch_norm_in_eval_mode() -> None:
-    scripted, traced = script(block()).eval(), trace(block().eval())
-    model = nn.Sequential(scripted, traced, SynchronizedBatchNorm2d(3))
-    model[2].train()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y = DataParallelWithCallback(model, replicas=2)(X)
-    torch.testing.assert_close(y, model(X))
-
-
-def test_a_wrapper_around_a_compiled_model_is_patched_and_runs() -> None:
-    wrapper = nn.DataParallel(script(nn.Conv2d(3, 3, 1)))
-    patch_replication_callback(wrapper)
-    assert wrapper(X).shape == X.shape

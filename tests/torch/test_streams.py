@@ -98,11 +98,3 @@ def test_backward_comes_after_the_stream_of_its_node(
     used = [None if s is current[s.device] else current[s.device] for s in of]
     assert [x.used for x in xs] == used, "allocated on the stream of its replica"
     assert [dy.used for dy in dys] == [*used[:-1], None]
-
-
-def test_nothing_is_asked_for_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cuda, "current_stream")
-    x = torch.ones(2)
-    of = [streams.stream_of(x)] * 2
-    with streams.of_replicas(of) as record, streams.of_node(of, [x, x], [x, None]):
-        record([x, x])

@@ -129,16 +129,6 @@ def replicas_cpu() -> Iterator[str]:
     yield f"Synchronized-BatchNorm-PyTorch take {span(faster)} times as much CPU time, {mean}"
 
 
-def added_by_replicas() -> Iterator[str]:
-    """Of docs/internals/speed.md."""
-    adds = [row["adds"] for row in read(REPLICAS)["nets"]]
-    ours, theirs = (span([1e3 * row[way] for row in adds], 1) for way in ("syncbn", "operations"))
-    yield (
-        f"synchronization adds {ours} ms of CPU time per layer, where tensor operations add "
-        f"{theirs} ms"
-    )
-
-
 def of_nets(threads: int) -> dict[str, float]:
     """Training steps with converted layers: times as fast as with the networks' own."""
     return {row["net"]: row["faster"] for row in read(NETS[threads])["nets"]}
@@ -167,50 +157,6 @@ def nets_cpu() -> Iterator[str]:
             ]
             means = [f"{geometric_mean(faster):.2g}x" for faster in ratios]
             yield f"| {name}{layout} | {' | '.join(means)} | {min(map(min, ratios)):.2f}x |"
-
-
-def targets_cpu() -> Iterator[str]:
-    mean, large = on_threads("NCHW"), on_threads("NCHW", MIB)
-    (least, shape), (other, _) = worst("NCHW"), worst("NCHW", MIB)
-    yield f"| {mean}; over 1 MiB {large} | {least:.2f}x {shape}; over 1 MiB {other:.1f}x |"
-    mean, large = on_threads("channels_last"), on_threads("channels_last", 24 * MIB)
-    yield f"| {mean}; from 24 MiB {large} | {worst('channels_last')[0]:.2f}x |"
-    rows = [row["over_floor"]["reused output"] for row in read(CPU)["kernels"]]
-    sizes = [row["bytes"] for row in read(CPU)["kernels"]]
-    ratios = [
-        [row[d] for row, size in zip(rows, sizes, strict=True) if size >= 32 * MIB]
-        for d in DIRECTIONS
-    ]
-    means, most = ([f"{f(r):.2f}" for r in ratios] for f in (geometric_mean, max))
-    yield f"| {' / '.join(means)} (forward / backward) | {' / '.join(most)} |"
-    half = {
-        name: [
-            v for row in read(CPU)["dtypes"] for v in row["over_float32_by_bytes"][name].values()
-        ]
-        for name in ("float16", "bfloat16")
-    }
-    means = [f"{name} {geometric_mean(values):.1f}" for name, values in half.items()]
-    yield f"| {', '.join(means)} | {max(map(max, half.values())):.1f} where a call"
-    (one, one_plain), (eight, eight_plain) = of_replicas(1), of_replicas(8)
-    mean, other = geometric_mean(one), geometric_mean(eight)
-    yield f"| {mean:.1f}; in a row of eight layers {other:.1f} | {max(one):.1f}; {max(eight):.1f} |"
-    mean, other = geometric_mean(one_plain), geometric_mean(eight_plain)
-    lows = f"{min(one_plain):.1f}x; {min(eight_plain):.1f}x"
-    yield f"| {mean:.1f}x; in a row of eight layers {other:.1f}x | {lows} |"
-    waits = {row["replicas"]: row["median"] * 1e6 for row in read(CPU)["exchanges"]}
-    yield f"| one synchronization of 4 threads | 60 us | {waits[4]:.0f} us"
-    tiny = [
-        1 / row["found"]["shipped"]["both"]["faster"]
-        for row in read(CPU)["layers"]
-        if row["bytes"] <= 1 << 14 and row["dtype"] == "float32"
-    ]
-    mean, most_of_tiny = geometric_mean(tiny), max(tiny)
-    yield f"| a tiny layer over `nn.BatchNorm` | 1.5 | {mean:.1f} | {most_of_tiny:.1f} |"
-    memory = {row["name"]: row["peak"] for row in read(CPU)["memory"]}
-    yield f"add is {memory['ours'] / memory['plain']:.2f} of what plain operations add"
-    starts = read(CPU)["starts"]
-    first, cold = starts["first use"], starts["first use, nothing compiled"]
-    yield f"| 0.5 s | {first:.1f} s / {cold:.1f} s |"
 
 
 # -------------------------------------------------------------------------------- H100
@@ -336,18 +282,6 @@ def scaling() -> Iterator[str]:
         yield f"| {size:,} | " + " | ".join(f"{waits[size, j]:.2f}x" for j in (0.01, 0.05, 0.2))
 
 
-def fit_of_scaling() -> Iterator[str]:
-    for engine, operations in read(SCALING)["fitted"].items():
-        for operation, fit in operations.items():
-            latency = ", ".join(f"{seconds * 1e6:,.0f}" for seconds in fit["latency"].values())
-            rate = fit["bytes_per_second"] / 1e9
-            yield (
-                f"| {engine.replace('mpi', 'MPI')} {operation} | {latency} | "
-                f"{rate:.{1 if rate >= 1 else 2}f} GB/s | "
-                f"{fit['mean_error']:.0%}, {fit['worst_error']:.0%} |".replace("%", " %")
-            )
-
-
 def steps_of_graphs() -> Iterator[str]:
     for net in read(COMPILED)["nets"]:
         for way, seconds in net["step"].items():
@@ -363,8 +297,6 @@ PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "README.md": (readme,),
     "docs/speed.md": (speed_cpu, replicas_cpu, nets_cpu, steps_of_graphs, speed_h100),
     "docs/scaling.md": (scaling,),
-    "docs/internals/communication.md": (fit_of_scaling,),
-    "docs/internals/speed.md": (targets_cpu, added_by_replicas),
 }
 
 

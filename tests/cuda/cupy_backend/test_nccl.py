@@ -18,13 +18,9 @@ from cupy_arrays import (
 from fake_cupy import races
 
 from syncbn_core import BatchNorm, functional
-from syncbn_core.comm import NCCLCommunicator
 from syncbn_core.errors import (
-    ArgumentError,
-    BackendError,
     CommError,
     CommTimeout,
-    DTypeError,
     ProtocolError,
 )
 
@@ -33,26 +29,6 @@ from syncbn_core.errors import (
 @pytest.mark.parametrize("rows", [(2, 0, 1), (3, 2), (4,)], ids=str)
 def test_ranks_of_nccl_equal_the_undivided_batch(rows, place, rng):
     check_group(rows, place, rng, nccl=True)
-
-
-@pytest.mark.parametrize("given", [NCCLCommunicator.new_id, fake_cupy.nccl.get_unique_id])
-def test_ids_of_cupy_13_are_tuples_of_signed_numbers(given, cupy, monkeypatch):
-    """CuPy 14 takes bytes, CuPy 13 takes nothing else than what it has given itself."""
-    known = tuple(range(-64, 64))
-    seen = []
-
-    class Communicator(fake_cupy.NcclCommunicator):
-        def __init__(self, ndev, comm_id, rank):
-            seen.append(comm_id)
-            super().__init__(ndev, comm_id, rank)
-
-    monkeypatch.setattr(cupy, "__version__", "13.6.0")
-    monkeypatch.setattr(fake_cupy.nccl, "get_unique_id", lambda: known)
-    monkeypatch.setattr(fake_cupy.nccl, "NcclCommunicator", Communicator)
-    identifier = known if given is not NCCLCommunicator.new_id else given()
-    assert identifier is known or identifier == bytes(range(192, 256)) + bytes(range(64))
-    NCCLCommunicator(0, 1, identifier, timeout=30)
-    assert seen == [known]
 
 
 def test_the_host_takes_no_part_in_nccl(rng):
@@ -69,18 +45,6 @@ def test_the_host_takes_no_part_in_nccl(rng):
     in_group(2, two_devices, member, nccl=True)
 
 
-def test_nccl_takes_arrays_of_the_host_there_and_back():
-    def member(rank, own):
-        total = own.all_reduce(np.array([1.0, rank]))
-        assert type(total) is np.ndarray
-        counts = own.all_reduce(to_device(np.int64([rank, 7])))
-        with pytest.raises(DTypeError, match="complex128"):
-            own.all_reduce(np.array([1j]))
-        return total.tolist(), to_host(counts).tolist()
-
-    assert in_group(2, two_devices, member, nccl=True) == [([2.0, 1.0], [1, 14])] * 2
-
-
 def test_nccl_ranks_in_different_layers_are_told_so():
     def member(rank, own):
         layers = [BatchNorm(3, device="cuda", communicator=own, name=name) for name in "ab"]
@@ -90,28 +54,6 @@ def test_nccl_ranks_in_different_layers_are_told_so():
         told = TOLD.format("forward", "ab"[rank], 1 + rank, "8 numbers")
         with pytest.raises(ProtocolError, match=told):
             own.synchronize()
-
-    in_group(2, streams, member, nccl=True)
-
-
-def test_nccl_ranks_of_which_one_is_in_a_new_layer_are_told_at_once_and_later():
-    def member(rank, own):
-        layers = [BatchNorm(3, device="cuda", communicator=own, name=name) for name in "ab"]
-        x = to_device(np.ones((2, 3), "float32"))
-        layers[0](x)
-        call = layers[rank] if rank else lambda x: [layers[0](x), own.synchronize()]
-        with pytest.raises(ProtocolError, match=r"different ones in call 2 .forward of "):
-            call(x)
-
-    in_group(2, streams, member, nccl=True)
-
-
-def test_nccl_ranks_whose_first_calls_differ_in_dtype_are_told_at_once():
-    def member(rank, own):
-        layer = BatchNorm(3, device="cuda", communicator=own)
-        x = np.ones((2, 3), "float32" if rank else "float16")
-        with pytest.raises(DTypeError, match="0: 'float16', 1: 'float32'"):
-            layer(to_device(x))
 
     in_group(2, streams, member, nccl=True)
 
@@ -141,26 +83,6 @@ def test_nccl_ranks_in_backward_of_other_layers_get_nan_and_are_told_later(looks
     in_group(2, streams, member, nccl=True)
 
 
-def test_nobody_waits_to_be_told_of_nccl_ranks_in_other_layers():
-    def member(rank, own):
-        every = own._nccl._comm._shared.barrier
-        dx, ys = unlike_branches(own, rank, lambda: fake_cupy.stuck.append(every.wait()))
-        total = own.all_reduce(ys[0])
-        every.wait()
-        fake_cupy.stuck.clear()
-        told = TOLD.format("backward", "ab"[rank], 1 + rank, "6 numbers")
-        with pytest.raises(ProtocolError, match=told):
-            own.synchronize()
-        return to_host(dx), to_host(total)
-
-    try:
-        for dx, total in in_group(2, streams, member, nccl=True):
-            assert np.isnan(dx).all()
-            assert np.isfinite(total).all()
-    finally:
-        fake_cupy.stuck.clear()
-
-
 def test_a_captured_backward_of_other_layers_gives_nan():
     def member(rank, own):
         with captured(fake_cupy.get_current_stream()):
@@ -187,13 +109,3 @@ def test_waiting_for_nccl_has_a_deadline():
         in_group(1, streams, member, nccl=True)
     finally:
         fake_cupy.stuck.clear()
-
-
-def test_nccl_waits_for_all_ranks_with_a_deadline(cupy, monkeypatch):
-    with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.05 s for all ranks"):
-        NCCLCommunicator(0, 2, "lonely", timeout=0.05)
-    with pytest.raises(ArgumentError, match="got rank 2 of 2"):
-        NCCLCommunicator(2, 2, "lonely")
-    monkeypatch.setattr(fake_cupy.nccl, "available", False)
-    with pytest.raises(BackendError, match="pip install nvidia-nccl-cu12"):
-        NCCLCommunicator.new_id()

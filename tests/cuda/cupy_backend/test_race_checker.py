@@ -59,27 +59,6 @@ def test_kernels_may_touch_memory_until_it_is_released(cupy, gpu):
         merge(address)
 
 
-def test_kernels_may_read_what_somebody_has_written(cupy, gpu):
-    whole = cupy.empty(8)
-    whole[:7] = cupy.ones(7)
-    merge(whole.data.ptr)
-    with fault(gpu, "reads what nobody has written"):
-        merge(whole.data.ptr + 8)
-    whole.sum()
-    assert "sum, test_race_checker.py" in races.found.pop()
-
-
-def test_kernels_have_memory_and_streams_of_their_own_device(cupy, gpu):
-    with Device(1):
-        far, stream = cupy.ones(8), Stream()
-        merge(far.data.ptr)
-    with fault(gpu, "merge_parts on device 0 touches memory of device 1"):
-        merge(far.data.ptr)
-    near = cupy.ones(8)
-    with fault(gpu, "runs on device 0, on a stream of device 1"):
-        merge(near.data.ptr, stream=stream)
-
-
 def test_the_stand_in_refuses_what_cupy_refuses(cupy):
     array = cupy.ones(3)
     for refused in (
