@@ -137,7 +137,7 @@ def kept_numba_cache(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def test(session: nox.Session) -> None:
-    """The tests in short, with torch: one dtype, one world, nothing slow; four minutes."""
+    """The tests in short, with torch: one dtype, one world, nothing slow; three minutes."""
     install(session, "-e", ".[torch]", *groups("test"))
     kept_numba_cache(session)
     usual = ["tests", "tools", "--ignore", BENCHMARKS]

@@ -339,7 +339,10 @@ class SkipsLast(Net):
 
 
 @pytest.mark.parametrize("kind", [Skips, SkipsLast])
-def test_a_layer_that_one_replica_skips_is_named_and_nobody_waits(kind: type[Net]) -> None:
+def test_a_layer_that_one_replica_skips_is_named_and_nobody_waits(
+    kind: type[Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYNCBN_TIMEOUT", "2")  # the replicas wait for each other in two layers
     report = verify_sync(sync_net(kind), batch(5))
     assert not report.ok
     assert verdicts(report)["bn"] == "ok"
