@@ -11,7 +11,6 @@ these rotate too. Contenders take turns within a case. Torch's counters of batch
 its own for each layer, are left out; ours is counted.
 
     python benchmarks/gpu.py --seconds 240      # on a machine with a GPU
-    python benchmarks/gpu.py --cases lone       # a selection of gpu_cases.py
     python benchmarks/gpu.py --dry-run          # is this script in order? No figure means anything
 """
 
@@ -33,7 +32,7 @@ from typing import Any
 
 import gpu_report
 import torch
-from gpu_cases import DRY_LARGE, LARGE, SELECTIONS, Case, Selection
+from gpu_cases import DRY_LARGE, LARGE, Case, Selection, everything
 from gpu_contenders import (
     CONTENDERS,
     MOST_BUFFERS,
@@ -88,9 +87,9 @@ def buffers(case: Case, count: int, timer: Cuda, mean: float = 0.0) -> list[tupl
     return [(make(device, mean).requires_grad_(), make(device)) for _ in range(count)]
 
 
-def contenders_for(timer: Cuda, names: Sequence[str], *more: Contender) -> list[Contender]:
-    """Those that run here, and are among `names` if there are any."""
-    every = [c for c in (*CONTENDERS, *more) if not names or c.name in names]
+def contenders_for(timer: Cuda, *more: Contender) -> list[Contender]:
+    """Those that run here."""
+    every = (*CONTENDERS, *more)
     return [c for c in every if timer.device.type == "cuda" or not c.needs_cuda]
 
 
@@ -106,9 +105,7 @@ def measure_bandwidth(timer: Cuda) -> float:
     return 2 * timer.copied / statistics.median(sample() for _ in range(3 * ROUNDS))
 
 
-def measure_speed(
-    case: Case, timer: Cuda, bandwidth: float, large: float, names: Sequence[str]
-) -> dict[str, Any]:
+def measure_speed(case: Case, timer: Cuda, bandwidth: float, large: float) -> dict[str, Any]:
     """Device time of every contender, in seconds per call."""
     wanted = max(2, math.ceil(3 * timer.l2 / case.nbytes))
     fitting = max(2, int(MOST_BYTES // (2 * case.nbytes)))
@@ -116,7 +113,7 @@ def measure_speed(
     sets = buffers(case, count, timer)
     found: dict[str, dict[str, Any]] = {}
     samples: dict[tuple[str, str], Sample] = {}
-    for contender in contenders_for(timer, names):
+    for contender in contenders_for(timer):
         if not contender.times(case.shape):
             continue
         row = found[contender.name] = {}
@@ -148,11 +145,11 @@ def measure_speed(
     return {**vars(case), "nbytes": case.nbytes, "cold": cold, "floor": floor, "found": found}
 
 
-def measure_host(case: Case, timer: Cuda, names: Sequence[str]) -> dict[str, Any]:
+def measure_host(case: Case, timer: Cuda) -> dict[str, Any]:
     """Forward + backward, eagerly: time until the last call is issued, and until all is done."""
     sets = buffers(case, 2, timer)
     found: dict[str, dict[str, Any]] = {}
-    for number, contender in product(range(ROUNDS + 1), contenders_for(timer, names, UNMASKED)):
+    for number, contender in product(range(ROUNDS + 1), contenders_for(timer, UNMASKED)):
         row = found.setdefault(contender.name, {})
         try:
             trial = Trial(contender.build, sets)
@@ -174,13 +171,13 @@ def measure_host(case: Case, timer: Cuda, names: Sequence[str]) -> dict[str, Any
     return {**vars(case), "nbytes": case.nbytes, "found": medians}
 
 
-def measure_error(case: Case, timer: Cuda, names: Sequence[str], mean: float) -> dict[str, Any]:
+def measure_error(case: Case, timer: Cuda, mean: float) -> dict[str, Any]:
     """Largest absolute error relative to the largest value, against float64."""
     sets = buffers(case, 1, timer, mean)
     wide = [(sets[0][0].detach().double().requires_grad_(), sets[0][1].double())]
     expected = Trial(lambda p: by_torch(p, False), wide).both(0)
     found: dict[str, dict[str, Any]] = {}
-    for contender in contenders_for(timer, names):
+    for contender in contenders_for(timer):
         try:
             results = Trial(contender.build, sets).both(0)
             found[contender.name] = {
@@ -198,21 +195,18 @@ def measure_error(case: Case, timer: Cuda, names: Sequence[str], mean: float) ->
 def measure_all(results: dict[str, Any], timer: Cuda, seconds: float, selection: Selection) -> None:
     """Fill `results`; cases for which no time is left stay in `results["skipped"]`."""
     deadline = time.monotonic() + 0.97 * seconds
-    large, names = results["large"], selection.contenders
     results["bandwidth"] = bandwidth = measure_bandwidth(timer)
     print(f"device copy: {bandwidth / 1e12:.3f} TB/s", flush=True)
     for case, mean in product(selection.errors, (0.0, 100.0)):
-        results["errors"].append(measure_error(case, timer, names, mean))
+        results["errors"].append(measure_error(case, timer, mean))
     for case in selection.host:
-        results["host"].append(measure_host(case, timer, names))
+        results["host"].append(measure_host(case, timer))
     waiting: list[Case] = results["skipped"]
     waiting += selection.speed
     longest = 0.0
     while waiting and (start := time.monotonic()) + longest < deadline:
-        row = measure_speed(waiting[0], timer, bandwidth, large, names)
+        row = measure_speed(waiting[0], timer, bandwidth, results["large"])
         results["cases"].append(row)
-        if selection.eager:
-            results["host"].append(measure_host(waiting[0], timer, names))
         print(waiting.pop(0), gpu_report.line(row), flush=True)
         timer.release()
         longest = max(longest, time.monotonic() - start)
@@ -224,7 +218,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything")
     parser.add_argument("--output", type=Path, help="folder for the JSON file")
     parser.add_argument("--json", type=Path, help="that file itself")
-    parser.add_argument("--cases", default="all", choices=SELECTIONS, help="what is measured")
     parser.add_argument("--dry-run", action="store_true", help="tiny cases on CPU")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
@@ -232,7 +225,6 @@ def main() -> int:
 
     timer = Cpu() if options.dry_run else Cuda()
     results: dict[str, Any] = {"dry_run": options.dry_run, "machine": timer.facts()}
-    results["selection"] = options.cases
     large = DRY_LARGE if options.dry_run else LARGE
     results.update(large=large, cases=[], errors=[], host=[], skipped=[], aborted=None)
     gc.freeze()  # a collection between cases need not look at torch's own objects,
@@ -242,8 +234,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     try:
         with always_ours():
-            selection = SELECTIONS[options.cases](options.dry_run)
-            measure_all(results, timer, options.seconds, selection)
+            measure_all(results, timer, options.seconds, everything(options.dry_run))
     except BaseException as error:
         results["aborted"] = describe(error)
         traceback.print_exc()

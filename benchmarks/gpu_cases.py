@@ -1,10 +1,4 @@
-"""The activations that `gpu.py` measures, and which selections of them there are.
-
-all         ResNet-50's layers for batches of 256, 32 and 2, and a few more; every contender
-left-out    what "all" seldom has the time for: (N, C), and (N, C, L) in 16 bits
-lone        around the size from which our kernels are faster for a layer alone than what torch
-            takes: device time, and wall time of eager steps
-"""
+"""The activations that `gpu.py` measures: ResNet-50's layers for three batch sizes, and more."""
 
 from __future__ import annotations
 
@@ -31,12 +25,6 @@ SHAPES += [(2, 256, 128, 128), (2, 16, 64, 128, 128), (4096, 1024)]
 ERROR_SHAPES = [(32, 64, 56, 56), (32, 512, 7, 7), (4096, 1024)]
 HOST_SHAPES = [(2, 64, 56, 56), (2, 512, 7, 7), (32, 256, 14, 14)]
 DRY_LARGE, DRY_SHAPES = 1000, [(2, 8, 6, 6), (2, 3, 4, 3, 2), (32, 4, 2, 2), (9, 5)]
-
-MATRICES = [(4096, 1024), (256, 4096), (65536, 256)]
-SEQUENCES = [(32, 256, 1024), (8, 512, 4096), (256, 64, 1000), (64, 1024, 49)]
-# MiB. By the rule it is 192; the times of an H100 say 48, for up to 128 channels.
-LONE_SIZES = (48, 96, 192, 24)
-LONE_PLANES = [(64, 56), (128, 56), (128, 28), (256, 56), (512, 28)]  # channels, height and width
 
 
 @dataclass(frozen=True)
@@ -69,16 +57,11 @@ def cases_of(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str] = (*DTYPES
 
 
 class Selection(NamedTuple):
-    """The cases whose error, host time and device time is measured, in this order.
-
-    `eager`: the host time of the last ones too. `contenders`: their names; all if there are none.
-    """
+    """The cases whose error, host time and device time is measured, in this order."""
 
     errors: list[Case]
     host: list[Case]
     speed: list[Case]
-    eager: bool = False
-    contenders: tuple[str, ...] = ()
 
 
 def everything(dry: bool) -> Selection:
@@ -91,24 +74,3 @@ def everything(dry: bool) -> Selection:
 
 def large_first(cases: list[Case], large: float) -> list[Case]:
     return sorted(cases, key=lambda case: case.nbytes < large)
-
-
-def left_out(dry: bool) -> Selection:
-    matrices, sequences = ([(9, 5)], [(2, 3, 7)]) if dry else (MATRICES, SEQUENCES)
-    cases = [*cases_of(matrices), *cases_of(sequences, ["fp16", "bf16"])]
-    firsts = [*cases_of(matrices[:1]), *cases_of(sequences[:1], ["fp16", "bf16"])]
-    return Selection(cases, firsts, cases)
-
-
-def lone(dry: bool) -> Selection:
-    """Batches so that an activation has about so many MiB."""
-    sizes, planes = ((0.001, 0.002), [(8, 4)]) if dry else (LONE_SIZES, LONE_PLANES)
-    cases = []
-    for size, (channels, side), dtype in product(sizes, planes, DTYPES):
-        sample = channels * side**2 * DTYPES[dtype].itemsize
-        batch = max(2, round(size * (1 << 20) / sample))
-        cases += cases_of([(batch, channels, side, side)], [dtype])
-    return Selection([], [], cases, True, ("ours", "torch cudnn", "torch native"))
-
-
-SELECTIONS = {"all": everything, "left-out": left_out, "lone": lone}

@@ -202,24 +202,6 @@ def show_session(session: Row) -> None:
     table("Process groups: backend and ranks, wall time per step", ["", "case", ""], rows)
 
 
-def lone_table(results: Row) -> None:
-    """From which size on a layer alone is faster by our kernels than by torch's choice.
-
-    Device time: torch's over ours; wall time of eager steps: the same. A layer alone takes torch's.
-    """
-    walls = {label(case): case["found"] for case in results["host"]}
-    rows = []
-    for case in sorted(results["cases"], key=lambda c: (c["layout"], c["dtype"], c["nbytes"])):
-        found = walls.get(label(case), {})
-        ours, torch = (found.get(name, {}).get("wall") for name in ("ours", "torch cudnn"))
-        device = faster_than(case, "torch cudnn")
-        ratios = (device, torch / ours if ours and torch else None)
-        cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        rows.append([label(case), f"{case['nbytes'] / 2**20:.0f}", *cells])
-    head = ["torch's choice / ours", "MiB", "device time", "wall time, eager"]
-    table("A layer alone", head, rows)
-
-
 def show(results: Row) -> None:
     if "session" in results:
         show_session(results["session"])
@@ -246,10 +228,6 @@ def show(results: Row) -> None:
     title = "Device time, geometric mean (worst): ours / floor from {} MB; other / ours, both ways"
     header = ["", "large/all", "forward/floor", "backward/floor", *(f"{r}/ours" for r in rivals)]
     table(mark + title.format(f"{results['large'] / 1e6:g}"), header, rows)
-
-    if results.get("selection") == "lone":
-        lone_table(results)
-        results = results | {"host": []}
 
     names = list(results["host"][0]["found"]) if results["host"] else []
     rows = [
@@ -317,5 +295,4 @@ def show(results: Row) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    read = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    show(read.get("result", read))  # also of stages/lone.json and stages/shapes.json
+    show(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -208,10 +208,11 @@ class Exchange(NamedTuple):
     ) -> Array:
         """`sums` added up over all members: an array of the same shape, dtype and device, to read.
 
-        `forward`: the number that `moments` gave. `statistics`: those of `labelled` from which the
-        sums were computed. `kind`: one of `KINDS`; where sums are differentiated, `forward` is the
-        number of the exchange that added up (`member.exchanges` after it). Raises `ProtocolError`
-        where members are in the backward of different calls, and the communicator's errors.
+        `forward`: the number that `moments` gave. `statistics`: those of `with_labels`, from which
+        the sums were computed. `kind`: one of `KINDS`; where sums are differentiated, `forward` is
+        the number of the exchange that added up (`member.exchanges` after it). Raises
+        `ProtocolError` where members are in the backward of different calls, and the
+        communicator's errors.
         """
         if type(self.communicator) is SingleCommunicator:
             return sums
@@ -246,7 +247,7 @@ class Exchange(NamedTuple):
         self.member.exchanges += 1
         return total
 
-    def labelled(self, statistics: Any, forward: int) -> Any:
+    def with_labels(self, statistics: Any, forward: int) -> Any:
         """The statistics for backward; on a device with the labels that kernels write and check."""
         stays = isinstance(statistics, DeviceStatistics) and forward
         if not (stays and _stays_on_device(self.communicator, statistics.packed)):

@@ -287,7 +287,7 @@ def batch_norm_backward(
     group = None if saved.count is None else communicator
     if group is not None:
         exchange = exchange or _without_layer(group, x)
-        statistics = exchange.labelled(statistics, saved.call)
+        statistics = exchange.with_labels(statistics, saved.call)
     sums = operations.backward_reduce(x, dy, statistics, affine, rule)
     total = None if saved.count is None else sums.exchange
     if group is not None:

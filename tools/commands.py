@@ -54,7 +54,6 @@ NOT_RUN = {
     "DRY_RUN=1 OUT=/tmp/dry bash tools/gpu_session/gpu_session.sh": "tools/test_scripts.py does",
     "python tools/gpu_session/gpu_compile.py 8.0 9.0": "tools/gpu_session/test_gpu_compile.py does",
     "python benchmarks/gpu_report.py results/gpu-....json": PLACEHOLDER,
-    "python benchmarks/gpu_report.py results/stages/lone.json": GPU,
     "python tools/figures/gpu_plot.py results/gpu-....json docs/speed-h100.png": PLACEHOLDER,
     "python -m mpi4py": "the beginning of a command",
     "python train.py": WORKS_WITH,

@@ -84,7 +84,7 @@ def session(first_call: Session) -> Session:
     return Session(done.returncode, first_call.output + done.stdout + done.stderr, folder)
 
 
-STAGES = """facts tests sanitize shared capture compiled steps lone shapes processes benchmark
+STAGES = """facts tests sanitize shared capture compiled processes benchmark
     memcheck racecheck initcheck doctor"""
 
 
@@ -138,9 +138,9 @@ def test_a_session_goes_on_with_the_stages_that_have_no_result_of_this_commit(
     stages.mkdir()
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "machine.json").write_text(json.dumps(machine))
-    rows = {"facts": {}, "tests": {"commit": "other"}, "lone": {"device": "other"}, "shapes": {}}
+    rows = {"facts": {}, "tests": {"commit": "other"}, "shared": {"device": "other"}, "capture": {}}
     for name, other in rows.items():
-        row = {"stage": name, "again": name == "shapes", "machine": machine | other}
+        row = {"stage": name, "again": name == "capture", "machine": machine | other}
         (stages / f"{name}.json").write_text(json.dumps(row))
     done = run("gpu_merge.py", str(tmp_path), "--waiting", *STAGES.split(), "replicas")
     assert done.stdout.split() == [name for name in STAGES.split() if name != "facts"]
@@ -189,51 +189,6 @@ def test_dry_run_of_captured_groups_compares_every_replay(session: Session) -> N
     for group in groups:
         assert len(group["rows"]) == 2 * group["ranks"]
         assert all(row["right"] and row["bitwise"] == row["replays"] for row in group["rows"])
-
-
-@for_bash
-def test_dry_run_of_a_net_times_and_profiles_its_layers_alone_and_in_groups(
-    session: Session,
-) -> None:
-    groups = session.results["session"]["steps"]["groups"]
-    assert [(group["backend"], group["ranks"]) for group in groups] == [
-        ("no group", 1),
-        ("gloo", 1),
-        ("gloo", 2),
-    ]
-    for group in groups:
-        for row in group["rows"]:
-            for part in row["found"].values():
-                for name in ("ours", "nn.BatchNorm2d"):
-                    assert part[name]["wall"] >= part[name]["host"] > 0
-                    assert part[name]["profile"]["host"]
-
-
-def test_a_resnet_of_the_benchmark_has_the_53_layers_of_resnet_50() -> None:
-    code = "import gpu_nets, torch\nfrom torch import nn\n"
-    code += "net = gpu_nets.resnet(nn.BatchNorm2d, width=1)\nx = torch.zeros(2, 3, 64, 64)\n"
-    code += "print(len(gpu_nets.shapes_of(net, nn.BatchNorm2d, x)))"
-    places = {
-        "PYTHONPATH": os.pathsep.join(
-            map(str, (ROOT / "tools/gpu_session", ROOT, ROOT / "adapters"))
-        )
-    }
-    command, environment = [sys.executable, "-c", code], os.environ | places
-    assert subprocess.check_output(command, text=True, env=environment).strip() == "53"
-
-
-@for_bash
-def test_dry_run_of_selections_measures_what_they_select(session: Session) -> None:
-    found = session.results["session"]
-    layouts = {(case["layout"], case["dtype"]) for case in found["shapes"]["cases"]}
-    matrices, sequences = (("NC", ("fp32", "fp16", "bf16")), ("NCL", ("fp16", "bf16")))
-    assert layouts == {(name, d) for name, dtypes in (matrices, sequences) for d in dtypes}
-    lone = found["lone"]
-    assert len(lone["cases"]) == len(lone["host"]) == 12
-    assert all(case["found"].keys() == {"ours", "torch native"} for case in lone["cases"])
-    shown = run("gpu_report.py", str(session.folder / "stages" / "lone.json"))
-    assert shown.returncode == 0, shown.stderr
-    assert "wall time, eager" in shown.stdout
 
 
 @for_bash
@@ -321,7 +276,12 @@ def test_results_without_a_benchmark_are_merged_and_shown(tmp_path: Path) -> Non
         "time: 95, from shape\n========= RACECHECK SUMMARY: 0 hazards displayed\n"
     )
     (tmp_path / "tests.log").write_text("1 failed\n")
-    for name, status in (("tests", "1"), ("processes", "1"), ("racecheck", "0"), ("lone", "124")):
+    for name, status in (
+        ("tests", "1"),
+        ("processes", "1"),
+        ("racecheck", "0"),
+        ("capture", "124"),
+    ):
         done = run("gpu_merge.py", str(tmp_path), "--stage", name, "--status", status)
         assert done.returncode == 0, done.stderr
     done = run("gpu_merge.py", str(tmp_path))
@@ -336,7 +296,7 @@ def test_results_without_a_benchmark_are_merged_and_shown(tmp_path: Path) -> Non
         "wrong": 0,
         "summary": "RACECHECK SUMMARY: 0 hazards displayed",
     }
-    assert "lone" not in found, "a stage that was killed has left nothing"
+    assert "capture" not in found, "a stage that was killed has left nothing"
     shown = run("gpu_report.py", str(path))
     assert shown.returncode == 0, shown.stderr
     for words in ("status 124", "failed: a::b", "Duplicate GPU", "left no results"):

@@ -20,7 +20,7 @@ from syncbn_torch._torch_private import function_transforms_active
 __all__ = [
     "FLOATS",
     "HALVES",
-    "PLAIN",
+    "PLAIN_CLASSES",
     "array_of",
     "as_tensor",
     "check_storage",
@@ -34,7 +34,7 @@ LARGE = 1 << 22  # bytes; NumPy asks for huge pages from the same size on
 _MADV_HUGEPAGE = 14
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # that layers take
 HALVES = (torch.float16, torch.bfloat16)
-PLAIN = (Tensor, Parameter)  # a subclass may have no data of its own
+PLAIN_CLASSES = (Tensor, Parameter)  # a subclass may have no data of its own
 
 Array = np.ndarray[Any, Any]
 
@@ -51,7 +51,7 @@ _DTYPES = {
 def supports(tensor: Tensor) -> bool:
     """Whether the CPU kernels support the type, device, dtype and layout of this tensor."""
     return (
-        type(tensor) in PLAIN
+        type(tensor) in PLAIN_CLASSES
         and tensor.is_cpu
         and tensor.dtype in FLOATS
         and tensor.layout is torch.strided
@@ -115,7 +115,7 @@ def check_storage(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if (
             tensor is not None
-            and type(tensor) in PLAIN
+            and type(tensor) in PLAIN_CLASSES
             and tensor.is_cpu
             and tensor.layout is torch.strided
         ):

@@ -18,7 +18,7 @@ from syncbn_torch._torch_private import (
     function_transforms_active,
     is_wrapped,
 )
-from syncbn_torch.arrays import FLOATS, HALVES, PLAIN, check_storage
+from syncbn_torch.arrays import FLOATS, HALVES, PLAIN_CLASSES, check_storage
 from syncbn_torch.layer_state import LayerState
 
 __all__ = [
@@ -67,7 +67,7 @@ def check_operands(
                 f"expected {name} of float16, bfloat16, float32 or float64, got {tensor.dtype}; "
                 "convert the layer with .to(torch.float32), or replace the tensor"
             )
-        if by_address and type(tensor) not in PLAIN:
+        if by_address and type(tensor) not in PLAIN_CLASSES:
             raise DTypeError(
                 f"expected {name} to be a plain tensor like the input, got "
                 f"{type(tensor).__name__}; convert one of them"

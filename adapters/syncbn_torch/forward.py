@@ -180,7 +180,7 @@ def add_name(layer: LayerState, error: Exception) -> None:
 def _is_named_subclass(x: Tensor) -> bool:
     """Whether x is a tensor of a subclass with `__torch_function__` and data of its own."""
     return (
-        type(x) not in arrays.PLAIN
+        type(x) not in arrays.PLAIN_CLASSES
         and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
         and has_torch_function_unary(x)
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,7 +21,6 @@ __all__ = ["LAYER_NAMES", "name_of"]
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
 
 _names: weakref.WeakKeyDictionary[nn.Module, Names] = weakref.WeakKeyDictionary()
-_without_model: deque[weakref.ref[nn.Module]] = deque(maxlen=3)  # the last layers outside of models
 
 Parents = dict[int, list[tuple[Any, str]]]  # see `_parents`
 Route = list[tuple[Any, str]]  # (parent, name of child), from an outermost module down
@@ -53,19 +51,8 @@ def short_name_of(layer: nn.Module) -> str:
 def _names_of(layer: nn.Module) -> Names:
     names = _names.get(layer)
     if names is None:
-        names = Names("", "") if _is_made_for_one_call(layer) else _search(layer)
-        _names[layer] = names
+        names = _names[layer] = _search(layer)
     return names
-
-
-def _is_made_for_one_call(layer: nn.Module) -> bool:
-    """Whether the last three layers outside of models were freed, and no module holds this one.
-
-    Then the program probably makes a layer for every call, and a search each time would be slow.
-    """
-    if len(_without_model) < 3 or any(reference() is not None for reference in _without_model):
-        return False
-    return not any(isinstance(holder, dict) for holder in gc.get_referrers(layer))
 
 
 def _search(layer: nn.Module) -> Names:
@@ -73,7 +60,6 @@ def _search(layer: nn.Module) -> Names:
     modules = _live_modules()
     parents = _parents(modules)
     if id(layer) not in parents:
-        _without_model.append(weakref.ref(layer))
         return Names("", "")
     model = _root(layer, parents)
     # skip other models: they may still be under construction

@@ -189,7 +189,7 @@ def _backward(
     if graph or has_tangent_or_wrapper(*dys):
         do, statistics = plain.DIFFERENTIABLE, _differentiable(call, xs)
     elif processes is not None and len(xs) == 1:
-        statistics = [processes.labelled(statistics[0], call.number)]
+        statistics = [processes.with_labels(statistics[0], call.number)]
     operands = [
         (x, dy, known, own, call.rule)
         for x, dy, known, own in zip(xs, filled, statistics, affine, strict=True)

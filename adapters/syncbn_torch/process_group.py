@@ -17,7 +17,7 @@ from torch import Tensor
 
 from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
 from syncbn_core.comm.message_arrays import HostCopy, register_arrays
-from syncbn_core.comm.process_group import grace_after, reports_of_others, whereabouts
+from syncbn_core.comm.process_group import describe_other_ranks, grace_after, reports_of_others
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
 from syncbn_torch._torch_private import default_group
 from syncbn_torch.arrays import as_tensor
@@ -174,7 +174,7 @@ def _where_others_are(group: Any, rank: int, size: int, call: CollectiveCall, gr
     if reports is None:
         return "the missing ranks are not known, because the group's store is gone too"
     names = {f"{other}{_in_world(group, other)}": text for other, text in reports.items()}
-    return whereabouts(call, names)
+    return describe_other_ranks(call, names)
 
 
 def _report_of(group: Any, rank: int) -> str:

@@ -16,7 +16,7 @@ from syncbn_core.errors import ArgumentError
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import scripted_batch_norm
-from syncbn_torch.data_parallel.pytrees import PLAIN, Tree, tensors_in
+from syncbn_torch.data_parallel.pytrees import SIMPLE_TYPES, Tree, tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.split import BatchSizes, to_device
 from syncbn_verify.comparison import (
@@ -249,7 +249,9 @@ def _shared(model: nn.Module, arguments: Arguments, group: Alone) -> Arguments:
         group.share(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
     found = Tree(arguments)
     group.share(tensors_in(arguments))
-    shared = [v if type(v) in PLAIN or type(v) in (list, tuple) else None for v in found.values]
+    shared = [
+        v if type(v) in SIMPLE_TYPES or type(v) in (list, tuple) else None for v in found.values
+    ]
     return found.made_of(  # type: ignore[no-any-return]
         value if first is None else first
         for value, first in zip(found.values, group.from_first(shared), strict=True)

@@ -21,7 +21,7 @@ from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.conversion.convert import convert_model
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.pytrees import PLAIN
+from syncbn_torch.data_parallel.pytrees import SIMPLE_TYPES
 from syncbn_verify.comparison import difference, joined_values, largest, moments, tolerance
 from syncbn_verify.copies import alone, duplicate
 from syncbn_verify.report import LayerReport, Verdict
@@ -98,7 +98,7 @@ def _recording(
         call.settings = {
             key: value
             for key, value in vars(self).items()
-            if type(value) in PLAIN and not key.startswith("_") and key != "process_group"
+            if type(value) in SIMPLE_TYPES and not key.startswith("_") and key != "process_group"
         }
         x = args[0].view_as(args[0])  # so that its gradient is that of this call alone
         y = run(x, *args[1:], **kwargs)
@@ -126,7 +126,7 @@ def _kept(value: Any) -> Any:
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.cpu()
-    return value if type(value) in PLAIN else None
+    return value if type(value) in SIMPLE_TYPES else None
 
 
 def judge_layer(

@@ -213,9 +213,9 @@ def _backward(outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of all parameters that need one; zeros if nothing depends on them."""
+    """The gradients of all parameters that need one, dense; zeros if nothing depends on them."""
     return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
+        name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
         for name, p in model.named_parameters()
         if p.requires_grad
     }

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.process_group import ProcessCommunicator, grace_after, whereabouts
+from syncbn_core.comm.process_group import ProcessCommunicator, describe_other_ranks, grace_after
 from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.comm.timeouts import PROCESSES, check_timeout, seconds_of
 from syncbn_core.errors import BackendError, CommError, CommTimeout, DeviceError, DTypeError
@@ -140,7 +140,7 @@ class _MPITransport:
             silent = [rank for rank in silent if not received[rank].Test()]
             time.sleep(POLL_INTERVAL)
         reports = {str(rank): None if rank in silent else _text(theirs[rank]) for rank in others}
-        return whereabouts(call, reports)
+        return describe_other_ranks(call, reports)
 
     def _abort(self) -> None:
         self._comm.Abort(1)

@@ -23,7 +23,13 @@ from syncbn_core.errors import (
     StateError,
 )
 
-__all__ = ["ProcessCommunicator", "Transport", "grace_after", "reports_of_others", "whereabouts"]
+__all__ = [
+    "ProcessCommunicator",
+    "Transport",
+    "describe_other_ranks",
+    "grace_after",
+    "reports_of_others",
+]
 
 Array = Any
 
@@ -226,7 +232,7 @@ def reports_of_others(
     return None if errors or thread.is_alive() else dict(heard)
 
 
-def whereabouts(call: CollectiveCall, reports: Mapping[str, str | None]) -> str:
+def describe_other_ranks(call: CollectiveCall, reports: Mapping[str, str | None]) -> str:
     """Where the other ranks were when `call` failed, and what to do, as text.
 
     `reports`: the other ranks, as the text shall name them, each with `str` of the call in which it

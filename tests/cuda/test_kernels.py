@@ -34,8 +34,6 @@ from harness import (
 )
 
 from syncbn_core.backends.cuda import grid as cuda
-from syncbn_core.errors import BackendError
-from syncbn_core.kernels.cuda import constants as cuda_constants
 from syncbn_core.kernels.cuda.signatures import SIGNATURES, codes_of
 from syncbn_core.moments import NormRule, merged
 
@@ -293,28 +291,6 @@ def test_many_members_are_merged_before(members, bench, rng):
     assert len(bench.keys) == (1 if members <= cuda.MAX_PARTS else 2)
 
 
-@pytest.mark.parametrize("short", ["moments", "statistics", "y", "partial sums"])
-def test_memory_that_is_too_small_is_noticed(short, bench, rng, monkeypatch):
-    """The other tests rely on it."""
-    x = bench.view(rng.normal(size=(4, 2, 20000)), "float32")
-    empty = bench.empty
-
-    def too_small(size, dtype, offset=0, name=""):
-        return empty(size - (name == short), dtype, offset, name)
-
-    monkeypatch.setattr(bench, "empty", too_small)
-    moments, y = bench.empty(6, "float64", name="moments"), bench.like(x)
-    kept = bench.empty(7, "float64", name="statistics")
-    settings, none, into = {"rule": NormRule(EPS)}, cuda.Parameters(), kept.pointer
-
-    def both():
-        cuda.moments(bench, x, moments.pointer)
-        cuda.normalize(bench, x, y, none, moments.pointer, 1, into, **settings)
-
-    with pytest.raises(BackendError, match=rf"out of bounds.* {short} of"):
-        both()
-
-
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_table_of_signatures_names_the_arguments_of_each_kernel(name):
     kernel = cuda.source(name, "float32", 4, False, cuda.THREADS).build()
@@ -378,11 +354,3 @@ def test_each_argument_is_launched_under_its_name(kind):
     assert set(run.launches) == {f"{kind}_{step}" for step in STEPS} | {"merge_parts"}
     for name, arguments in run.launches.items():
         assert arguments == {n: sizes.get(n, n) for n in SIGNATURES[name]}, name
-
-
-def test_the_table_holds_what_a_block_can_touch():
-    for dtype in DTYPES:
-        lanes = cuda.lanes_of(dtype)
-        for vector, inner in [(lanes, cuda_constants.MIN_INNER), (1, 2)]:
-            numbers = cuda_constants.THREADS * cuda_constants.UNROLL * vector
-            assert numbers // inner + 2 <= cuda_constants.TABLE

@@ -81,16 +81,6 @@ def test_heads_in_another_order_on_one_rank_are_told_in_their_first_call(
         assert torch.equal(value, before[name]), name
 
 
-@on_ranks(2)
-def test_a_layer_is_not_taken_for_the_layer_of_its_name_one_container_below(
-    rank: int, size: int
-) -> None:
-    layers = nn.ModuleDict({"bn": SynchronizedBatchNorm1d(3), "a": nn.ModuleDict()})
-    layers["a"].update({"bn": SynchronizedBatchNorm1d(3), "other": nn.ReLU()})
-    first = layers["bn"] if rank == 0 else layers["a"]["bn"]
-    raises(ProtocolError, "a.bn (", call=lambda: first(torch.randn(3, 3)))
-
-
 @on_ranks(3)
 def test_input_of_another_dtype_is_told_and_the_next_step_is_right(rank: int, size: int) -> None:
     layer, twin = SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import torch
@@ -83,26 +82,6 @@ def test_different_layers_of_one_size_are_told_apart(rank: int, size: int) -> No
     for layer, state in zip(layers, before, strict=True):
         assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
     layers[0](x[mine])
-
-
-@on_ranks(3)
-def test_layers_deleted_on_one_rank_or_refused_in_their_first_call_keep_numbers_equal(
-    rank: int, size: int
-) -> None:
-    """Ranks compare the numbers of layers, which count first calls that succeeded."""
-    x, _ = whole_batch((6, 3, 4, 4))
-    part = x[rows_of(rank, (0, 1, 3, 6))]
-    layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
-    for layer in layers:
-        layer(part)
-    del layer
-    if rank == 0:
-        layers.pop()
-        gc.collect()
-    new = [SynchronizedBatchNorm2d(3).double() for _ in range(3)]
-    raises(RuntimeError, "same layer", call=lambda: (new if rank else layers)[0](part))
-    for layer in reversed(new):
-        layer(part)
 
 
 class Branches(nn.Module):

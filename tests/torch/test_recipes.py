@@ -6,21 +6,17 @@ the undivided batches.
 
 import copy
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from world import Net, close, on_ranks, raises, same_on_all_ranks
+from world import Net, close, on_ranks
 
-from syncbn_core.errors import StateError
 from syncbn_torch import DataParallelWithCallback, convert_model, revert_model
-from syncbn_torch.lightning import SyncBatchNormPlugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 Batch = tuple[Tensor, Tensor]
@@ -159,22 +155,6 @@ def test_averaged_weights_and_their_statistics_are_those_of_one_process(
         same_state(average, expected)
 
 
-@on_ranks(2)
-def test_averaged_running_statistics_are_those_of_one_process(rank: int, size: int) -> None:
-    parts = [batches([2, 3, 2], 0), batches([2, 3, 2], 1)]
-    model, alone = models()
-    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    optimizer = optimizer_of(model)
-    for images, labels in parts[rank]:
-        optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()
-        optimizer.step()
-        average.update_parameters(model.module)
-    same_state(average, average_alone(alone, undivided(parts), use_buffers=True))
-    for buffer in average.buffers():
-        same_on_all_ranks(buffer)
-
-
 def test_update_bn_with_replicas_gives_the_statistics_of_the_undivided_batches() -> None:
     alone = Net().double()
     average = AveragedModel(convert_model(copy.deepcopy(alone)))
@@ -182,11 +162,3 @@ def test_update_bn_with_replicas_gives_the_statistics_of_the_undivided_batches()
     update_bn(whole, DataParallelWithCallback(average, replicas=2))
     update_bn(whole, alone)
     same_state(average.module, alone)
-
-
-def test_the_plugin_for_lightning_says_that_it_needs_lightning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        monkeypatch.delitem(sys.modules, f"{package}.plugins.layer_sync", raising=False)
-    raises(StateError, "lightning.pytorch", "import", call=SyncBatchNormPlugin)

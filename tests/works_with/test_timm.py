@@ -1,7 +1,6 @@
 """timm: models of many families, converted completely, and its layers with an activation."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -154,34 +153,6 @@ def test_the_layer_keeps_activation_drop_flags_and_identity() -> None:
     assert layer.act is act
 
 
-def test_drop_comes_before_the_activation() -> None:
-    """A drop that gives negative numbers tells the order: the activation comes last."""
-
-    class Minus(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return -x.abs()
-
-    layer = convert_model(acting(drop_layer=Minus))
-    assert torch.count_nonzero(layer(torch.randn(4, 3, 5, 5).double())) == 0
-
-
-ACTS = [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.ReLU6, nn.GELU]
-
-
-@pytest.mark.parametrize("act", ACTS)
-def test_the_layer_computes_its_activation_itself_if_nobody_looks(act: type[nn.Module]) -> None:
-    layer, x, seen = acting(act_layer=act), torch.randn(4, 3, 300, 300).double(), []
-    assert over_replicas(layer, x) < LIMIT
-    converted = convert_model(copy.deepcopy(layer))
-    fused = "BatchNormOfParts" in converted(x).grad_fn.name()
-    assert fused == (act is not nn.GELU)
-    converted.act.register_forward_hook(lambda module, args, y: seen.append(module))
-    torch.testing.assert_close(converted(x), layer(x))
-    assert seen == [converted.act]
-    converted.act = layer.act = nn.Tanh()
-    torch.testing.assert_close(converted(x), layer(x))
-
-
 def test_strict_state_dicts_in_both_directions() -> None:
     model, fresh = (timm.create_model("test_efficientnet") for _ in range(2))
     converted = convert_model(copy.deepcopy(fresh))
@@ -191,14 +162,6 @@ def test_strict_state_dicts_in_both_directions() -> None:
     assert torch.equal(fresh.eval()(x), model.eval()(x))
 
 
-def test_copies_and_pickles_are_converted_layers() -> None:
-    layer = convert_model(acting(act_layer=nn.SiLU))
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(other) is type(layer)
-        assert type(other.act) is nn.SiLU
-        assert type(revert_model(other)) is timm_layers.BatchNormAct2d
-
-
 def test_the_drop_in_class_method_keeps_activations_too() -> None:
     """torch's own loses the activation here."""
     group = torch.distributed.GroupMember.NON_GROUP_MEMBER
@@ -206,15 +169,6 @@ def test_the_drop_in_class_method_keeps_activations_too() -> None:
     assert isinstance(model[0], SynchronizedBatchNorm2d)
     assert type(model[0].act) is nn.SiLU
     assert model[0].process_group is group
-
-
-def test_frozen_and_other_norms_stay_without_a_warning() -> None:
-    frozen = timm_layers.FrozenBatchNormAct2d(3)
-    model = nn.Sequential(acting(), frozen, timm_layers.GroupNormAct(3, 1))
-    report = ConversionReport()
-    convert_model(model, report=report)
-    assert model[1] is frozen
-    assert [layer.name for layer in report] == ["0"]
 
 
 def test_norms_that_take_statistics_in_their_own_way_are_named() -> None:
@@ -244,15 +198,6 @@ def test_a_traced_layer_is_one_node_that_synchronizes() -> None:
         fx.symbolic_trace(model)
 
 
-def test_features_of_a_converted_model_are_those_of_the_unconverted_one() -> None:
-    extraction = pytest.importorskip("torchvision.models.feature_extraction")
-    model, x = built("efficientnet_lite0"), images(32)
-    nodes = ["blocks.1", "global_pool"]
-    features = extraction.create_feature_extractor(convert_model(copy.deepcopy(model)), nodes)
-    expected = extraction.create_feature_extractor(model, nodes)
-    torch.testing.assert_close(features(x), expected(x))
-
-
 # ---------------------------------------------------------------------- timm's own conversion
 
 
@@ -271,19 +216,6 @@ def test_our_conversion_after_timms_and_the_way_back() -> None:
     assert type(layer.act) is nn.SiLU
     assert type(revert_model(layer)) is timm_layers.SyncBatchNormAct
     assert vars(layer).keys() == keys
-
-
-def test_timms_conversion_after_ours_warns_in_replicas_until_ours_runs_again() -> None:
-    """timm makes torch's layers of ours, which do not synchronize over replicas."""
-    layers = nn.Conv2d(3, 3, 1), acting(act_layer=nn.SiLU), nn.BatchNorm2d(3)
-    model = nn.Sequential(*layers).double()
-    twin, x = copy.deepcopy(model), torch.randn(4, 3, 5, 5).double()
-    model = timm_layers.convert_sync_batchnorm(convert_model(model))
-    with pytest.warns(UserWarning, match=r"1 \(SyncBatchNormAct\) and 1 more layers do not sync"):
-        DataParallelWithCallback(copy.deepcopy(model), replicas=2)(x)
-    convert_model(model)
-    y = DataParallelWithCallback(model, replicas=2)(x)
-    torch.testing.assert_close(y, twin(x))
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as Function
@@ -57,17 +56,6 @@ def resnet(
             layers.append(Bottleneck(inputs, width << stage, stride, norm, act))
             inputs = 4 * width << stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
-
-
-def shapes_of(net: nn.Module, kind: type[nn.Module], x: Tensor) -> list[tuple[int, ...]]:
-    """The shapes of the inputs of its layers of a kind, in the order of calls."""
-    shapes: list[tuple[int, ...]] = []
-    for layer in net.modules():
-        if isinstance(layer, kind):
-            layer.register_forward_pre_hook(lambda _, inputs: shapes.append((*inputs[0].shape,)))
-    with torch.no_grad():
-        net(x)
-    return shapes
 
 
 def ours_in_group(channels: int) -> nn.Module:

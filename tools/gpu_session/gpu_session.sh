@@ -28,9 +28,6 @@ sanitize    30   55
 shared      60  100
 capture     40   60
 compiled    90  220
-steps       90  180
-lone        90  240
-shapes      40   60
 processes   45   65
 benchmark  200  320
 memcheck    45   60
@@ -187,14 +184,12 @@ command_of() {
     memcheck) sanitizer memcheck "$limit" --report-api-errors no --padding 64 ;;
     # of races it sees those in shared memory; what blocks tell each other is compared with float64
     racecheck | initcheck) sanitizer "$name" "$limit" ;;
-    shared | capture | compiled | steps | processes)
+    shared | capture | compiled | processes)
         command=("$python" "tools/gpu_session/gpu_$name.py" "${dryly[@]}" --seconds "$((limit - 12))"
             --json "$json")
         ;;
-    benchmark | lone | shapes)
-        local -A cases=([benchmark]=all [lone]=lone [shapes]=left-out)
-        command=("$python" benchmarks/gpu.py "${dryly[@]}" --cases "${cases[$name]}"
-            --seconds "$((limit - 20))" --json "$json")
+    benchmark)
+        command=("$python" benchmarks/gpu.py "${dryly[@]}" --seconds "$((limit - 20))" --json "$json")
         ;;
     esac
 }

@@ -24,7 +24,7 @@ from syncbn_core.backends.cuda.usable import setting
 from syncbn_core.disk_cache import on_rank
 from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_torch._torch_private import current_raw_stream, current_stream_number
-from syncbn_torch.arrays import PLAIN
+from syncbn_torch.arrays import PLAIN_CLASSES
 from syncbn_torch.backends import plain
 
 __all__ = ["OPERATIONS", "TensorDeviceMemory", "supports"]
@@ -46,7 +46,7 @@ def supports(tensor: Tensor) -> bool:
     """
     return (
         tensor.device.type == "cuda"
-        and type(tensor) in PLAIN
+        and type(tensor) in PLAIN_CLASSES
         and _NAMES.get(tensor.dtype) in SIZES
         and tensor.layout is torch.strided
         and not tensor.is_neg()
@@ -188,7 +188,7 @@ class TensorDeviceMemory:
             same
             and layout_of_strides(other.shape, other.stride()) == layout
             and not other.is_neg()
-            and type(other) in PLAIN
+            and type(other) in PLAIN_CLASSES
         ):
             return other
         return torch.empty_like(dense).copy_(other)

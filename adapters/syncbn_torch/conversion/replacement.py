@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["ModuleT", "become", "class_of", "forward_replaced", "modules_of", "swap_modules"]
+__all__ = ["ModuleT", "change_class", "class_of", "forward_replaced", "modules_of", "swap_modules"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)  # of a model; conversion keeps its class, or a parent
 
@@ -51,7 +51,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def become(module: nn.Module, target: type[nn.Module]) -> None:
+def change_class(module: nn.Module, target: type[nn.Module]) -> None:
     """Make `module` a `target`, in place: it keeps its state, its hooks and its identity."""
     kind = type(module)
     if class_of(module) is not kind:

@@ -21,7 +21,7 @@ from syncbn_torch.conversion.registry import (
 )
 from syncbn_torch.conversion.replacement import (
     ModuleT,
-    become,
+    change_class,
     class_of,
     forward_replaced,
     modules_of,
@@ -95,7 +95,7 @@ def _change_classes(
     for module, target in targets.items():
         kind = type(module)
         try:
-            become(module, target)
+            change_class(module, target)
         except TypeError as error:
             for earlier, before in changed.items():
                 earlier.__class__ = before

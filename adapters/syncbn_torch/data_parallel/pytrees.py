@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import PackedSequence
 from syncbn_core.errors import ShapeError
 from syncbn_torch._torch_private import pytree
 
-__all__ = ["PLAIN", "Tree", "hidden_tensor", "tensors_in"]
+__all__ = ["SIMPLE_TYPES", "Tree", "hidden_tensor", "tensors_in"]
 
-# Frequent types that are not containers.
-PLAIN = frozenset({str, int, float, bool, type(None)})
+# Frequent types of values that are no containers.
+SIMPLE_TYPES = frozenset({str, int, float, bool, type(None)})
 
 
 class Tree:
@@ -120,7 +120,7 @@ def _is_value(stops: Callable[[Any], bool], thing: Any) -> bool:
 
 def _is_plain(values: Any) -> bool:
     held = values.values() if isinstance(values, dict) else values
-    return PLAIN.issuperset(map(type, held))
+    return SIMPLE_TYPES.issuperset(map(type, held))
 
 
 def _contents(thing: Any) -> dict[Any, Any] | list[Any]:

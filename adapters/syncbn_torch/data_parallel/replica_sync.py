@@ -69,7 +69,7 @@ class ReplicaSync:
                     part.operations.update_running(part.running, known)
         kept: list[Any] = [] if graph and saving_runs_hooks() else [None]
         if not kept:
-            x = Keep.apply(x, kept)
+            x = SaveInput.apply(x, kept)
         if over:
             with without_dispatch_modes():
                 recomputed: Tensor = Recomputed.apply(x, *part.affine, known, part)
@@ -133,7 +133,7 @@ class ReplicaSync:
         return call
 
 
-class Keep(Function):
+class SaveInput(Function):
     """x -> x; saves x in the thread of its replica, and puts its ctx into `kept`."""
 
     @staticmethod

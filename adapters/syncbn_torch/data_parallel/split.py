@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from syncbn_core.errors import ArgumentError, ShapeError
 from syncbn_torch._torch_private import forward_ad_active
 from syncbn_torch.checks import refuse_transforms
-from syncbn_torch.data_parallel.pytrees import PLAIN, Tree, hidden_tensor
+from syncbn_torch.data_parallel.pytrees import SIMPLE_TYPES, Tree, hidden_tensor
 
 __all__ = [
     "BatchSizes",
@@ -136,7 +136,7 @@ def split(
     for n, value in enumerate(values):
         if (isinstance(value, Tensor) and value.dim() > 0) or (lists and isinstance(value, list)):
             cuts[n] = _Cut(value, partial(path, n))
-        elif type(value) not in PLAIN and not isinstance(value, (Tensor, Shared)):
+        elif type(value) not in SIMPLE_TYPES and not isinstance(value, (Tensor, Shared)):
             _check_divisible(value, partial(path, n))
     sizes = None
     if not cuts:
@@ -271,7 +271,7 @@ def _listed(named: list[str]) -> str:
 
 def to_device(tree: Any, device: torch.device | None) -> Any:
     """`tree` with its tensors on `device` (None: where they are), and with nothing `Shared`."""
-    if type(tree) in PLAIN:
+    if type(tree) in SIMPLE_TYPES:
         return tree
     found = Tree(tree, lambda thing: isinstance(thing, Shared))
     moved = [_moved(value, device) for value in found.values]
