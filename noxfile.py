@@ -51,6 +51,7 @@ WITHOUT_DEVICE = [f"tests/core/test_{name}.py" for name in ("driver", "no_device
 WITHOUT_DEVICE += ["tools/fake_cupy/test_fake_cupy.py"]
 
 BENCHMARKS = "tools/test_scripts.py"  # which measure for so many seconds
+DRY_RUN = "tools/test_session.py"  # of the session on a GPU
 
 # For tests that compute in one thread and wait for nobody.
 SIDE_BY_SIDE = ("--numprocesses", "2")
@@ -155,8 +156,9 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", *session.posargs)
     else:  # most of the core's time is compilation
         session.run("pytest", *SIDE_BY_SIDE, "tests/core")
-        session.run("pytest", "-k", "session or docs or model", BENCHMARKS)
-        others = ["--ignore", "tests/core", "--ignore", BENCHMARKS, "--ignore", "tests/works_with"]
+        session.run("pytest", DRY_RUN)  # which takes both cores
+        apart = ("tests/core", "tests/works_with", BENCHMARKS, DRY_RUN)
+        others = [word for path in apart for word in ("--ignore", path)]
         session.run("pytest", *SIDE_BY_SIDE, "tests", "tools", *others)
 
 

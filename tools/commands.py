@@ -51,7 +51,7 @@ NOT_RUN = {
     "bash tools/gpu_session/gpu_session.sh": GPU,
     "OUT=results SYNCBN_COMMIT=$(git rev-parse --short HEAD) "
     "bash tools/gpu_session/gpu_session.sh": GPU,
-    "DRY_RUN=1 OUT=/tmp/dry bash tools/gpu_session/gpu_session.sh": "tools/test_scripts.py does",
+    "DRY_RUN=1 OUT=/tmp/dry bash tools/gpu_session/gpu_session.sh": "tools/test_session.py does",
     "python tools/gpu_session/gpu_compile.py 8.0 9.0": "tools/gpu_session/test_gpu_compile.py does",
     "python benchmarks/gpu_report.py results/gpu-....json": PLACEHOLDER,
     "python tools/figures/gpu_plot.py results/gpu-....json docs/speed-h100.png": PLACEHOLDER,

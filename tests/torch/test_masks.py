@@ -124,6 +124,7 @@ def test_gradients_do_not_depend_on_the_padding(rank: int, size: int) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_mask_in_one_graph(rank: int, size: int) -> None:
     x, dy, mask = batch((7, 3, 5, 6))

@@ -71,7 +71,7 @@ WAYS = st.sampled_from(["plain", "owner", "wrapper", "second holder", "inner wra
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     tree=st.lists(TREES, min_size=2, max_size=4).map(tuple),
     ways=st.tuples(WAYS, WAYS, WAYS),
@@ -108,7 +108,7 @@ def test_members_may_hold_a_model_as_they_like_but_not_mix_up_its_layers(
     del held
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     tree=st.lists(TREES, min_size=2, max_size=4).map(tuple),
     ways=st.tuples(WAYS, WAYS),
