@@ -1,4 +1,4 @@
-"""Backends: one implementation of `base.Operations` per array library and device.
+"""Backends: one implementation of `steps.Operations` per array library and device.
 
 `operations_for` finds the implementation by the type of an array and imports it on first use.
 """
