@@ -174,7 +174,7 @@ def test_the_drop_in_class_method_keeps_activations_too() -> None:
 def test_norms_that_take_statistics_in_their_own_way_are_named() -> None:
     model = nn.Sequential(acting(), timm_layers.EvoNorm2dB0(3), timm_layers.SplitBatchNorm2d(3))
     with pytest.warns(
-        UserWarning, match=r"EvoNorm2dB0 \(1: it has a running_var.*SplitBatchNorm2d"
+        UserWarning, match=r"EvoNorm2dB0 \(1\): it has a running_var.*SplitBatchNorm2d"
     ):
         convert_model(model)
 
