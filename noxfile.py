@@ -182,7 +182,7 @@ def works_with(session: nox.Session) -> None:
         session.run("pytest", *session.posargs)
         return
     rows = fresh_directory(session, "works-with") / "rows.jsonl"
-    names = ("usual", "torch_private", "process_autograd", "compiled")
+    names = ("alone", "torch_private", "process_autograd", "compiled")
     session.run("pytest", *(f"tests/torch/test_{name}.py" for name in names))
     session.run("pytest", "tests/works_with", env={"SYNCBN_WORKS_WITH": str(rows)})
     session.run("python", "tests/works_with/page.py", str(rows), "docs/works-with.md")
@@ -293,7 +293,7 @@ def tests_cuda12(session: nox.Session) -> None:
 
 def run_architectures(session: nox.Session, cuda: str, *names: str) -> None:
     install_cuda(session, cuda, "torch", "examples")
-    files = ("kernels", "costs", "traffic", "torch_on_cuda")
+    files = ("kernels", "torch_on_cuda")
     tests = [*(f"tests/cuda/test_{name}.py" for name in files), "tests/cuda/cupy_backend"]
     for arch in session.posargs or names:
         session.run("pytest", *SIDE_BY_SIDE, "--arch", arch, *tests)
@@ -332,12 +332,7 @@ def tests_oldest(session: nox.Session) -> None:
     names = ("dlpack", "functional", "half_precision", "kernels", "layers", "layout", "moments")
     core = [f"tests/core/test_{name}.py" for name in names]
     torch = [f"tests/torch/test_{name}.py" for name in ("arrays", "core_with_tensors", "cpu")]
-    # `tests` looks at what compilation costs, and leaves behind
-    left_out = ["costs_another_compilation", "beside_the_package", "without_memory"]
-    left_out += ["without_float16", "workqueue_layer"]
-    chosen = " and ".join(f"not {name}" for name in left_out)
-    usual = [*SIDE_BY_SIDE, "-k", chosen, *core, *torch]
-    session.run("pytest", *(session.posargs or usual))
+    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *core, *torch]))
 
 
 @nox.session
