@@ -157,6 +157,7 @@ UNSPLITTABLE: list[tuple[Any, str]] = [
     (Holder(x), r"a Holder at args\[1\] with a tensor at args\[1\]\.value; .*Shared"),
     ({"boxes": [Holder(x)]}, r"args\[1\]\['boxes'\]\[0\]\.value"),
     (Holder({"a": x, "b": 1}), r"args\[1\]\.value"),
+    (Holder([Holder(x)]), r"args\[1\]\.value"),  # as a DynamicCache of transformers
     (argparse.Namespace(x=x), r"args\[1\]\.x"),
     ({x}, r"a set at args\[1\]"),
     (Batch(iter([])), r"a list_iterator at args\[1\]\['x'\], an iterator"),

@@ -129,7 +129,10 @@ def on_ranks(*sizes: int) -> Callable[[Callable[[int, int], None]], Callable[...
                 f"\nrank {rank}, exit {code}:\n{text}"
                 for rank, (code, text) in enumerate(zip(codes, texts, strict=True))
             )
-            assert not any(texts), f"expected no output, got {texts}"
+            lines = [line for text in texts for line in text.splitlines()]
+            # torch for GPUs says so on a machine that has the tools of CUDA and no device
+            printed = [line for line in lines if "No CUDA runtime is found" not in line]
+            assert not printed, f"expected no output, got {printed}"
 
         test.__name__, test.__qualname__ = function.__name__, function.__qualname__
         test.__doc__, test.__module__ = function.__doc__, function.__module__

@@ -98,8 +98,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def hidden_tensor(thing: Any) -> str | None:
     """The path to a tensor that an object holds, such as `.boxes`, or None.
 
-    Looks at the first values of its attributes and of containers in these; not into modules and
-    what else is called.
+    Looks at the first values of its attributes, of containers in these, and of the attributes of
+    what such a container holds; not into modules and what else is called.
     """
     if isinstance(thing, PackedSequence):
         return ".data"
@@ -107,8 +107,10 @@ def hidden_tensor(thing: Any) -> str | None:
     if isinstance(thing, (set, frozenset)):
         held["{...}"] = list(thing)
     for path, value in held.items() if not callable(thing) else ():
-        if any(isinstance(each, Tensor) for each in islice(pytree.tree_iter(value), 100)):
-            return path
+        for each in islice(pytree.tree_iter(value), 100):
+            inside = {} if each is value or callable(each) else getattr(each, "__dict__", {})
+            if any(isinstance(found, Tensor) for found in (each, *inside.values())):
+                return path
     return None
 
 
