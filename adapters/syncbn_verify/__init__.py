@@ -128,15 +128,15 @@ def _description(model: nn.Module, batch: Any) -> list[str]:
             text += f", {module!r}, {module.effective_eps_mode}"
         lines.append(text)
         tensors = chain(module.named_parameters("", False), module.named_buffers("", False))
-        lines += [f"{name}.{key}: {_of(t)}".removeprefix(".") for key, t in tensors]
+        lines += [f"{name}.{key}: {_describe(t)}".removeprefix(".") for key, t in tensors]
     found = Tree(batch)
     return lines + [
-        f"{path}: {_of(value) if isinstance(value, Tensor) else type(value).__name__}"
+        f"{path}: {_describe(value) if isinstance(value, Tensor) else type(value).__name__}"
         for path, value in zip(found.paths("batch"), found.values, strict=True)
     ]
 
 
-def _of(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     needs = ", requires_grad" if tensor.requires_grad else ""
     return f"{tuple(tensor.shape)} {_short(tensor.dtype)} on {tensor.device.type}{needs}"
 
@@ -197,8 +197,8 @@ def _report(
         missing.append(f"the whole model: in {_short(own)} only its layers are judged")
     elif random:
         missing.append(
-            "the whole model: it draws random numbers, so both steps differ as a whole. Each layer "
-            "was judged by itself"
+            "the whole model: it draws random numbers, which differ between the two steps. Each "
+            "layer was judged by itself"
         )
     elif not split.error:
         figures = _differences(whole, split, division.sizes, allowed, missing, notes)
@@ -318,7 +318,8 @@ def _differences(
     gradients = None
     if not allowed.gradients:
         notes.append(
-            "only the layers' gradients were compared: rounding may turn a ReLU of the whole model."
+            "the gradients of the whole model were not compared, because rounding can switch a "
+            "ReLU on or off; those of the layers were."
         )
     elif whole.differentiable:
         # a gradient of rounding alone, as of a bias before batch norm, has no scale of its own

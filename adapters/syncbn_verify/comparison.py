@@ -15,7 +15,7 @@ from syncbn_torch.data_parallel.pytrees import Tree, hidden_tensor
 __all__ = [
     "Tolerance",
     "difference",
-    "joined",
+    "join_axis",
     "joined_outputs",
     "joined_values",
     "largest",
@@ -31,7 +31,7 @@ class Tolerance(NamedTuple):
 
     `layer`, `model`: of a layer's results for equal input, and of the whole model's. `floor`: the
     size below which values count as rounding alone. `gradients`: whether those of the whole model
-    can be compared; in float32 rounding turns a ReLU here and there. In 16 bits it grows so much
+    can be compared: in float32 rounding can switch a ReLU on or off. In 16 bits it grows so much
     that nothing can be said about the whole model.
     """
 
@@ -126,7 +126,7 @@ def moments(x: Tensor) -> Tensor:
     return torch.stack([columns.mean(1), columns.std(1, correction=0)])
 
 
-def joined(whole: torch.Size, shapes: Iterable[torch.Size]) -> int | None:
+def join_axis(whole: torch.Size, shapes: Iterable[torch.Size]) -> int | None:
     """The axis along which tensors of these shapes join to one of shape `whole`.
 
     -1 if every part has the shape of the whole: then it is a mean over samples, or a count. None if
@@ -145,7 +145,7 @@ def joined(whole: torch.Size, shapes: Iterable[torch.Size]) -> int | None:
 
 def pieces(dy: Tensor, shapes: Sequence[torch.Size], sizes: Sequence[int]) -> list[Tensor]:
     """The cotangents of each part: rows of `dy`, or its share; zeros if they don't fit."""
-    axis = joined(dy.shape, shapes)
+    axis = join_axis(dy.shape, shapes)
     if axis is None:
         return [dy.new_zeros(shape) for shape in shapes]
     if axis < 0:
@@ -159,7 +159,7 @@ def joined_outputs(y: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> 
     Of tensors that each part has in the same shape it is the mean over samples; of whole numbers
     the common value, or the sum, since they may be counts.
     """
-    axis = joined(y.shape, [part.shape for part in parts])
+    axis = join_axis(y.shape, [part.shape for part in parts])
     parts = [part.to(y.device) for part in parts]
     if axis is None:
         return None

@@ -87,7 +87,7 @@ def test_a_model_in_its_own_dtype_is_judged_with_wider_limits() -> None:
     wrong.bn_left = nn.BatchNorm2d(8)
     report = verify_sync(right, batch(), dtype=None)
     assert report.ok
-    assert "Note: only the layers' gradients were compared" in str(report)
+    assert "Note: the gradients of the whole model were not compared" in str(report)
     report = verify_sync(wrong, batch(), dtype=None)
     assert report.dtype == "float32"
     assert [layer.name for layer in report.faulty] == ["bn_left"]
