@@ -141,7 +141,7 @@ def test(session: nox.Session) -> None:
     """The tests in short, with torch: one dtype, one world, nothing slow; three minutes."""
     install(session, "-e", ".[torch]", *groups("test"))
     kept_numba_cache(session)
-    usual = ["tests", "tools", "--ignore", BENCHMARKS]
+    usual = ["tests", "tools", "--ignore", BENCHMARKS, "--ignore", DRY_RUN]
     for folder in ("device", "cuda", "works_with"):
         usual += ["--ignore", f"tests/{folder}"]
     session.run("pytest", "--quick", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
@@ -156,10 +156,17 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", *session.posargs)
     else:  # most of the core's time is compilation
         session.run("pytest", *SIDE_BY_SIDE, "tests/core")
-        session.run("pytest", DRY_RUN)  # which takes both cores
         apart = ("tests/core", "tests/works_with", BENCHMARKS, DRY_RUN)
         others = [word for path in apart for word in ("--ignore", path)]
         session.run("pytest", *SIDE_BY_SIDE, "tests", "tools", *others)
+
+
+@nox.session(python=TORCH_PYTHON)
+def tests_gpu_session(session: nox.Session) -> None:
+    """The session on a GPU, run dry on the CPU; not in the usual check."""
+    install(session, "-e", ".[torch]", *groups("test", "bench"))
+    kept_numba_cache(session)
+    session.run("pytest", *(session.posargs or [DRY_RUN]))
 
 
 @nox.session(python=TORCH_PYTHON)
