@@ -35,6 +35,7 @@ OLDEST_PYTHON, *NEWER_PYTHONS = nox.project.python_versions(PROJECT)
 nox.options.sessions = [
     "lint",
     "types",
+    "docs",
     "wheel",
     "examples",
     "tests_oldest",
@@ -208,7 +209,7 @@ def commands(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def soak(session: nox.Session) -> None:
-    """10,000 random faults: interrupts, replicas, processes; docs/reliability.md."""
+    """10,000 random faults: interrupts, replicas, processes; docs/failures.md."""
     install(session, "-e", ".[torch]", *groups("test", "notebook"))
     if session.posargs:
         session.run("pytest", *session.posargs)
@@ -370,6 +371,15 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session(python=TORCH_PYTHON)
+def docs(session: nox.Session) -> None:
+    """Build the pages of `docs` as a site, with the API reference; a warning is an error."""
+    install(session, "-e", ".[torch]", *groups("docs"))
+    site = str(ROOT / "site")
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "docs", site, *session.posargs)
+    session.log("open %s/index.html", site)
+
+
+@nox.session(python=TORCH_PYTHON)
 def wheel(session: nox.Session) -> None:
     """Build sdist and wheel; in a fresh environment with the wheel run the README's programs."""
     install(session, *groups("build"))
@@ -428,6 +438,7 @@ def examples(session: nox.Session) -> None:
     install(session, "-e", ".[torch,examples,mpi]", *groups("mpi"))
     picture = Path(session.create_tmp()) / "digits.png"
     session.run("python", "examples/digits.py", "--epochs", "1", "--output", str(picture))
+    session.run("python", "examples/study.py", "--quick", "--output", str(picture))
     session.run("python", "examples/numpy_training.py")
     session.run("python", "examples/cupy_pipeline.py")
     saved = str(picture.with_name("checkpoint.pt"))

@@ -1,4 +1,4 @@
-"""Four replicas with two handwritten digits each: what synchronized statistics change.
+"""Four replicas with two handwritten digits each equal one device with all eight.
 
 A small convolutional network is trained on scikit-learn's real handwritten digits, three times
 from the same parameters on the same batches:
@@ -9,7 +9,8 @@ from the same parameters on the same batches:
 
 Run it with `python3 dev.py demo` from a checkout, or with the extras `torch` and `examples`
 installed as `python examples/digits.py`. It prints a table, writes a picture, and ends with
-status 1 if the synchronized run does not follow the one-device run.
+status 1 if the synchronized run does not follow the one-device run. (Whether that makes a better
+model depends on the task: `study.py`.)
 """
 
 import argparse
@@ -26,7 +27,6 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -43,18 +43,15 @@ class Run:
     """What is kept of one training."""
 
     losses: list[float] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
     first_step: dict[str, Tensor] = field(default_factory=dict)
     last_step: dict[str, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
 
 
-def load(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (N, 1, 8, 8) from 0 to 1 and labels (N,): for training, then for validation."""
+def load(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Images (N, 1, 8, 8) from 0 to 1, and labels (N,)."""
     images, labels = load_digits(return_X_y=True)
-    split = train_test_split(images / 16, labels, test_size=0.2, stratify=labels, random_state=0)
-    train_x, valid_x = (torch.tensor(x, dtype=dtype).view(-1, 1, 8, 8) for x in split[:2])
-    return train_x, torch.tensor(split[2]), valid_x, torch.tensor(split[3])
+    return torch.tensor(images / 16, dtype=dtype).view(-1, 1, 8, 8), torch.tensor(labels)
 
 
 def network(dtype: torch.dtype) -> nn.Module:
@@ -87,7 +84,7 @@ def warm_up(way: str, start: nn.Module, data: tuple[Tensor, ...], args: argparse
 
 
 def train(way: str, start: nn.Module, data: tuple[Tensor, ...], args: argparse.Namespace) -> Run:
-    train_x, train_y, valid_x, valid_y = data
+    train_x, train_y = data
     model = build(way, start, args.replicas)
     plain = model.module if isinstance(model, DataParallelWithCallback) else model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.rate, momentum=0.9)
@@ -97,7 +94,6 @@ def train(way: str, start: nn.Module, data: tuple[Tensor, ...], args: argparse.N
     batches = -(-len(train_x) // args.batch_size)
     with tqdm(total=args.epochs * batches, desc=f"{way:>12}", unit="step", disable=None) as bar:
         for _ in range(args.epochs):
-            model.train()
             for rows in torch.randperm(len(train_x), generator=order).split(args.batch_size):
                 # The loss of the whole batch, from the joined output: replicas change nothing.
                 loss = nn.functional.cross_entropy(model(train_x[rows]), train_y[rows])
@@ -108,11 +104,6 @@ def train(way: str, start: nn.Module, data: tuple[Tensor, ...], args: argparse.N
                 if not run.first_step:
                     run.first_step = copy.deepcopy(plain.state_dict())
                 bar.update()
-            plain.eval()
-            with torch.no_grad():
-                accuracy = (plain(valid_x).argmax(1) == valid_y).double().mean().item()
-            run.accuracies.append(accuracy)
-            bar.set_postfix(accuracy=f"{accuracy:.1%}")
     run.last_step = copy.deepcopy(plain.state_dict())
     run.seconds = time.perf_counter() - begin
     return run
@@ -126,7 +117,7 @@ def difference(state: dict[str, Tensor], other: dict[str, Tensor], running: bool
 
 def show_table(runs: dict[str, Run], console: Console) -> None:
     table = Table(title="Largest difference to the one-device run: parameters / running statistics")
-    for column in ("", "after one step", "at the end", "validation accuracy", "loss", "seconds"):
+    for column in ("", "after one step", "at the end", "seconds"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     alone = runs["one device"]
     for way, run in runs.items():
@@ -134,40 +125,31 @@ def show_table(runs: dict[str, Run], console: Console) -> None:
         cells = [
             f"{difference(*pair, False):.1e} / {difference(*pair, True):.1e}" for pair in states
         ]
-        loss = sum(run.losses[-100:]) / len(run.losses[-100:])
-        accuracy, seconds = f"{run.accuracies[-1]:.2%}", f"{run.seconds:.1f}"
-        table.add_row(way, *cells, accuracy, f"{loss:.4f}", seconds)
+        table.add_row(way, *cells, f"{run.seconds:.1f}")
     console.print(table)
 
 
 def draw(runs: dict[str, Run], args: argparse.Namespace) -> None:
-    """Loss and accuracy curves; the one-device curve is broad and light, below the others."""
+    """Curves of the loss; that of one device is broad and light, below the others."""
     mpl.use("Agg")
     styles = {
         "one device": {"color": "#56B4E9", "linewidth": 7, "alpha": 0.55},
-        "per replica": {"color": "#D55E00", "linewidth": 1.8, "marker": "o"},
+        "per replica": {"color": "#D55E00", "linewidth": 1.8},
         "synchronized": {"color": "#000000", "linewidth": 1.6, "linestyle": "--"},
     }
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for way, style in styles.items():
         losses = torch.tensor(runs[way].losses)
         window = min(60, len(losses))
         smooth = losses.unfold(0, window, 1).mean(1)
-        line = {k: v for k, v in style.items() if k != "marker"}
-        left.plot(range(window, len(losses) + 1), smooth, label=way, **line)
-        epochs = range(1, len(runs[way].accuracies) + 1)
-        right.plot(epochs, [100 * a for a in runs[way].accuracies], label=way, **style)
-    left.set(yscale="log", xlabel="step", ylabel=f"training loss (mean of {window} steps)")
-    right.set(xlabel="epoch", ylabel="validation accuracy (%)")
-    right.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False)
+        axes.plot(range(window, len(losses) + 1), smooth, label=way, **style)
+    axes.set(yscale="log", xlabel="step", ylabel=f"training loss (mean of {window} steps)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     samples = args.batch_size / args.replicas
     figure.suptitle(
-        f"Handwritten digits, {args.replicas} replicas with {samples:g} samples each: "
-        "synchronized batch norm follows one device"
+        f"{args.replicas} replicas with {samples:g} digits each: synchronized equals one device"
     )
     figure.savefig(args.output, dpi=120)
 

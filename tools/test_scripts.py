@@ -66,6 +66,18 @@ def test_benchmark_of_graphs(tmp_path: Path) -> None:
     assert row["over_eager"]["eager"] == 1
 
 
+def test_benchmark_of_synchronization(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("timm")
+    arguments = ["--nets", "test_resnet", "--rounds", "1", "--ranks", "2"]
+    done = run("ddp.py", *arguments, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("ddp-*.json")
+    (row,) = json.loads(path.read_text(encoding="utf-8"))["nets"]
+    assert (row["net"], row["ranks"]) == ("test_resnet", 2)
+    assert all(seconds > 0 for seconds in row["step"].values())
+
+
 def test_benchmark_of_replicas(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("timm")

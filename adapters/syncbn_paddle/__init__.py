@@ -82,7 +82,7 @@ def _communicator(group: Any) -> PaddleCommunicator:
 class SyncBatchNorm(paddle.nn.SyncBatchNorm):  # type: ignore[misc]
     """`paddle.nn.SyncBatchNorm`, also on a CPU: its arguments, attributes and state dictionary.
 
-    Input (N, C, *spatial), or channels last by `data_format`; float64, float32, float16 or
+    Input `(N, C, *spatial)`, or channels last by `data_format`; float64, float32, float16 or
     bfloat16, which is computed in float32. In training on a CPU with several processes it
     synchronizes over `group`, an attribute, None for all processes; on another device it is
     Paddle's layer, and in one process, in eval and with `use_global_stats` Paddle's BatchNorm.

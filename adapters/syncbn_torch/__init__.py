@@ -37,6 +37,7 @@ from syncbn_torch.masks import mask_of_lengths
 from syncbn_torch.population import update_bn_stats
 from syncbn_torch.process_group import DistributedCommunicator, create_syncbn_process_group
 from syncbn_torch.reference import BatchNorm2dReimpl
+from syncbn_torch.uneven import in_step, mean_over_ranks
 
 if TYPE_CHECKING:
     from syncbn_verify import SyncReport, verify_sync
@@ -58,7 +59,9 @@ __all__ = [
     "create_syncbn_process_group",
     "execute_replication_callbacks",
     "freeze",
+    "in_step",
     "mask_of_lengths",
+    "mean_over_ranks",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "register_conversion",

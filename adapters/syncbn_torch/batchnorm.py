@@ -212,7 +212,7 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
 
 @_documented
 class SyncBatchNorm(_SynchronizedBatchNorm):
-    """`nn.SyncBatchNorm`, also on CPU and in replicas: input (N, C, *spatial), 2 or more axes.
+    """`nn.SyncBatchNorm`, also on CPU and in replicas: input `(N, C, *spatial)`.
 
     This is not a subclass of `nn.SyncBatchNorm`, which `DistributedDataParallel` rejects on CPU.
     So code that looks for that class, such as detectron2's `convert_frozen_batchnorm`, does not

@@ -74,7 +74,7 @@ class _Activation(NamedTuple):
 class ABN(LayerState):
     """Batch normalization and an activation, one after the other: `inplace_abn.ABN`.
 
-    Input (N, C, *spatial), 2 or more axes. It takes statistics of its own input, like torch's
+    Input `(N, C, *spatial)`, 2 or more axes. It takes statistics of its own input, like torch's
     layers, and has their `state_dict`.
 
     Args:

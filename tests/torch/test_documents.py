@@ -19,11 +19,12 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 # Pages whose blocks do not run here, and why.
 NOT_RUN = {
     "docs/verify.md": "test_verify_command.py runs its program",
-    "docs/frameworks.md": "test_recipes.py and tests/works_with run its blocks",
+    "docs/frameworks.md": "tests/works_with runs its blocks",
+    "docs/processes.md": "test_recipes.py runs its functions",
+    "docs/replicas.md": "pieces of programs",
     "docs/gpu.md": "needs CuPy",
     "docs/jax.md": "tests/jax runs its programs",
     "docs/paddle.md": "tests/paddle runs it",
-    "docs/pytorch.md": "pieces of programs",
     "docs/scaling.md": "a piece of a program",
 }
 CODE = {

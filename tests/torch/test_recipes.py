@@ -1,4 +1,4 @@
-"""The recipes for DistributedDataParallel in docs/frameworks.md train as one process does.
+"""The recipes for DistributedDataParallel in docs/processes.md train as one process does.
 
 Each rank runs the functions of the page. They are compared with a model of plain torch that gets
 the undivided batches.
@@ -9,16 +9,25 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from world import Net, close, on_ranks
 
-from syncbn_torch import DataParallelWithCallback, convert_model, revert_model
+from syncbn_core.errors import BatchSizeError, DTypeError
+from syncbn_torch import (
+    DataParallelWithCallback,
+    convert_model,
+    in_step,
+    mean_over_ranks,
+    revert_model,
+)
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "processes.md"
 Batch = tuple[Tensor, Tensor]
 
 
@@ -88,6 +97,45 @@ def test_ranks_with_different_numbers_of_batches_train_as_one_process(rank: int,
 
 
 @on_ranks(2)
+def test_a_rank_without_any_batch_is_an_error_on_all_ranks(rank: int, size: int) -> None:
+    with pytest.raises(BatchSizeError, match="none on 1 of 2"):
+        list(in_step([] if rank else batches([2], 0)))
+    assert list(in_step([])) == []  # nobody has one
+
+
+@on_ranks(2)
+def test_in_step_empties_every_tensor_of_a_nested_batch(rank: int, size: int) -> None:
+    batch = {"x": torch.ones(3, 2), "more": [torch.ones(3), torch.tensor(5.0)], "name": "b"}
+    found = list(in_step([batch] * (1 + rank)))
+    assert len(found) == 2
+    last = found[-1]
+    assert last["x"].shape == (3 * rank, 2)
+    assert last["more"][0].shape == (3 * rank,)
+    assert (last["more"][1], last["name"]) == (5, "b")
+
+
+@on_ranks(2)
+def test_mean_over_ranks_averages_to_the_mean_of_all_losses(rank: int, size: int) -> None:
+    losses = torch.arange(6.0, dtype=torch.float64)
+    own = losses[: 0 if rank else 6].clone().requires_grad_()
+    for part in (own, own.view(-1, 2)):
+        mean = mean_over_ranks(part)
+        total = mean.detach().clone()
+        dist.all_reduce(total)
+        close(total / size, losses.mean())
+        (gradient,) = torch.autograd.grad(mean, own)
+        close(gradient / size, torch.full_like(own, 1 / 6))
+    assert mean_over_ranks(own[:0]) == 0
+
+
+def test_without_process_groups_uneven_helpers_do_nothing() -> None:
+    assert list(in_step([1, 2])) == [1, 2]
+    close(mean_over_ranks(torch.tensor([1.0, 3.0])), torch.tensor(2.0))
+    with pytest.raises(DTypeError, match="int64"):
+        mean_over_ranks(torch.tensor([1, 3]))
+
+
+@on_ranks(2)
 def test_join_that_throws_ends_all_ranks_after_the_same_step(rank: int, size: int) -> None:
     parts = [batches([2, 2], 0), batches([2, 2, 2, 2], 1)]
     model, alone = models()
@@ -144,8 +192,7 @@ def test_averaged_weights_and_their_statistics_are_those_of_one_process(
 
     # ranks with different numbers of batches
     more = [batches([1, 4, 2], 3), batches([3], 4)]
-    in_step = functions("Different numbers of batches")["in_step"]
-    update_bn((images for (images, _), _ in in_step(more[rank])), average)
+    update_bn((images for images, _ in in_step(more[rank])), average)
     update_bn(undivided(more), expected)
     same_state(average, expected)
 

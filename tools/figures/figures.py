@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from math import prod
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -29,6 +29,8 @@ H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 H100_BANDWIDTH = 3.35e12  # bytes per second, of the data sheet
 COMPILED = "compiled-2026-11-23.json"
 REPLICAS = "replicas-2026-11-25.json"
+DDP = "ddp-2026-11-27.json"
+STUDY = "study-2026-11-27.jsonl"
 SCALING = "scaling-2026-11-21.json"
 LAYOUTS = ("NCHW", "channels_last")
 MIB = 1 << 20
@@ -87,6 +89,7 @@ def readme() -> Iterator[str]:
     yield f"our kernels make a layer by itself {faster} on one thread"
     nets = span([*of_nets(1).values(), *of_nets(2).values()])
     yield f"whole networks are {nets} times as fast as with their own"
+    yield f"steps of three networks take {span(cost(2).values())} times as long as without"
     over = [
         resnet50_over("torch sync", (32, 256), ("fp32", "fp16", "bf16"), layout).split(" to ")
         for layout in LAYOUTS
@@ -293,8 +296,29 @@ def steps_of_graphs() -> Iterator[str]:
             )
 
 
+def cost(ranks: int) -> dict[str, float]:
+    """Steps with synchronization over those without, by network."""
+    return {row["net"]: row["cost"] for row in read(DDP)["nets"] if row["ranks"] == ranks}
+
+
+def cost_of_networks() -> Iterator[str]:
+    for net, two in cost(2).items():
+        yield f"| {net} | {two:.2f}x | {cost(4)[net]:.2f}x |"
+
+
+def study() -> Iterator[str]:
+    text = (ROOT / "benchmarks" / "results" / STUDY).read_text(encoding="utf-8")
+    errors: dict[str, dict[str, list[float]]] = {}
+    for run in map(json.loads, text.splitlines()):
+        errors.setdefault(run["task"], {}).setdefault(run["way"], []).append(100 * run["error"])
+    for task, ways in errors.items():
+        found = [f"{mean(e):.1f} ({min(e):.1f} to {max(e):.1f})" for e in ways.values()]
+        yield f"| {task} | {' | '.join(found)} |"
+
+
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "README.md": (readme,),
+    "docs/is-it-for-me.md": (study, cost_of_networks),
     "docs/speed.md": (speed_cpu, replicas_cpu, nets_cpu, steps_of_graphs, speed_h100),
     "docs/scaling.md": (scaling,),
 }
