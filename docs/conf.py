@@ -1,6 +1,7 @@
 """The documentation site: `python3 dev.py docs`."""
 
 from importlib import metadata
+from typing import Any
 
 project = "syncbn"
 author = copyright = "The syncbn developers"
@@ -15,3 +16,22 @@ autodoc_typehints = "none"
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["jax", "flax", "paddle"]
+autodoc_inherit_docstrings = False
+default_role = "literal"  # docstrings have code in single backticks
+
+
+def equations_as_code(
+    app: object, what: str, name: str, item: object, options: object, lines: list[str]
+) -> None:
+    """Docstrings show equations as indented lines, which are a quotation in reStructuredText."""
+    shown: list[str] = []
+    for line in lines:
+        before = next((s for s in reversed(shown) if s), "")
+        if line.startswith("    ") and shown and not shown[-1] and not before.startswith(" "):
+            shown += ["::", ""]
+        shown.append(line)
+    lines[:] = shown
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", equations_as_code, priority=400)  # before napoleon

@@ -173,7 +173,7 @@ class _SynchronizedBatchNorm(LayerState):
 _ARGUMENTS = """
 
     Args:
-        num_features: C.
+        num_features: the number of channels C.
         eps: added to the variance; > 0.
         momentum: weight of the new batch in the running statistics; None averages all batches.
         affine: have a weight and a bias.

@@ -18,7 +18,7 @@ class BatchNorm2dReimpl(nn.BatchNorm2d):
         y = (x - mean) / sqrt(var + eps) * weight + bias
 
     Args:
-        num_features: C.
+        num_features: the number of channels C.
         eps: added to the variance.
         momentum: weight of the new batch in the running statistics; None averages all batches.
 
