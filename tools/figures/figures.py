@@ -20,13 +20,12 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_report import DIRECTIONS, faster_than, over_floor, total_of_resnet50
+from gpu_report import faster_than, total_of_resnet50
 
 ROOT = Path(__file__).parents[2]
 CPU = "cpu-2026-11-23.json"
 NETS = {threads: f"nets-2026-11-27-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
-H100_BANDWIDTH = 3.35e12  # bytes per second, of the data sheet
 COMPILED = "compiled-2026-11-23.json"
 REPLICAS = "replicas-2026-11-25.json"
 DDP = "ddp-2026-11-27.json"
@@ -165,25 +164,6 @@ def nets_cpu() -> Iterator[str]:
 # -------------------------------------------------------------------------------- H100
 
 
-def floors(results: Row) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Over copies of the same bytes, by layout, dtype and direction; of large activations."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for case in results["cases"]:
-        for direction in DIRECTIONS if case["nbytes"] >= results["large"] else ():
-            ratio = over_floor(case, direction)
-            if ratio is not None:
-                key = (case["layout"], case["dtype"], direction)
-                found.setdefault(key, {})[str(case["shape"])] = ratio
-    return found
-
-
-def bandwidths(results: Row) -> tuple[str, str, str]:
-    """Of a copy, of our kernels at most (by the same count of passes), of the data sheet; TB/s."""
-    copy = results["bandwidth"] / 1e12
-    least = min(ratio for group in floors(results).values() for ratio in group.values())
-    return f"{copy:.2f}", f"{copy / least:.2f}", f"{H100_BANDWIDTH / 1e12:.2f}"
-
-
 def resnet50_over(rival: str, batches: Iterable[int], dtypes: Iterable[str], layout: str) -> str:
     """All 53 layers: a rival's time over ours, from least to most."""
     results = read(H100)
@@ -201,27 +181,14 @@ def resnet50_over(rival: str, batches: Iterable[int], dtypes: Iterable[str], lay
 
 def speed_h100() -> Iterator[str]:
     results = read(H100)
-    copy, most, sheet = bandwidths(results)
-    single = [ratio for group in floors(results).values() for ratio in group.values()]
-    yield (
-        f"speed of a device copy in the same run, {copy} TB/s. By the same count, kernels come to "
-        f"{results['bandwidth'] / 1e12 / max(single):.2f} to {most} TB/s from 100 MB on; the data "
-        f"sheet gives the memory {sheet} TB/s."
-    )
-    means = [geometric_mean(group.values()) for group in floors(results).values()]
-    yield (
-        f"Forward and backward apart, means are {span(means)} and single cases {span(single)} of "
-        "the floor"
-    )
+    yield f"speed of a device copy in the same run, {results['bandwidth'] / 1e12:.2f} TB/s;"
     host = {
         name: span([row["found"][name]["host"] * 1e3 for row in results["host"]])
-        for name in ("ours", "torch sync", "torch sync, no masks", "torch cudnn")
+        for name in ("ours", "torch sync", "torch cudnn")
     }
     yield (
-        f"{host['ours']} ms; torch's SyncBatchNorm without communication {host['torch sync']} ms, "
-        f"and {host['torch sync, no masks']} ms, less than ours, without the masks by which it "
-        f"drops empty members and waits for the device; `torch.batch_norm` {host['torch cudnn']} "
-        "ms"
+        f"{host['ours']} ms; torch's SyncBatchNorm without communication {host['torch sync']} ms; "
+        f"`torch.batch_norm` {host['torch cudnn']} ms"
     )
     time = {
         (case["dtype"], who): f"{case['found'][who]['both'] * 1e6:.0f}"
