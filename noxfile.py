@@ -375,7 +375,8 @@ def docs(session: nox.Session) -> None:
     """Build the pages of `docs` as a site, with the API reference; a warning is an error."""
     install(session, "-e", ".[torch]", *groups("docs"))
     site = str(ROOT / "site")
-    session.run("sphinx-build", "-q", "-W", "--keep-going", "docs", site, *session.posargs)
+    options = ["-q", "-W", "--keep-going", "-c", "tools/docs"]
+    session.run("sphinx-build", *options, "docs", site, *session.posargs)
     session.log("open %s/index.html", site)
 
 
@@ -387,15 +388,32 @@ def wheel(session: nox.Session) -> None:
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist))
     (built,) = dist.glob("*.whl")
 
+    in_fresh_environment(session, f"{built}[torch]", CHECK_WHEEL, *programs_of_readme())
+
+
+@nox.session(python=[OLDEST_PYTHON, *NEWER_PYTHONS])
+def release(session: nox.Session) -> None:
+    """Wheel and sdist in empty environments, without torch, on every Python that is there."""
+    install(session, *groups("build"))
+    dist = fresh_directory(session, "dist")
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist))
+    programs = [program for program in programs_of_readme() if "torch" not in program]
+    for built in sorted(dist.iterdir()):
+        in_fresh_environment(session, str(built), *programs)
+
+
+def programs_of_readme() -> list[str]:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+
+
+def in_fresh_environment(session: nox.Session, wanted: str, *programs: str) -> None:
     fresh = fresh_directory(session, "fresh")
     session.run("python", "-m", "venv", str(fresh))
     python = str(fresh / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-    pip = [python, "-m", "pip", "install"]
-    session.run(*pip, *PIP_OPTIONS, f"{built}[torch]", external=True)
-    with session.chdir(dist):
-        session.run(python, "-c", CHECK_WHEEL, external=True, log=False)
-        readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        for program in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+    session.run(python, "-m", "pip", "install", *PIP_OPTIONS, wanted, external=True)
+    with session.chdir(fresh):
+        for program in programs:
             session.run(python, "-c", program, env=ONE_RANK, external=True, log=False)
     shutil.rmtree(fresh)
 

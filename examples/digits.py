@@ -27,6 +27,7 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -48,10 +49,12 @@ class Run:
     seconds: float = 0.0
 
 
-def load(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Images (N, 1, 8, 8) from 0 to 1, and labels (N,)."""
+def load(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images (N, 1, 8, 8) from 0 to 1 and labels (N,): for training, then for validation."""
     images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images / 16, dtype=dtype).view(-1, 1, 8, 8), torch.tensor(labels)
+    split = train_test_split(images / 16, labels, test_size=0.2, stratify=labels, random_state=0)
+    train_x, valid_x = (torch.tensor(x, dtype=dtype).view(-1, 1, 8, 8) for x in split[:2])
+    return train_x, torch.tensor(split[2]), valid_x, torch.tensor(split[3])
 
 
 def network(dtype: torch.dtype) -> nn.Module:
@@ -186,7 +189,7 @@ def main() -> int:
     torch.set_num_threads(1)  # replicas are threads already, and a tiny model gains from no more
     torch.manual_seed(args.seed)
     dtype = getattr(torch, args.dtype)
-    start, data = network(dtype), load(dtype)
+    start, data = network(dtype), load(dtype)[:2]
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.status("first steps; on a new machine they compile kernels, some seconds each"):
         for way in WAYS:

@@ -47,6 +47,7 @@ NOT_RUN = {
     "python3 dev.py commands": SESSION,
     "python3 dev.py soak": SESSION,
     "python3 dev.py docs": SESSION,
+    "python3 dev.py release": SESSION,
     "git clone <this repository> syncbn && cd syncbn": PLACEHOLDER,
     "python3 dev.py tests_gpu_session": SESSION,
     "pytest": "all tests: the session tests runs them",
