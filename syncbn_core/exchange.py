@@ -105,8 +105,8 @@ class Member:
     """What a member of a group counts: its layers, and its exchanges."""
 
     def __init__(self) -> None:
-        self.layers = 0
-        self.exchanges = 0
+        self.layers: int = 0
+        self.exchanges: int = 0
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def number_of(self, layer: Any) -> tuple[int, bool]:

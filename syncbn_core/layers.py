@@ -90,6 +90,8 @@ class BatchNorm:
         self.eps: float = check_eps(eps)
         self.momentum: float | None = check_momentum(momentum)
         self.eps_mode = check_eps_mode(eps_mode)
+        self.activation: str | None
+        self.negative_slope: float
         self.activation, self.negative_slope = check_activation(activation, negative_slope)
         self.communicator = communicator
         self.name = name

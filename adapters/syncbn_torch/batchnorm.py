@@ -315,16 +315,16 @@ class _Arguments:
 class LazySynchronizedBatchNorm1d(_Arguments, nn.LazyBatchNorm1d, _SynchronizedBatchNorm):
     """`nn.LazyBatchNorm1d` that becomes a `SynchronizedBatchNorm1d`."""
 
-    cls_to_become = SynchronizedBatchNorm1d  # type: ignore[assignment]
+    cls_to_become: Any = SynchronizedBatchNorm1d
 
 
 class LazySynchronizedBatchNorm2d(_Arguments, nn.LazyBatchNorm2d, _SynchronizedBatchNorm):
     """`nn.LazyBatchNorm2d` that becomes a `SynchronizedBatchNorm2d`."""
 
-    cls_to_become = SynchronizedBatchNorm2d  # type: ignore[assignment]
+    cls_to_become: Any = SynchronizedBatchNorm2d
 
 
 class LazySynchronizedBatchNorm3d(_Arguments, nn.LazyBatchNorm3d, _SynchronizedBatchNorm):
     """`nn.LazyBatchNorm3d` that becomes a `SynchronizedBatchNorm3d`."""
 
-    cls_to_become = SynchronizedBatchNorm3d  # type: ignore[assignment]
+    cls_to_become: Any = SynchronizedBatchNorm3d

@@ -104,7 +104,8 @@ class ABN(LayerState):
                 f"expected activation to be one of {', '.join(self._activations)}, got "
                 f"{activation!r}"
             )
-        self.activation, self.activation_param = activation, activation_param
+        self.activation: str = activation
+        self.activation_param: float = activation_param
 
     @property
     def _applied(self) -> _Activation:
@@ -209,7 +210,7 @@ class InPlaceABNSync(InPlaceABN):
 
     def set_group(self, group: Any) -> None:
         """Synchronize over `group` from now on; `ArgumentError` if it is none."""
-        self.process_group = checked_process_group(group)
+        self.process_group: Any = checked_process_group(group)
 
     def forward(self, input: Tensor) -> Tensor:
         """As `InPlaceABN.forward`, with the statistics of all processes."""

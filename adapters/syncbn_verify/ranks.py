@@ -61,7 +61,7 @@ class Ranks(Alone):
 
     def __init__(self, process_group: Any) -> None:
         group = group_of(process_group)
-        self.rank = dist.get_rank(group)
+        self.rank: int = dist.get_rank(group)
         if self.rank < 0:
             raise ArgumentError(
                 "expected a process_group that this process belongs to; call verify_sync in the "
@@ -69,8 +69,8 @@ class Ranks(Alone):
             )
         super().__init__(dist.get_world_size(group))
         self._group = weakref.ref(group)  # one that outlives its end can abort the process
-        self.members = dist.get_process_group_ranks(group)
-        self.stopped = ""
+        self.members: list[int] = dist.get_process_group_ranks(group)
+        self.stopped: str = ""
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, which can be pickled, in rank order."""

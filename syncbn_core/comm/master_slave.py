@@ -58,9 +58,10 @@ class Round:
     """
 
     def __init__(self, name: str, timeout: float | None) -> None:
-        self.name, self.timeout = name, timeout
+        self.name: str = name
+        self.timeout: float | None = timeout
         # Plain locks and queues are C: Ctrl-C may come between any two calls of Python code.
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.calls: dict[Hashable, int] = {MASTER: 0}
         self.bells: dict[Hashable, SimpleQueue[None]] = {MASTER: SimpleQueue()}
         self.messages: dict[Hashable, tuple[int, Any]] = {}

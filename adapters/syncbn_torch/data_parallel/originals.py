@@ -34,8 +34,10 @@ class Replica:
     """One of several replicas of a model; `modules`: those of the original model."""
 
     def __init__(self, index: int, size: int, modules: Sequence[nn.Module]) -> None:
-        self.index, self.size, self.modules = index, size, frozenset(modules)
-        self.given_up = False
+        self.index: int = index
+        self.size: int = size
+        self.modules: frozenset[nn.Module] = frozenset(modules)
+        self.given_up: bool = False
 
     def run(self, call: Callable[[], T]) -> T:
         """Run `call()` as this replica; must be called in a `contextvars` context of its own."""

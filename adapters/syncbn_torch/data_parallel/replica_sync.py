@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from syncbn_core.comm import SyncMaster
+from syncbn_core.comm import SlavePipe, SyncMaster
 from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, ShapeError, StateError
 from syncbn_torch._torch_private import (
@@ -35,13 +35,13 @@ class ReplicaSync:
     """The link of a replica in `DataParallelWithCallback` or a wrapper of another project."""
 
     def __init__(self, shared: SharedForward, copy_id: int) -> None:
-        self.shared = shared
-        self.is_master = copy_id == 0
+        self.shared: SharedForward = shared
+        self.is_master: bool = copy_id == 0
         if self.is_master:
-            self.master = SyncMaster(_of_all_replicas, name=shared.name)
+            self.master: SyncMaster = SyncMaster(_of_all_replicas, name=shared.name)
             shared.begin(_OURS, self.master)
         else:
-            self.pipe = shared.master(_OURS).register_slave(copy_id)
+            self.pipe: SlavePipe = shared.master(_OURS).register_slave(copy_id)
         self._history: list[tuple[Any, Call, bool]] = []
         self._index = 0  # of this replica's part among all
 

@@ -98,7 +98,8 @@ class Parts(list[Any]):
         self, parts: Sequence[Any], sizes: list[int] | None = None, whole: str = ""
     ) -> None:
         super().__init__(parts)
-        self.sizes, self.whole = sizes, whole
+        self.sizes: list[int] | None = sizes
+        self.whole: str = whole
 
 
 def split(
