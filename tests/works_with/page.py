@@ -29,7 +29,7 @@ tensor; where the note says nothing else, in float64. "Layers" are the model's b
 
 PROGRAMS = """## Programs
 
-The programs of [frameworks.md](frameworks.md), on two processes. Compared are the parameters and
+The programs of [Frameworks](frameworks.md), on two processes. Compared are the parameters and
 buffers after training with those of one process and undivided batches, as above.
 """
 
