@@ -277,7 +277,7 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
 def set_process_group(model: nn.Module, process_group: Any) -> None:
     """Let all synchronized layers of `model` synchronize over `process_group`.
 
-    Raises `ArgumentError` if it is none that a layer takes.
+    Raises `ArgumentError` if it has the wrong type.
     """
     checked_process_group(process_group)
     for layer in modules_of(model):

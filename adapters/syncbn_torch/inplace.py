@@ -209,7 +209,7 @@ class InPlaceABNSync(InPlaceABN):
         self.set_group(group)
 
     def set_group(self, group: Any) -> None:
-        """Synchronize over `group` from now on; `ArgumentError` if it is none."""
+        """Synchronize over `group` from now on; `ArgumentError` if it has the wrong type."""
         self.process_group: Any = checked_process_group(group)
 
     def forward(self, input: Tensor) -> Tensor:

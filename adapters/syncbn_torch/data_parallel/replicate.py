@@ -232,7 +232,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica, for bad
     `batch_sizes` and for CPU mixed with GPUs.
 
-    Several replicas run without graphs of torch.compile, also where the wrapper or a part of the
+    torch.compile has no effect on several replicas, also where the wrapper or a part of the
     model is compiled; a `UserWarning` names such parts once.
 
     Arguments of forward may nest containers: tuples, lists, mappings, dataclasses, and what is
