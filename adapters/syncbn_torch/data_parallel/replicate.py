@@ -232,8 +232,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica, for bad
     `batch_sizes` and for CPU mixed with GPUs.
 
-    torch.compile has no effect on several replicas, also where the wrapper or a part of the
-    model is compiled; a `UserWarning` names such parts once.
+    torch.compile of the wrapper has no effect on several replicas. A compiled part of the model
+    raises `StateError` in them in training.
 
     Arguments of forward may nest containers: tuples, lists, mappings, dataclasses, and what is
     registered with torch's pytree. Their tensors are split; other objects, and what is wrapped in
