@@ -16,37 +16,45 @@ from syncbn_torch._torch_private import pytree
 __all__ = ["in_step", "mean_over_ranks"]
 
 
-def in_step(loader: Iterable[Any], group: Any = None) -> Iterator[Any]:
+def in_step(loader: Iterable[Any], group: Any = None, *, empty: Any = None) -> Iterator[Any]:
     """Yield the batches of `loader`, then empty ones, until no rank of `group` has any left.
 
-    So all ranks call the model equally often. An empty batch is this rank's last one with every
-    tensor in it cut to `tensor[:0]`; layers that synchronize count it as nothing. Without process
-    groups the batches of `loader`.
+    So all ranks call the model equally often; layers that synchronize count an empty batch as
+    nothing. Without process groups these are the batches of `loader`.
+
+    Args:
+        loader: any iterable of batches, as many as this rank has.
+        group: a process group of torch, or None for the default group.
+        empty: a batch without samples. None: the last batch with every tensor in it cut to
+            `tensor[:0]`, which is wrong for lists with a tensor per sample.
 
     Costs one small `all_reduce` a step, on the current CUDA device with NCCL, else on the CPU.
-    Raises `BatchSizeError`, on all ranks, if a rank has no batch at all while others have.
+    Raises `BatchSizeError` on all ranks if a rank without `empty` has no batch while others have.
     """
     if not _initialized():
         yield from loader
         return
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    end: Any = object()
-    last = end
+    size, end = dist.get_world_size(group), object()
+    last: Any = end
     for batch in chain(loader, repeat(end)):
         if batch is not end:
             last = batch
-        have = torch.tensor([batch is not end, last is not end], dtype=torch.int64, device=device)
+        ready = last is not end or empty is not None
+        have = torch.tensor([batch is not end, ready], dtype=torch.int64, device=device)
         dist.all_reduce(have, group=group)
-        with_batch, with_any = have.tolist()
+        with_batch, of_ready = have.tolist()
         if not with_batch:
             return
-        if with_any < dist.get_world_size(group):
+        if of_ready < size:
             raise BatchSizeError(
-                f"expected at least one batch on every rank, got none on "
-                f"{dist.get_world_size(group) - with_any} of {dist.get_world_size(group)}; give "
-                "each rank a batch, which may have no samples"
+                f"expected a batch on every rank, got none on {size - of_ready} of {size}; give "
+                "in_step a batch without samples as `empty`"
             )
-        yield pytree.tree_map_only(Tensor, _emptied, last) if batch is end else batch
+        if batch is not end:
+            yield batch
+        else:
+            yield empty if empty is not None else pytree.tree_map_only(Tensor, _emptied, last)
 
 
 def _emptied(tensor: Tensor) -> Tensor:

@@ -101,6 +101,8 @@ def test_a_rank_without_any_batch_is_an_error_on_all_ranks(rank: int, size: int)
     with pytest.raises(BatchSizeError, match="none on 1 of 2"):
         list(in_step([] if rank else batches([2], 0)))
     assert list(in_step([])) == []  # nobody has one
+    found = list(in_step([] if rank else [[torch.ones(3, 2, 2)]], empty=[]))  # a list of samples
+    assert [len(batch) for batch in found] == [1 - rank]
 
 
 @on_ranks(2)
