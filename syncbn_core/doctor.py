@@ -189,7 +189,12 @@ class Case:
     """A batch of one dtype, and its results by the formulas in float64."""
 
     def __init__(self, dtype: str) -> None:
-        self.dtype, random, shape = dtype, np.random.default_rng(0), (10, CHANNELS, 5, 7)
+        self.dtype: str = dtype
+        self.x: Any
+        self.dy: Any
+        self.weight: Any
+        self.bias: Any
+        random, shape = np.random.default_rng(0), (10, CHANNELS, 5, 7)
         self.x, self.dy = (random.normal(mean, 2, shape).astype(dtype) for mean in (3.0, 0.0))
         self.weight, self.bias = random.normal(1, 0.5, (2, CHANNELS)).astype("float32")
         x, dy, axes = self.x.astype(float), self.dy.astype(float), (0, 2, 3)
@@ -198,7 +203,7 @@ class Case:
         invstd, count = 1 / np.sqrt(var + 1e-5), x.size // CHANNELS
         xhat = (x - mean) * invstd
         sums = dy.sum(axes, keepdims=True), (dy * xhat).sum(axes, keepdims=True)
-        self.right = {
+        self.right: dict[str, Any] = {
             "y": xhat * weight + bias,
             "dx": (dy - sums[0] / count - xhat * sums[1] / count) * invstd * weight,
             "weight.grad": sums[1].ravel(),

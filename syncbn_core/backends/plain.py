@@ -142,7 +142,7 @@ class PlainOperations(Operations):
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
-        self.xp = namespace.xp
+        self.xp: Any = namespace.xp
 
     def moments(self, x: Array) -> Moments:
         space, axes = self.namespace, axes_of(x)

@@ -47,11 +47,11 @@ _quiet = np.errstate(invalid="ignore", over="ignore")  # kernels do not warn eit
 class PlainArrayOperations(PlainOperations):
     """Plain operations that update running statistics in place."""
 
-    moments = _quiet(PlainOperations.moments)
-    statistics = _quiet(PlainOperations.statistics)
-    forward = _quiet(PlainOperations.forward)
-    backward_reduce = _quiet(PlainOperations.backward_reduce)
-    backward_input = _quiet(PlainOperations.backward_input)
+    moments: Any = _quiet(PlainOperations.moments)
+    statistics: Any = _quiet(PlainOperations.statistics)
+    forward: Any = _quiet(PlainOperations.forward)
+    backward_reduce: Any = _quiet(PlainOperations.backward_reduce)
+    backward_input: Any = _quiet(PlainOperations.backward_input)
 
     @_quiet
     def update_running(

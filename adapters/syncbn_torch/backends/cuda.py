@@ -99,7 +99,7 @@ class _Counters(NamedTuple):
 class TensorDeviceMemory:
     """`DeviceMemory` of CUDA tensors."""
 
-    plain = plain.OPERATIONS
+    plain: plain.TensorOperations = plain.OPERATIONS
 
     def __init__(self) -> None:
         self._counting = threading.Lock()

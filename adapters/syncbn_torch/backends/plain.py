@@ -103,13 +103,13 @@ class DifferentiableNamespace(TensorNamespace):
     ) -> Tensor:
         return torch.addcmul(values, other, scale).to(dtype)
 
-    mean_and_m2 = Namespace.mean_and_m2  # on a CPU `var_mean` takes ten times as long
+    mean_and_m2: Any = Namespace.mean_and_m2  # on a CPU `var_mean` takes ten times as long
 
 
 class TracedNamespace(DifferentiableNamespace):
     """`TensorNamespace` for torch.compile, which traces no `out=` and plans memory by itself."""
 
-    working = TensorNamespace.working
+    working: Any = TensorNamespace.working
 
 
 class TensorOperations(PlainOperations):

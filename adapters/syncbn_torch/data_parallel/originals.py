@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # Whether replicas run. A plain global, because every forward reads it and torch.compile can guard
 # on it.
-active = False
+active: bool = False
 
 _lock = threading.Lock()
 _running: set[Replica] = set()

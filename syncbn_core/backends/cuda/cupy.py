@@ -70,7 +70,7 @@ class _CupyNamespace(Namespace):
 class CupyMemory:
     """`DeviceMemory` of CuPy arrays."""
 
-    plain = PlainOperations(_CupyNamespace(cupy))
+    plain: PlainOperations = PlainOperations(_CupyNamespace(cupy))
 
     def device_of(self, array: Array) -> int:
         return int(array.device.id)

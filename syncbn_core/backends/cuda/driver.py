@@ -257,7 +257,8 @@ class Kernel:
     """A loaded kernel of one device; any thread may launch it."""
 
     def __init__(self, source: Source, device: int, handle: int) -> None:
-        self.source, self._device, self._handle, self._driver = source, device, handle, _driver()
+        self.source: Source = source
+        self._device, self._handle, self._driver = device, handle, _driver()
         self._pack = Struct("<" + source.codes).pack_into
         self._slots = _Slots(len(source.codes))
         self._start = self._driver.calls["cuLaunchKernel"]

@@ -28,11 +28,11 @@ class Launcher:
     def __init__(
         self, memory: DeviceMemory, index: int, counters: dict[tuple[int, int], Array]
     ) -> None:
-        self.memory = memory
-        self.index = index
-        self.stream = memory.stream(index)
-        self.counters = counters
-        self.multiprocessors = multiprocessor_count(index)
+        self.memory: DeviceMemory = memory
+        self.index: int = index
+        self.stream: Any = memory.stream(index)
+        self.counters: dict[tuple[int, int], Array] = counters
+        self.multiprocessors: int = multiprocessor_count(index)
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
         """Start a kernel without waiting for it.

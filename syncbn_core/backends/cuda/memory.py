@@ -106,10 +106,12 @@ class DeviceView:
     __slots__ = ("channels", "dtype", "inner", "offset", "outer", "pointer")
 
     def __init__(self, memory: DeviceMemory, array: Array, layout: Layout) -> None:
-        self.pointer = memory.pointer(array)
-        self.offset = int(self.pointer) % VECTOR
-        self.dtype = memory.dtype_name(array)
-        self.outer, self.channels, self.inner = layout.outer, layout.channels, layout.inner
+        self.pointer: Pointer = memory.pointer(array)
+        self.offset: int = int(self.pointer) % VECTOR
+        self.dtype: str = memory.dtype_name(array)
+        self.outer: int = layout.outer
+        self.channels: int = layout.channels
+        self.inner: int = layout.inner
 
     def beside(self, memory: DeviceMemory, array: Array) -> DeviceView:
         """The view of another array of this dtype and layout."""

@@ -201,11 +201,11 @@ class SerialParallelKernel:
     """The serial and the parallel build of one kernel; each compiles when it is first called."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self.serial = jit(nogil=True)(function)
-        self.parallel = jit(nogil=True, parallel=True)(_parallel(function))
+        self.serial: Any = jit(nogil=True)(function)
+        self.parallel: Any = jit(nogil=True, parallel=True)(_parallel(function))
 
 
-from_python = jit(nogil=True)
-strict = jit(no_cpython_wrapper=True)
-may_contract = jit(no_cpython_wrapper=True, fastmath=CONTRACT_FLAGS)
-may_reorder = jit(no_cpython_wrapper=True, fastmath=REORDER_FLAGS)
+from_python: Any = jit(nogil=True)
+strict: Any = jit(no_cpython_wrapper=True)
+may_contract: Any = jit(no_cpython_wrapper=True, fastmath=CONTRACT_FLAGS)
+may_reorder: Any = jit(no_cpython_wrapper=True, fastmath=REORDER_FLAGS)
