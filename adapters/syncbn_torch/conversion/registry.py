@@ -52,7 +52,7 @@ def register_conversion(cls: type[nn.Module], to: Target, back: Target = None) -
     `back`: the same for `revert_model`. If `to` is a class, None means `cls`. If `to` is a
     function, None means that there is no way back.
 
-    Subclasses of `cls` are not meant. A later call for the same `cls` replaces the earlier one.
+    Subclasses of `cls` are not matched. A later call for the same `cls` replaces the earlier one.
     Raises `TypeError` for anything else.
     """
     check_target(cls, to)
