@@ -14,7 +14,7 @@ from syncbn_core import errors
 from syncbn_core.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Pages whose blocks do not run here, and why.
 NOT_RUN = {
