@@ -128,7 +128,7 @@ def fresh_numba_cache(session: nox.Session) -> None:
 
 def kept_numba_cache(session: nox.Session) -> None:
     """Keep what is compiled until any kernel's or helper's source changes: see above."""
-    sources = sorted((ROOT / "syncbn_core" / "kernels").rglob("*.py"))
+    sources = sorted((ROOT / "syncbn_core" / "_kernels").rglob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     path = Path(session.virtualenv.location).resolve() / "numba-cache" / digest[:16]
     if not path.exists():

@@ -35,7 +35,7 @@ PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "cuda-bindings", "mpi4py
 CUPY = ("cupy-cuda12x", "cupy-cuda13x")
 VARIABLES = ("SYNCBN_", "NUMBA_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 # Of a result, as a share of its largest value: some roundings of the dtype of x.
-ROUNDINGS = {"float64": 2**-44, "float32": 2**-18, "float16": 2**-9}
+ROUNDINGS: dict[str, float] = {"float64": 2**-44, "float32": 2**-18, "float16": 2**-9}
 CHANNELS = 12
 # The bounds of the parts of 10 samples, by the number of members: even, uneven, all but one empty.
 PARTS: tuple[Callable[[int], list[int]], ...] = (
@@ -164,7 +164,7 @@ def cuda_takes() -> str:
 def _cpu_cache() -> str:
     if _jit_disabled():
         return "none: NUMBA_DISABLE_JIT"
-    from syncbn_core.kernels.cpu.numerics import share
+    from syncbn_core._kernels.cpu.numerics import share
 
     return _described(share._cache.folder)
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from syncbn_core.kernels.cpu import channels, planes, rows
-from syncbn_core.kernels.cpu.activations import activation_of
-from syncbn_core.kernels.cpu.launch import launch, most_threads
-from syncbn_core.kernels.cpu.numerics import has_half
-from syncbn_core.kernels.cpu.row_blocks import joined
+from syncbn_core._kernels.cpu import channels, planes, rows
+from syncbn_core._kernels.cpu.activations import activation_of
+from syncbn_core._kernels.cpu.launch import launch, most_threads
+from syncbn_core._kernels.cpu.numerics import has_half
+from syncbn_core._kernels.cpu.row_blocks import joined
 from syncbn_core.layout import layout_of_strides, writable_view
 from syncbn_core.moments import (
     Moments,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 try:
     import torch as _  # noqa: F401  (only to say what is missing)
-except ModuleNotFoundError as error:
-    if error.name != "torch":  # torch is there, and lacks something itself
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":  # torch is there, and lacks something itself
         raise
     raise ModuleNotFoundError(
         "expected PyTorch, which syncbn_torch needs, got none; pip install torch, or as "

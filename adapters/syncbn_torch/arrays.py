@@ -68,7 +68,7 @@ def kernels_forbidden() -> bool:
 
 @cache
 def _has_half() -> bool:
-    return import_module("syncbn_core.kernels.cpu.numerics").has_half()  # type: ignore[no-any-return]
+    return import_module("syncbn_core._kernels.cpu.numerics").has_half()  # type: ignore[no-any-return]
 
 
 def array_of(tensor: Tensor | None, written: bool = False) -> Any:

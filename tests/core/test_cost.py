@@ -12,11 +12,11 @@ import pytest
 from numba import types
 
 from syncbn_core import batch_norm_backward, batch_norm_forward, numpy_steps
+from syncbn_core._kernels.cpu import planes as cpu_planes
+from syncbn_core._kernels.cpu import row_parts
+from syncbn_core._kernels.cpu.activations import activation_of
+from syncbn_core._kernels.cpu.numerics import has_half
 from syncbn_core.comm import SingleCommunicator
-from syncbn_core.kernels.cpu import planes as cpu_planes
-from syncbn_core.kernels.cpu import row_parts
-from syncbn_core.kernels.cpu.activations import activation_of
-from syncbn_core.kernels.cpu.numerics import has_half
 from syncbn_core.moments import ACTIVATIONS
 
 Array = np.ndarray[Any, Any]

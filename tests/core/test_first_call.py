@@ -13,8 +13,8 @@ import logging, sys
 {setup}
 logging.getLogger("numba").setLevel(logging.WARNING)
 import numpy as np
-from syncbn_core.kernels.cpu.channels import fill_invstd
-from syncbn_core.kernels.cpu.numerics import share
+from syncbn_core._kernels.cpu.channels import fill_invstd
+from syncbn_core._kernels.cpu.numerics import share
 
 print("share", share(10, 1, 2))
 table = np.ones((3, 3))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from steps import Steps
 
 from syncbn_core import numpy_steps
+from syncbn_core._kernels.cpu import planes as cpu_planes
+from syncbn_core._kernels.cpu import rows as cpu_rows
 from syncbn_core.backends import reference
-from syncbn_core.kernels.cpu import planes as cpu_planes
-from syncbn_core.kernels.cpu import rows as cpu_rows
 from syncbn_core.layout import layout_of
 
 backend = Steps(numpy_steps.OPERATIONS)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncbn_core.kernels.cpu import launch as cpu
-from syncbn_core.kernels.cpu import planes as cpu_planes
-from syncbn_core.kernels.cpu import rows as cpu_rows
-from syncbn_core.kernels.cpu.activations import activation_of
+from syncbn_core._kernels.cpu import launch as cpu
+from syncbn_core._kernels.cpu import planes as cpu_planes
+from syncbn_core._kernels.cpu import rows as cpu_rows
+from syncbn_core._kernels.cpu.activations import activation_of
 
 Array = np.ndarray
 Function = Callable[..., Any]
@@ -340,8 +340,8 @@ def test_forked_child_works_after_the_parent_used_threads(
 MEMORY = """
 import resource
 import numpy as np
-from syncbn_core.kernels.cpu import planes as cpu_planes
-from syncbn_core.kernels.cpu import rows as cpu_rows
+from syncbn_core._kernels.cpu import planes as cpu_planes
+from syncbn_core._kernels.cpu import rows as cpu_rows
 
 CHANNELS = 4_000_000  # with partial results of 32 MB each
 WORKERS = 1_000_000  # with lines of 20 bytes each, and of 40

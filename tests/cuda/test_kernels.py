@@ -33,8 +33,8 @@ from harness import (
     steps,
 )
 
+from syncbn_core._kernels.cuda.signatures import SIGNATURES, codes_of
 from syncbn_core.backends.cuda import grid as cuda
-from syncbn_core.kernels.cuda.signatures import SIGNATURES, codes_of
 from syncbn_core.moments import NormRule, merged
 
 EPS = 1e-5

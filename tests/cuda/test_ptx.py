@@ -15,9 +15,9 @@ import pytest
 from emulator.device import program_of, ptx_of
 from harness import variants
 
+from syncbn_core._kernels.cuda.constants import THREADS
 from syncbn_core.backends.cuda import compiler
 from syncbn_core.backends.cuda import grid as cuda
-from syncbn_core.kernels.cuda.constants import THREADS
 
 CAPABILITIES = [(8, 0), (9, 0)]
 # 512 threads on each multiprocessor, at least: two blocks.

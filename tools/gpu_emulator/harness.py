@@ -13,10 +13,10 @@ from emulator.device import Device, Launch
 from emulator.machine import Schedule
 from emulator.memory import Range
 
+from syncbn_core._kernels.cuda.constants import SIZES, UNROLL, lanes_of
 from syncbn_core.backends.cuda import driver
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.kernels.cuda.constants import SIZES, UNROLL, lanes_of
 from syncbn_core.moments import NormRule
 
 Array = np.ndarray[Any, Any]

@@ -18,8 +18,8 @@ from emulator.machine import Schedule
 from emulator.memory import Range
 from harness import STORAGE, Bench, Buffer, View, to_bfloat16, within, work_epsilon
 
+from syncbn_core._kernels.cuda.constants import SIZES, THREADS, UNROLL, lanes_of
 from syncbn_core.backends.cuda import grid as cuda
-from syncbn_core.kernels.cuda.constants import SIZES, THREADS, UNROLL, lanes_of
 from syncbn_core.moments import NormRule
 
 __all__ = ["run"]

@@ -21,8 +21,8 @@ from emulator.machine import Schedule
 from emulator.parse import Kernel, Number
 from harness import DTYPES, FORMS, SETTINGS, STEPS, Bench, Case, Steps, capability, source_of
 
+from syncbn_core._kernels.cuda.constants import lanes_of
 from syncbn_core.errors import BackendError
-from syncbn_core.kernels.cuda.constants import lanes_of
 
 __all__ = ["Mutant", "builds", "mutants", "noticed", "survivors"]
 

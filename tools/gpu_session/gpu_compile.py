@@ -78,7 +78,7 @@ def missing(capabilities: Sequence[Capability]) -> list[str]:
 
 def kernels() -> Iterator[Kernel]:
     """All of them, those that most layers need first."""
-    from syncbn_core.kernels.cuda.constants import SIZES, lanes_of
+    from syncbn_core._kernels.cuda.constants import SIZES, lanes_of
 
     rest: list[Kernel] = [("merge_parts", "float64", 1, False)]
     for dtype in sorted(SIZES, key=lambda dtype: dtype not in MOST_USED):

@@ -388,8 +388,8 @@ def compile_failure(capability: tuple[int, int]) -> str | None:
 
     Loads nothing, so it needs no context, and may be asked while a CUDA graph is captured.
     """
+    from syncbn_core._kernels.cuda.constants import THREADS
     from syncbn_core.backends.cuda.grid import source
-    from syncbn_core.kernels.cuda.constants import THREADS
 
     smallest = source("merge_parts", "float64", 1, False, THREADS)
     try:

@@ -4,7 +4,7 @@ Arrays are passed as `View`s: a pointer and sizes. The caller allocates the resu
 `moments` then `normalize`, backward is `backward_reduce` then `backward_input`; between the two,
 members exchange their parts. Nothing here waits for the device. A grid depends only on shapes,
 alignment and the type of the device, so results are bitwise the same on every run. Arguments are
-passed in the order of `syncbn_core/kernels/cuda/signatures.py`.
+passed in the order of `syncbn_core/_kernels/cuda/signatures.py`.
 
     packed moments   float64 [2 C + 2]: count, mean, m2, and a place for a label, set to 0
     statistics       float64 [3 C + 1]: count, mean, m2, invstd; backward needs them besides x
@@ -22,8 +22,7 @@ from math import isqrt, nan
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.kernels.cuda.constants import (
+from syncbn_core._kernels.cuda.constants import (
     CODES,
     MIN_INNER,
     SIZES,
@@ -32,7 +31,8 @@ from syncbn_core.kernels.cuda.constants import (
     VECTOR,
     lanes_of,
 )
-from syncbn_core.kernels.cuda.signatures import codes_of
+from syncbn_core._kernels.cuda.signatures import codes_of
+from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.moments import NormRule
 
 __all__ = [
@@ -74,7 +74,7 @@ MAX_GRID_Y = 65535
 MAX_PARTS = 16  # each block of `normalize` merges up to so many; more are merged in advance
 
 _FILES = tuple(
-    str(Path(__file__).parents[2] / "kernels" / "cuda" / f"{name}.py")
+    str(Path(__file__).parents[2] / "_kernels" / "cuda" / f"{name}.py")
     for name in ("constants", "intrinsics", "kinds", "memory", "planes", "rows", "statistics")
 )
 
@@ -183,7 +183,7 @@ def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Sou
     planes = name.startswith("planes")
 
     def build() -> Callable[..., None]:
-        module = import_module(f"syncbn_core.kernels.cuda.{'planes' if planes else 'rows'}")
+        module = import_module(f"syncbn_core._kernels.cuda.{'planes' if planes else 'rows'}")
         make = getattr(module, name)
         kernel: Callable[..., None]
         kernel = make(dtype, lanes, ragged, threads) if planes else make(dtype, lanes, threads)

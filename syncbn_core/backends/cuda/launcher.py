@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from syncbn_core._kernels.cuda.constants import THREADS
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.backends.cuda.driver import LEGACY_STREAMS, kernel_for, multiprocessor_count
 from syncbn_core.backends.cuda.memory import DeviceMemory
-from syncbn_core.kernels.cuda.constants import THREADS
 
 __all__ = ["Launcher"]
 

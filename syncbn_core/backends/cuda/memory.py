@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from syncbn_core._kernels.cuda.constants import VECTOR
 from syncbn_core.backends.plain import PlainOperations
-from syncbn_core.kernels.cuda.constants import VECTOR
 from syncbn_core.layout import Layout
 
 __all__ = ["DeviceMemory", "DeviceView"]

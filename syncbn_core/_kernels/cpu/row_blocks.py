@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from syncbn_core.kernels.cpu.builds import may_reorder, strict
-from syncbn_core.kernels.cpu.numerics import scratch
+from syncbn_core._kernels.cpu.builds import may_reorder, strict
+from syncbn_core._kernels.cpu.numerics import scratch
 
 __all__ = [
     "WIDE",

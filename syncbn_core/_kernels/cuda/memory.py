@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from numba import types
 
-from syncbn_core.kernels.cuda.intrinsics import (
+from syncbn_core._kernels.cuda.intrinsics import (
     barrier,
     count_up,
     device,
@@ -23,7 +23,7 @@ from syncbn_core.kernels.cuda.intrinsics import (
     vector_access,
     write_count,
 )
-from syncbn_core.kernels.cuda.kinds import KINDS
+from syncbn_core._kernels.cuda.kinds import KINDS
 
 __all__ = [
     "KINDS",

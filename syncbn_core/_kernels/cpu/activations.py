@@ -21,8 +21,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from syncbn_core.kernels.cpu.builds import may_contract
-from syncbn_core.kernels.cpu.numerics import affine, rounded, widen
+from syncbn_core._kernels.cpu.builds import may_contract
+from syncbn_core._kernels.cpu.numerics import affine, rounded, widen
 
 __all__ = ["activated", "activation_of", "incoming"]
 

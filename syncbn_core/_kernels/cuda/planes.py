@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from numba import cuda, types
 
-from syncbn_core.kernels.cuda.constants import CHUNK, TABLE, UNROLL
-from syncbn_core.kernels.cuda.memory import (
+from syncbn_core._kernels.cuda.constants import CHUNK, TABLE, UNROLL
+from syncbn_core._kernels.cuda.memory import (
     KINDS,
     barrier,
     device,
@@ -34,7 +34,7 @@ from syncbn_core.kernels.cuda.memory import (
     vector_access,
     zeros_of,
 )
-from syncbn_core.kernels.cuda.statistics import (
+from syncbn_core._kernels.cuda.statistics import (
     add_up,
     gradient_coefficients,
     input_gradient,

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from syncbn_core.kernels.cpu.activations import activated, incoming
-from syncbn_core.kernels.cpu.builds import may_contract, strict
-from syncbn_core.kernels.cpu.numerics import (
+from syncbn_core._kernels.cpu.activations import activated, incoming
+from syncbn_core._kernels.cpu.builds import may_contract, strict
+from syncbn_core._kernels.cpu.numerics import (
     affine,
     affine_coefficients,
     at,
@@ -39,7 +39,7 @@ from syncbn_core.kernels.cpu.numerics import (
     widen,
     xhat_sum,
 )
-from syncbn_core.kernels.cpu.row_blocks import fill_columns, sum_columns
+from syncbn_core._kernels.cpu.row_blocks import fill_columns, sum_columns
 
 __all__ = [
     "add_chunks",

@@ -15,7 +15,7 @@ import math
 
 from numba import types
 
-from syncbn_core.kernels.cuda.memory import (
+from syncbn_core._kernels.cuda.memory import (
     barrier,
     count_up,
     device,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numba
 
-from syncbn_core.kernels.cpu.builds import SerialParallelKernel
+from syncbn_core._kernels.cpu.builds import SerialParallelKernel
 
 __all__ = ["launch", "most_threads"]
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numba import types
 
-from syncbn_core.kernels.cuda.constants import SIZES
+from syncbn_core._kernels.cuda.constants import SIZES
 
 
 class Kind(NamedTuple):

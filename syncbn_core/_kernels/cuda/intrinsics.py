@@ -11,8 +11,8 @@ from numba import cuda, types
 from numba.cuda.extending import intrinsic
 from numba.cuda.extending import register_jitable as device
 
-from syncbn_core.kernels.cuda.constants import VECTOR
-from syncbn_core.kernels.cuda.kinds import KINDS
+from syncbn_core._kernels.cuda.constants import VECTOR
+from syncbn_core._kernels.cuda.kinds import KINDS
 
 __all__ = [
     "barrier",

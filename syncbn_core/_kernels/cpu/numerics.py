@@ -37,7 +37,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array
 
-from syncbn_core.kernels.cpu.builds import from_python, may_contract, strict
+from syncbn_core._kernels.cpu.builds import from_python, may_contract, strict
 
 __all__ = [
     "affine",

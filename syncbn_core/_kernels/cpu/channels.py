@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from syncbn_core.kernels.cpu.builds import from_python
-from syncbn_core.kernels.cpu.numerics import narrow, rounded, widen
+from syncbn_core._kernels.cpu.builds import from_python
+from syncbn_core._kernels.cpu.numerics import narrow, rounded, widen
 
 __all__ = ["fill_invstd", "merge", "update_running"]
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from syncbn_core.kernels.cpu.builds import SerialParallelKernel
-from syncbn_core.kernels.cpu.numerics import share, unowned
-from syncbn_core.kernels.cpu.row_blocks import (
+from syncbn_core._kernels.cpu.builds import SerialParallelKernel
+from syncbn_core._kernels.cpu.numerics import share, unowned
+from syncbn_core._kernels.cpu.row_blocks import (
     WIDE,
     WIDTH,
     block_sizes,
@@ -28,7 +28,7 @@ from syncbn_core.kernels.cpu.row_blocks import (
     tile_sizes,
     workspace,
 )
-from syncbn_core.kernels.cpu.row_parts import (
+from syncbn_core._kernels.cpu.row_parts import (
     add_chunks,
     merge_chunks,
     part_gradient,

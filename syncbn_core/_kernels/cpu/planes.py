@@ -23,9 +23,9 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from syncbn_core.kernels.cpu.activations import activated, incoming
-from syncbn_core.kernels.cpu.builds import SerialParallelKernel, may_contract, may_reorder, strict
-from syncbn_core.kernels.cpu.numerics import (
+from syncbn_core._kernels.cpu.activations import activated, incoming
+from syncbn_core._kernels.cpu.builds import SerialParallelKernel, may_contract, may_reorder, strict
+from syncbn_core._kernels.cpu.numerics import (
     affine,
     affine_coefficients,
     float32_fails,
