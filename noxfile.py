@@ -456,6 +456,7 @@ def examples(session: nox.Session) -> None:
     install(session, "-e", ".[torch,examples,mpi]", *groups("mpi"))
     picture = Path(session.create_tmp()) / "digits.png"
     session.run("python", "examples/digits.py", "--epochs", "1", "--output", str(picture))
+    picture.with_suffix(".jsonl").unlink(missing_ok=True)  # what study.py has kept of another run
     session.run("python", "examples/study.py", "--quick", "--output", str(picture))
     session.run("python", "examples/numpy_training.py")
     session.run("python", "examples/cupy_pipeline.py")

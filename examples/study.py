@@ -3,13 +3,13 @@
     python examples/study.py               # five seeds: ten minutes, a table and a picture
     python examples/study.py --quick       # one seed, a third of the steps: one minute
 
-Four replicas train on scikit-learn's handwritten digits; from one task to the other their batches
-differ. Both ways begin with the same parameters and see the same batches: "apart" each replica
-takes the statistics of its own samples (`nn.BatchNorm2d`), "synchronized" all take those of the
-whole batch (`convert_model`). As under DistributedDataParallel, the running statistics that are
+Four replicas train on scikit-learn's handwritten digits. The tasks differ in what a batch holds.
+Both ways begin with the same parameters and see the same batches. "apart": each replica takes the
+statistics of its own samples (`nn.BatchNorm2d`). "synchronized": all take those of the whole batch
+(`convert_model`). As under DistributedDataParallel, the running statistics that are
 kept, and used in validation, are those of the first replica.
 
-Each result is kept in a file as soon as it is there; the same command goes on after an interrupt.
+Each result is written to a file at once, so after an interrupt the same command goes on.
 """
 
 import argparse

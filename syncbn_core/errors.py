@@ -51,7 +51,7 @@ class ReadOnlyError(SyncBNError, ValueError):
 
 
 class BatchSizeError(SyncBNError, ValueError):
-    """Training got one value per channel, over all members; a variance needs more."""
+    """Training got one value per channel, over all members; or a rank has no batch at all."""
 
 
 class StateError(SyncBNError, RuntimeError):

@@ -65,13 +65,13 @@ def mean_over_ranks(losses: Tensor, group: Any = None) -> Tensor:
     """The loss to differentiate under wrappers that average gradients over ranks.
 
     Args:
-        losses: those of this rank's samples, pixels or tokens, of any shape; also none.
+        losses: one per sample, pixel or token of this rank, in any shape; may be empty.
         group: a process group of torch, or None for the default group.
 
     Returns `losses.sum() * world_size / count`, a scalar, where `count` is the number of losses of
     all ranks. Its mean over the ranks is the mean of all losses, and after
     `DistributedDataParallel` or `fully_shard` the gradients are those of that mean, however the
-    losses are spread. Without process groups it is `losses.mean()`; 0 if nobody has a loss.
+    losses are spread. Without process groups it is `losses.mean()`; 0 if no rank has a loss.
 
     Every rank calls it. Raises `DTypeError` if `losses` is no tensor of floating point numbers.
     """
