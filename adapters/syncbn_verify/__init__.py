@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from itertools import chain
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncbn_core.errors import ArgumentError
-from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import scripted_batch_norm
 from syncbn_torch.data_parallel.pytrees import SIMPLE_TYPES, Tree, tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.split import BatchSizes, to_device
+from syncbn_torch.inplace import InPlaceABNSync
 from syncbn_verify.comparison import (
     Tolerance,
     difference,
@@ -29,6 +30,7 @@ from syncbn_verify.comparison import (
     tolerance,
 )
 from syncbn_verify.copies import (
+    SYNCHRONIZED,
     Arguments,
     arguments_of,
     converted,
@@ -50,6 +52,8 @@ from syncbn_verify.steps import (
     split_step,
     whole_step,
 )
+
+LOGGER = logging.getLogger("syncbn")
 
 __all__ = ["Conclusion", "LayerReport", "SyncReport", "Verdict", "verify_sync"]
 
@@ -124,7 +128,7 @@ def _description(model: nn.Module, batch: Any) -> list[str]:
     lines = []
     for module, name in modules_of(model).items():
         text = f"{name or 'the model'}: {'training' if module.training else 'eval'} mode"
-        if isinstance(module, _SynchronizedBatchNorm):
+        if isinstance(module, SYNCHRONIZED):
             text += f", {module!r}, {module.effective_eps_mode}"
         lines.append(text)
         tensors = chain(module.named_parameters("", False), module.named_buffers("", False))
@@ -164,6 +168,7 @@ def _report(
             f"expected a batch of at least {group.size} samples, got {sum(division.sizes)}; "
             "pass the whole batch"
         )
+    LOGGER.info("syncbn verify: the step of the undivided batch")
     try:
         whole = group.together(
             lambda: whole_step(duplicate(base), _again(arguments), loss),
@@ -184,14 +189,24 @@ def _report(
         "a model that takes the undivided batch twice",
     )
     layers = norm_layers(base)
+    LOGGER.info("syncbn verify: the step in %s %s", len(division.parts), group.kind)
     wrong = group.wrong_groups(layers)
-    if wrong:
+    in_place = [n for n, x in layers.items() if isinstance(x, InPlaceABNSync) and x.training]
+    unable = (
+        f"the step in replicas, which can't synchronize InPlaceABNSync ({', '.join(in_place)}); "
+        "check the model over processes: torchrun --nproc-per-node 2 -m syncbn_torch verify"
+    )
+    unable = unable if in_place and not isinstance(group, Ranks) else ""
+    if wrong or unable:
         waiting = "it was not run, because layers would wait for ranks that take no part in it."
-        split = Split(lambda name: [[] for _ in range(group.size)], error=waiting)
+        split = Split(lambda name: [[] for _ in range(group.size)], error=unable or waiting)
     else:
         split = split_step(duplicate(base), division, whole, loss, group)
+    LOGGER.info("syncbn verify: each layer by itself")
     judged, first = _judged(base, whole, split, wrong, allowed)
     missing = list(whole.hidden)
+    if unable:
+        missing.append(unable)
     figures: list[float | None] = [None, None, None]
     if math.isinf(allowed.model):
         missing.append(f"the whole model: in {_short(own)} only its layers are judged")
@@ -207,6 +222,13 @@ def _report(
     if not whole.differentiable and any(p.requires_grad for p in base.parameters()):
         missing.append("the gradients: nothing that the model (or loss) returned has any")
     differs = any(figure is not None and figure > allowed.model for figure in figures)
+    constant = _constant_input(whole, torch.finfo(own).eps)
+    if differs and constant and all(layer.ok for layer in judged):
+        missing.append(
+            f"the whole model: the input of {constant} has channels of one value, so their "
+            "variance is 0, and all behind them is rounding. Use a batch of random values"
+        )
+        figures, differs = [None, None, None], False
     judged += [
         judge_scripted(name, module, _tracked(name, module, split), split.error, differs)
         for module, name in modules_of(base).items()
@@ -224,7 +246,7 @@ def _report(
         tolerance=allowed.model,
         not_compared=tuple(missing),
         first=first,
-        error=split.error,
+        error="" if unable else split.error,
         notes=tuple(notes),
     )
 
@@ -334,6 +356,15 @@ def _differences(
         missing.append(f"{', '.join(nan[:2])}{rest} (NaN in both steps)")
     known = [figure for figure in buffers if figure is not None]
     return [max(outputs, default=None), gradients, max(known, default=None)]
+
+
+def _constant_input(whole: Whole, eps: float) -> str:
+    """The first layer whose undivided input has a channel of one value; not 0, which is exact."""
+    for name, (calls,) in whole.inputs.items():
+        for mean, std in (call.x for call in calls if call.x is not None):
+            if ((mean != 0) & (std <= 100 * eps * mean.abs())).any():
+                return name
+    return ""
 
 
 def _of_layer(name: str, buffers: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -109,11 +111,15 @@ def _verify(path: str, replicas: int | None, dtype: str) -> int:
     made = group.together(factory, f"{path} to return")
     if not (isinstance(made, tuple) and len(made) == 2):
         raise ArgumentError(f"expected {path} to return (model, batch), got {type(made).__name__}")
+    if not dist.is_initialized() or dist.get_rank() == 0:  # the steps, as they begin
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("syncbn").setLevel(logging.INFO)
     chosen = None if dtype == "own" else getattr(torch, dtype)
     process_group = dist.group.WORLD if world > 1 else None  # refused beside --replicas
     report = verify_sync(*made, replicas, process_group=process_group, dtype=chosen)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(report, flush=True)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        print(report.text(width), flush=True)
     if begun:
         dist.destroy_process_group()
     return _STATUS[report.conclusion]

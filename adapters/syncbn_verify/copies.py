@@ -21,13 +21,15 @@ from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
-from syncbn_torch.conversion.registry import origins
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted
 from syncbn_torch.data_parallel.pytrees import Tree
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
+from syncbn_torch.inplace import InPlaceABNSync
+from syncbn_torch.masks import checked_mask
 
 __all__ = [
+    "SYNCHRONIZED",
     "Arguments",
     "alone",
     "arguments_of",
@@ -41,6 +43,8 @@ __all__ = [
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+SYNCHRONIZED = (_SynchronizedBatchNorm, InPlaceABNSync)  # our layers with a process_group
 
 # Attributes with a probability; `p` is one only in classes of the kinds below.
 _PROBABILITIES = ("drop_prob", "drop_rate", "dropout", "dropout_p", "dropout_prob", "drop_path")
@@ -168,7 +172,7 @@ def converted(
 class _Undivided(nn.SyncBatchNorm):
     """Torch's batch norm for inputs of any rank, without communication."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         layer = self
         if backward_task() != -1:  # a checkpoint computes again, and must not track again
             layer = copy.copy(self)
@@ -176,25 +180,27 @@ class _Undivided(nn.SyncBatchNorm):
                 name: None if buffer is None else buffer.clone()
                 for name, buffer in self._buffers.items()
             }
-        return _BatchNorm.forward(layer, input)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass
+        if mask is None:
+            return _BatchNorm.forward(layer, input)
+        valid = checked_mask(mask, input).expand(len(input), 1, *input.shape[2:])[:, 0]
+        columns = input.movedim(1, -1)
+        y = torch.zeros_like(columns)
+        y[valid] = _BatchNorm.forward(layer, columns[valid])
+        return y.movedim(-1, 1)
 
 
 def alone(model: nn.Module) -> nn.Module:
-    """The same model, a copy, with layers that compute with torch's kernel over what they get.
+    """The same model, a copy, whose layers compute over what they get, and send nothing.
 
-    Layers that torch does not have (eps_mode="clamp", an activation, subclasses) compute in a
-    group of one.
+    By torch's kernel, but for what it does not have: eps_mode="clamp", activations, and classes
+    with a forward of their own compute in a group of one.
     """
     for layer in norm_layers(model).values():
         kind = type(layer)
-        if isinstance(layer, _SynchronizedBatchNorm):
-            if kind in origins and layer._extra_setting is None:
-                layer.__class__ = _Undivided  # type: ignore[assignment]
-            else:
-                layer.process_group = SingleCommunicator()
+        if isinstance(layer, SYNCHRONIZED):
+            layer.process_group = SingleCommunicator()
+            if kind.forward is _SynchronizedBatchNorm.forward and layer._extra_setting is None:
+                layer.__class__ = type(kind.__name__, (_Undivided, kind), {})
         elif kind is nn.SyncBatchNorm:
             layer.__class__ = _Undivided
         elif isinstance(layer, nn.SyncBatchNorm):  # a subclass, which keeps its own forward

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from syncbn_torch._torch_private import backward_task
-from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.conversion.convert import convert_model
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.pytrees import SIMPLE_TYPES
 from syncbn_verify.comparison import difference, joined_values, largest, moments, tolerance
-from syncbn_verify.copies import alone, duplicate
+from syncbn_verify.copies import SYNCHRONIZED, alone, duplicate
 from syncbn_verify.report import LayerReport, Verdict
 
 __all__ = ["Call", "Calls", "judge_layer", "judge_scripted", "record"]
@@ -100,12 +99,12 @@ def _recording(
             for key, value in vars(self).items()
             if type(value) in SIMPLE_TYPES and not key.startswith("_") and key != "process_group"
         }
-        x = args[0].view_as(args[0])  # so that its gradient is that of this call alone
+        x = args[0].clone()  # so that its gradient is that of this call alone
+        if x.requires_grad:
+            x.register_hook(partial(setattr, call, "dx"))  # first: the layer may overwrite x
         y = run(x, *args[1:], **kwargs)
         if isinstance(y, Tensor):
             call.y = _kept(y)
-            if x.requires_grad:
-                x.register_hook(partial(setattr, call, "dx"))
             if y.grad_fn is not None:
                 # what the layer gets in the end: hooks of the user may change the gradient before
                 y.grad_fn.register_prehook(partial(_keep_gradient, call, y.output_nr))
@@ -183,7 +182,7 @@ def judge_layer(
         return replace(report, verdict="not synchronized", reason=_why_not(layer, registered))
     if not unable and any(call.y is not None and call.y.isnan().any() for call in flat):
         unable = "some of its results are NaN. Use a batch and parameters without NaN"
-    known = isinstance(layer, (_SynchronizedBatchNorm, nn.SyncBatchNorm))
+    known = isinstance(layer, (*SYNCHRONIZED, nn.SyncBatchNorm))
     if not unable and not known and _same_moments(calls):
         unable = (
             "all parts of the batch have the same statistics here, so nothing can be said about "
@@ -205,13 +204,14 @@ def _compared(
         x = joined_values([c.x for c in own if c.x is not None]).to(home).requires_grad_()
         y = _called(one, own, x)
         actual = joined_values([c.y for c in own if c.y is not None])
-        output.append(difference(actual, y, allowed.floor))
+        floor = max(allowed.floor, _rounding(layer, x) / allowed.layer)
+        output.append(difference(actual, y, floor))
         dxs = [c.dx for c in own if c.dx is not None]
         if y.requires_grad and len(dxs) == len(own):
             dys = [torch.zeros_like(c.y) if c.dy is None else c.dy for c in own]
             (dx,) = torch.autograd.grad(y, x, joined_values(dys).to(home), allow_unused=True)
             dx = torch.zeros_like(x) if dx is None else dx
-            gradients.append(difference(joined_values(dxs), dx, allowed.floor))
+            gradients.append(difference(joined_values(dxs), dx, floor))
     running = [largest(own, dict(one.named_buffers()), allowed.floor) for own in buffers]
     report = replace(
         report,
@@ -221,6 +221,14 @@ def _compared(
     )
     figures = (report.output, report.gradient, report.running)
     return report, all(figure is None or figure <= allowed.layer for figure in figures)
+
+
+def _rounding(layer: nn.Module, x: Tensor) -> float:
+    """The error that y may have: that of the mean of x, which small variances make large."""
+    mean, std = moments(x)
+    unit = min(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
+    shares = mean.abs() / (std.square() + getattr(layer, "eps", 0.0)).sqrt()
+    return 100 * unit * float(shares.max())
 
 
 def _called(layer: nn.Module, calls: Sequence[Call], x: Tensor) -> Tensor:
@@ -238,7 +246,8 @@ def _called(layer: nn.Module, calls: Sequence[Call], x: Tensor) -> Tensor:
 
     more = [joint(values) for values in zip(*[call.more for call in calls], strict=True)]
     named = {name: joint([call.named[name] for call in calls]) for name in first.named}
-    y: Tensor = type(layer).forward(layer, x, *more, **named)
+    # a clone: the layer may overwrite its input
+    y: Tensor = type(layer).forward(layer, x.clone(), *more, **named)
     return y
 
 
@@ -250,7 +259,7 @@ def _same_moments(calls: Calls) -> bool:
 
 def _why_not(layer: nn.Module, registered: bool) -> str:
     kind = type(layer).__name__
-    if isinstance(layer, _SynchronizedBatchNorm):
+    if isinstance(layer, SYNCHRONIZED):
         if not layer.training:
             return (
                 "in eval mode without running statistics it uses the batch of each rank. Keep "

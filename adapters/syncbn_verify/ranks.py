@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from syncbn_core.comm import CollectiveCall, Communicator
 from syncbn_core.errors import ArgumentError, CommError, ProtocolError
-from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.process_group import communicator_for, group_of
+from syncbn_verify.copies import SYNCHRONIZED
 
 __all__ = ["Alone", "Ranks", "first_line"]
 
@@ -141,7 +141,7 @@ class Ranks(Alone):
 
     def wrong_groups(self, layers: Mapping[str, nn.Module]) -> dict[str, str]:
         def groups() -> dict[str, tuple[str, str]]:
-            ours = {n: x for n, x in layers.items() if isinstance(x, _SynchronizedBatchNorm)}
+            ours = {n: x for n, x in layers.items() if isinstance(x, SYNCHRONIZED)}
             return {name: self._group_of(layer.process_group) for name, layer in ours.items()}
 
         wrong: dict[str, str] = {}
@@ -176,7 +176,7 @@ class Ranks(Alone):
     def watch(self, layers: Mapping[str, nn.Module]) -> None:
         """Let layers compare their calls on all ranks before they exchange anything."""
         for name, layer in layers.items():
-            if isinstance(layer, _SynchronizedBatchNorm):
+            if isinstance(layer, SYNCHRONIZED):
                 inner = communicator_for(layer.process_group)
                 if inner is not None:
                     layer.process_group = _Watched(inner, self, name)

@@ -120,19 +120,27 @@ class SyncReport:
             raise StateError(str(self))
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = 0) -> str:
+        """The table and the conclusion; a table wider than `width` loses classes, then names."""
         sizes = " + ".join(map(str, self.sizes))
         head = f"{self.parts} with {sizes} samples, {self.dtype}"
-        return "\n".join([head, "", *self._table(), "", *self._conclusion()])
+        return "\n".join([head, "", *self._table(width), "", *self._conclusion()])
 
-    def _table(self) -> list[str]:
+    def _table(self, width: int) -> list[str]:
         columns = ("layer", "class", "calls", "verdict", "output", "gradient", "running")
         whole = ("(the whole model)", "", "", "", self.output, self.gradient, self.buffer)
         rows = [columns, *map(_row, self.layers), (*whole[:4], *map(_figure, whole[4:]))]
-        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        texts, spare = 4, width - sum(_widths(rows)) - 12
+        if width and spare < 0:
+            texts, spare = 3, spare + _widths(rows)[1] + 2
+            longest = max(len("(the whole model)"), _widths(rows)[0] + min(spare, 0))
+            rows = [(_end_of(name, longest), *rest) for name, _, *rest in rows]
         lines = [
             "  ".join(
-                cell.ljust(width) if column < 4 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+                cell.ljust(size) if column < texts else cell.rjust(size)
+                for column, (cell, size) in enumerate(zip(row, _widths(rows), strict=True))
             ).rstrip()
             for row in rows
         ]
@@ -170,6 +178,14 @@ class SyncReport:
         eval_mode = [layer for layer in self.layers if layer.verdict == "eval mode"]
         said += [f"Note: {text.removeprefix('- ')}" for text in _reasons(eval_mode)]
         return said + [f"Note: {note}" for note in self.notes]
+
+
+def _widths(rows: Iterable[Iterable[str]]) -> list[int]:
+    return [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+
+
+def _end_of(name: str, size: int) -> str:
+    return name if len(name) <= size else f"...{name[3 - size :]}"
 
 
 def _row(layer: LayerReport) -> tuple[str, ...]:

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import CommError
-from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.data_parallel.pytrees import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.split import BatchSizes
 from syncbn_torch.data_parallel.split import split as split_arguments
 from syncbn_verify.comparison import Tolerance, difference, pieces, tensors_of_output
-from syncbn_verify.copies import Arguments, alone, norm_layers, seed_everything
+from syncbn_verify.copies import SYNCHRONIZED, Arguments, alone, norm_layers, seed_everything
 from syncbn_verify.layers import Call, record
 from syncbn_verify.ranks import Alone, Ranks
 
@@ -140,7 +139,7 @@ def _over_replicas(model: nn.Module, division: Division, whole: Whole, loss: Los
     parts, sizes = division
     layers = norm_layers(model)
     for layer in layers.values():
-        if isinstance(layer, _SynchronizedBatchNorm):
+        if isinstance(layer, SYNCHRONIZED):
             layer.process_group = SingleCommunicator()  # no other process takes part
     split = Split(record(layers, len(parts)).__getitem__)
     try:

@@ -90,9 +90,9 @@ def called(
 
 
 def told(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What is on stderr, except that kernels are compiled."""
-    lines = done.stderr.splitlines()
-    return [line for line in lines if not line.startswith("syncbn compiles CPU kernels")]
+    """What is on stderr, except that kernels are compiled and which step begins."""
+    usual = ("syncbn compiles CPU kernels", "syncbn verify: ")
+    return [line for line in done.stderr.splitlines() if not line.startswith(usual)]
 
 
 def test_the_status_is_0_for_a_right_model_and_the_table_is_printed(tmp_path: Path) -> None:
@@ -100,6 +100,7 @@ def test_the_status_is_0_for_a_right_model_and_the_table_is_printed(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 replicas with 1 + 1 + 1 + 1 samples, float64\n")
     assert "OK: 1 layer gives the results of the undivided batch" in done.stdout
+    assert "syncbn verify: the step in 4 replicas" in done.stderr
     assert not told(done)
 
 

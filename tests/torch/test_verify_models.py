@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from syncbn_torch import (
     DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SyncReport,
     convert_model,
+    freeze,
+    mask_of_lengths,
+    register_conversion,
     verify_sync,
 )
+from syncbn_torch.inplace import InPlaceABN, InPlaceABNSync
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit"),  # deprecated
@@ -192,14 +199,64 @@ class UsesConditional(Block):
 
 
 class Activated(nn.BatchNorm2d):
+    """The model uses the activation."""
+
     act = nn.SiLU()
+
+
+class UsesActivated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = Activated(3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn.act(self.bn(x))
+
+
+class Fused(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class SynchronizedFused(Fused, SynchronizedBatchNorm2d):
+    pass
+
+
+register_conversion(Fused, SynchronizedFused)
+
+
+class Masked(nn.Module):
+    """Two layers, whose padding holds NaN and large numbers."""
+
+    def __init__(self, activation: str | None = None) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(3, activation=activation)
+        self.conv, self.bn2 = nn.Conv1d(3, 3, 3, padding=1), SynchronizedBatchNorm1d(3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        mask = mask_of_lengths(lengths, x.shape[2])
+        return self.bn2(self.conv(self.bn(x, mask)), mask=mask[:, None])
+
+
+LENGTHS = torch.tensor([8, 3, 0, 5, 1, 8])
+PADDED = X[..., 0].masked_fill(~mask_of_lengths(LENGTHS, 8)[:, None], float("nan"))
+
+
+def between(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 3, 3), layer, nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+
+def frozen() -> nn.Module:
+    model = convert_model(between(nn.BatchNorm2d(3)))
+    freeze(model[1])
+    return model
 
 
 def scripted(module: nn.Module) -> Any:
     return torch.jit.script(module)
 
 
-RIGHT: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "residual": (lambda: nn.Sequential(Block(), nn.MaxPool2d(2), Block()), X),
     "recurrent": (Recurrent, X),
     "outputs": (Many, X),
@@ -222,14 +279,20 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "weight standardization": (lambda: nn.Sequential(Standardized(3, 3, 1), Block()), X),
     "norm of samples": (lambda: nn.Sequential(Block(), OfEachSample()), X),
     "more arguments": (UsesConditional, X),
-    "activation": (lambda: nn.Sequential(Activated(3), Block()), X),
+    "activation beside": (lambda: nn.Sequential(UsesActivated(), Block()), X),
+    "registered": (lambda: between(Fused(3)), X),
+    "mask": (Masked, (PADDED, LENGTHS)),
+    "mask and activation": (lambda: Masked("silu"), (PADDED, LENGTHS)),
+    "activation": (lambda: between(SynchronizedBatchNorm2d(3, activation="leaky_relu")), X),
+    "clamp": (lambda: between(SynchronizedBatchNorm2d(3, eps_mode="clamp")), X),
+    "frozen": (frozen, X),
     "scripted": (lambda: nn.Sequential(scripted(nn.Conv2d(3, 3, 1)), nn.BatchNorm2d(3)), X),
     "scripted dropout": (lambda: nn.Sequential(scripted(nn.Dropout()), nn.BatchNorm2d(3)), X),
     "scripted in eval": (lambda: nn.Sequential(scripted(nn.BatchNorm2d(3)).eval(), Block()), X),
 }
 
 
-def checked(model: nn.Module, x: Tensor = X, replicas: int = 2) -> SyncReport:
+def checked(model: nn.Module, x: Any = X, replicas: int = 2) -> SyncReport:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layers that can't be converted
         return verify_sync(convert_model(model), x, replicas)
@@ -237,11 +300,37 @@ def checked(model: nn.Module, x: Tensor = X, replicas: int = 2) -> SyncReport:
 
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize(("make", "x"), RIGHT.values(), ids=RIGHT.keys())
-def test_a_right_model_is_not_accused(
-    make: Callable[[], nn.Module], x: Tensor, replicas: int
-) -> None:
+def test_a_right_model_is_not_accused(make: Callable[[], nn.Module], x: Any, replicas: int) -> None:
     report = checked(make(), x, replicas)
     assert report.conclusion == "ok", report
+
+
+@pytest.mark.parametrize("value", [1.0, 0.37, 1e5])
+def test_constant_input_is_told_from_a_model_that_mixes_samples(value: float) -> None:
+    """Rounding decides what is behind such a layer, and switches ReLUs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    report = checked(model, torch.full_like(X, value))
+    assert report.conclusion == "incomplete", report
+    assert "the input of 1 has channels of one value" in str(report)
+
+
+def test_layers_that_work_in_place_are_judged_and_need_processes() -> None:
+    report = checked(between(InPlaceABNSync(3)))
+    assert report.conclusion == "incomplete", report
+    assert "replicas, which can't synchronize InPlaceABNSync (1); check the model" in str(report)
+    model = between(InPlaceABN(3))
+    verdicts = {x.name: x.verdict for x in checked(model).layers}
+    assert verdicts == {"1": "not synchronized", "3": "ok"}
+
+
+def test_a_narrow_terminal_gets_a_narrow_table() -> None:
+    report = checked(nn.Sequential(OrderedDict(the_encoder_of_the_left_images=Block())))
+    assert "SynchronizedBatchNorm2d" in str(report)
+    table, _, _ = report.text(72).partition("(the whole model)")
+    assert max(map(len, table.splitlines())) == 72
+    assert "Synchronized" not in table
+    assert re.search(r"\n\.\.\.\w*left_images.bn2  ", table)
 
 
 # -------------------------------------------------------------------------- what is not compared

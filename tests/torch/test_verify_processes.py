@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from syncbn_torch import (
     create_syncbn_process_group,
     verify_sync,
 )
+from syncbn_torch.inplace import ABN, InPlaceABNSync
 
 
 def sync_net(kind: type[Net] = Net) -> Any:
@@ -185,6 +188,27 @@ def test_a_right_model_that_changes_its_layers_is_not_accused(rank: int, size: i
     model.bn.register_forward_hook(lambda layer, args, y: 2 * y)
     report = checked(model, batch(6))
     assert report.conclusion == "ok", report
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm2d(3, activation="silu")
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        return self.bn(x, mask=mask)
+
+
+@on_ranks(2)
+def test_masks_and_layers_that_work_in_place_are_judged(rank: int, size: int) -> None:
+    mask = torch.arange(6) < torch.tensor([6, 0, 3, 1, 5])[:, None, None]
+    report = checked(Masked(), (batch(), mask))
+    assert report.ok, report
+    layers = [nn.Conv2d(3, 4, 3), InPlaceABNSync(4), nn.Conv2d(4, 4, 3), ABN(4), nn.Conv2d(4, 4, 1)]
+    report = checked(nn.Sequential(*layers), batch())
+    assert verdicts(report) == {"1": "ok", "3": "not synchronized"}, report
+    report = checked(nn.Sequential(*layers[:3]), batch())
+    assert report.ok, report
 
 
 class Functional(Net):
@@ -403,12 +427,8 @@ def test_the_command_checks_over_the_processes_of_torchrun(rank: int, size: int)
     from syncbn_verify.command import main
 
     os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank)}
-    stdout, kept = os.dup(1), open(os.path.join(os.environ["FOLDER"], f"out{rank}"), "w+")  # noqa: SIM115
-    os.dup2(kept.fileno(), 1)
-    try:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
         assert main(["verify", f"{__name__}:factory"]) == 0
-    finally:
-        os.dup2(stdout, 1)
-    kept.seek(0)
-    printed = kept.read()
-    assert ("OK: 3 layers" in printed) is (rank == 0), printed
+    for printed, words in ((out, "OK: 3 layers"), (err, "the step in 2 ranks")):
+        assert (words in printed.getvalue()) is (rank == 0), printed.getvalue()

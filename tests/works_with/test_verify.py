@@ -1,6 +1,14 @@
 """`verify_sync` on models of other libraries."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
+import test_detection
+import test_smp
+import test_timm
+import test_transformers
 import torch
 from harness import record
 from torch import nn
@@ -43,13 +51,37 @@ def test_drop_path_and_dropout_of_timm_are_switched_off() -> None:
     note("timm", "resnet18, drop_path (verify_sync)", report)
 
 
-def test_every_layer_of_timm_that_does_not_synchronize_is_named() -> None:
-    model = timm.create_model("efficientnet_b0", num_classes=10, drop_path_rate=0.3)
-    report = verify_sync(model, torch.randn(4, 3, 32, 32))
-    assert not report.not_compared
-    assert len(report.layers) == len(report.faulty) == 49
-    assert {layer.kind for layer in report.faulty} == {"BatchNormAct2d"}
-    assert all(layer.output is not None and layer.output > 1e-3 for layer in report.faulty)
+Made = tuple[nn.Module, Any]  # a model and its batch
+
+
+def made_by_timm(name: str) -> Made:
+    return test_timm.built(name), test_timm.images(test_timm.FAMILIES[name])
+
+
+def made_by_smp(decoder: str, encoder: str, side: int) -> Made:
+    return test_smp.built(decoder, encoder), torch.randn(4, 3, side, side)
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    **{name: partial(made_by_timm, name) for name in test_timm.FAMILIES},
+    **{f"{model[0]} on {model[1]}": partial(made_by_smp, *model) for model in test_smp.MODELS},
+    **{make.__name__: make for make in test_transformers.MODELS},
+    "fasterrcnn": lambda: (test_detection.model(), test_detection.samples(4)),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_a_converted_model_is_right_and_each_layer_of_one_that_is_not_is_named(
+    make: Callable[[], Made],
+) -> None:
+    model, batch = make()
+    sizes: Any = "even" if isinstance(batch, tuple) else None  # lists of images and targets
+    report = verify_sync(model, batch, batch_sizes=sizes)
+    assert all(x.verdict in ("not synchronized", "not called") for x in report.layers), report
+    assert report.faulty
+    report = verify_sync(convert_model(model), batch, batch_sizes=sizes)
+    assert report.ok, report
 
 
 def test_stochastic_depth_of_torchvision_is_switched_off() -> None:
