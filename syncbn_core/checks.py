@@ -65,7 +65,7 @@ def check_momentum(momentum: float | None) -> float | None:
 
 
 def check_activation(activation: str | None, negative_slope: float) -> tuple[str | None, float]:
-    """Both; raises `ArgumentError` for an unknown activation or a slope that is not >= 0."""
+    """Both; raises `ArgumentError` for an unknown activation, a slope < 0 or one without use."""
     if activation not in ACTIVATIONS:
         raise ArgumentError(
             f"expected activation to be one of {', '.join(map(str, ACTIVATIONS))}, got "
@@ -73,6 +73,11 @@ def check_activation(activation: str | None, negative_slope: float) -> tuple[str
         )
     if not (isinstance(negative_slope, Real) and 0 <= negative_slope < math.inf):
         raise ArgumentError(f"expected a finite negative_slope >= 0, got {negative_slope!r}")
+    if activation != "leaky_relu" and negative_slope != 0.01:
+        raise ArgumentError(
+            f'expected negative_slope for activation="leaky_relu" alone, got {negative_slope!r} '
+            f"for {activation!r}; leave it out"
+        )
     return activation, float(negative_slope)
 
 

@@ -55,9 +55,12 @@ def convert_model(model: Any, axis_name: Any = None) -> Any:
     """Make every `nnx.BatchNorm` in `model` one of ours, in place; returns `model`.
 
     Parameters, statistics and the layers themselves stay. `axis_name`: for all of them, unless
-    None. Subclasses of `nnx.BatchNorm` stay as they are, with a warning that names them.
+    None. Subclasses of `nnx.BatchNorm` stay as they are, with a warning that names them; another
+    warning says that `model` has no batch norm layer.
     """
+    found = False
     for path, layer in nnx.iter_graph(model):
+        found = found or isinstance(layer, nnx.BatchNorm)
         if type(layer) in (nnx.BatchNorm, BatchNorm):
             layer.__class__ = BatchNorm
             layer.axis_name = layer.axis_name if axis_name is None else axis_name
@@ -65,6 +68,8 @@ def convert_model(model: Any, axis_name: Any = None) -> Any:
             name = ".".join(map(str, path))
             message = f"{name} stays as it is: {type(layer).__name__} is a subclass"
             warnings.warn(message, stacklevel=2)
+    if not found:
+        warnings.warn(f"convert_model found no BatchNorm in {type(model).__name__}", stacklevel=2)
     return model
 
 

@@ -16,6 +16,8 @@ Where the node computes, one of these implementations does:
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -88,6 +90,8 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
     processes = None
     if layer.training and (layer.process_group is not None or _has_world()):
         processes = processes_of(layer, x)
+    elif layer.training:
+        _warn_of_no_world()
     if layer._replica_sync is not None or processes is not None or mask is not None:
         return _by_node(layer, x, processes, mask)
     clamps = layer.effective_eps_mode == "clamp"
@@ -98,6 +102,14 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
     if unusual and not _updates(layer, tracks):
         return activated(_recomputed(layer, x), layer._activation)
     return activated(_torch_forward(layer, x), layer._activation)
+
+
+@cache
+def _warn_of_no_world() -> None:
+    """Say once, on rank 0, that processes of torchrun are not connected."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") == "0":
+        text = "there are several processes (WORLD_SIZE), but nothing is synchronized over them"
+        warnings.warn(f"{text}; call torch.distributed.init_process_group() before", stacklevel=2)
 
 
 def _recomputed(layer: LayerState, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from syncbn_core.errors import StateError
 from syncbn_torch.batchnorm import SynchronizedBatchNorm2d
 from syncbn_torch.conversion.registry import register_conversion
 from syncbn_torch.conversion.replacement import modules_of
+from syncbn_torch.conversion.rules import convertible
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import name_of
 
@@ -23,9 +25,18 @@ def freeze(model: nn.Module, affine: bool = False) -> None:
     and send nothing. `affine`: also stop the gradients of weight and bias. Copies and pickles stay
     frozen; a state dictionary does not record it. Freeze the layers of all processes alike.
 
-    Raises `StateError`, with nothing changed, for a layer without running statistics.
+    Raises `StateError`, with nothing changed, for a layer without running statistics, and for
+    layers of torch, which `convert_model` has to convert before.
     """
-    layers = _layers(model)
+    layers, plain = _layers(model), convertible(model)
+    if plain:
+        raise StateError(
+            f"expected synchronized layers, got {len(plain)} that are not, the first of them "
+            f"{next(iter(plain.values())) or 'the model'}; call convert_model before freeze"
+        )
+    if not layers:
+        text = f"freeze found no batch norm layer in {type(model).__name__}, so it changed nothing"
+        warnings.warn(text, UserWarning, stacklevel=2)
     for layer in layers:
         if layer.running_mean is None or layer.running_var is None:
             raise StateError(

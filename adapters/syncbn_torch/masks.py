@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from syncbn_core import masks
 from syncbn_core.backends.plain import column
-from syncbn_core.errors import DeviceError, DTypeError
+from syncbn_core.errors import ArgumentError, DeviceError, DTypeError
 from syncbn_torch.backends import plain
 
 __all__ = ["Valid", "checked_mask", "filled", "mask_of_lengths", "zeroed"]
@@ -17,9 +18,21 @@ __all__ = ["Valid", "checked_mask", "filled", "mask_of_lengths", "zeroed"]
 Valid = tuple[Any, Tensor]  # how many values per channel, and K `(C,)` in all other places
 
 
-def mask_of_lengths(lengths: Tensor, size: int) -> Tensor:
-    """`(N, size)` bool: True in the first `lengths[n]` places of each sample; `lengths`: (N,)."""
-    return torch.arange(size, device=lengths.device) < lengths[:, None]
+def mask_of_lengths(lengths: Tensor | Sequence[int], size: int) -> Tensor:
+    """`(N, size)` bool: True in the first `lengths[n]` places of each sample.
+
+    `lengths`: (N,), a tensor or a list. Raises `ArgumentError` for lengths that are not from 0 to
+    `size`; those on a GPU and in a graph are not looked at, which would make the host wait.
+    """
+    given = torch.as_tensor(lengths)
+    if given.is_cpu and not torch.compiler.is_compiling():
+        wrong = given[(given < 0) | (given > size)].tolist()
+        if wrong:
+            raise ArgumentError(
+                f"expected lengths from 0 to {size}, got {wrong[0]}; they count places of x, such "
+                "as frames, not samples"
+            )
+    return torch.arange(size, device=given.device) < given[:, None]
 
 
 def checked_mask(mask: Tensor, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn_core.comm import SingleCommunicator
+from syncbn_core.errors import BatchSizeError
 from syncbn_core.moments import Moments, merged, require_more_than_one_value
+from syncbn_torch.conversion.convert import convert_model
 from syncbn_torch.conversion.replacement import modules_of
+from syncbn_torch.conversion.rules import convertible
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.processes import processes_of
 
@@ -34,22 +38,49 @@ class _Population(SingleCommunicator):
         return values[None]
 
 
-def update_bn_stats(model: nn.Module, loader: Iterable[Any], device: Any = None) -> None:
+def update_bn_stats(
+    model: nn.Module,
+    loader: Iterable[Any],
+    device: Any = None,
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> None:
     """Set running statistics to those of all batches of `loader`, of all processes together.
 
     Runs `model` in training mode without gradients, on each batch, or its first element if it is a
-    list or tuple, moved to `device` if that is given. Each layer normalizes by the batch of its own
-    process, so the processes may have loaders of unlike lengths. Mean and variance are merged
-    exactly: batches count by their sizes. Every process has to call it, with the same model.
+    list or tuple, moved to `device` if that is given. Or it calls `forward(model, batch)`, for a
+    model that takes more: `lambda model, batch: model(batch["x"], batch["lengths"])`. Each layer
+    normalizes by the batch of its own process, so the processes may have loaders of unlike lengths.
+    Mean and variance are merged exactly: batches count by their sizes. Every process has to call
+    it, with the same model.
 
-    For the synchronized layers that keep running statistics and are not frozen; other modules see
-    a step of training. Raises `BatchSizeError`, with nothing changed, where a layer has seen one
-    value per channel in all; a layer that has seen none keeps its statistics.
+    For the layers that keep running statistics and are not frozen, ours and those of torch that
+    `convert_model` knows; other modules see a step of training. Raises `BatchSizeError`, with
+    nothing changed, if no process has a batch, or if a layer has seen one value per channel in
+    all; a layer that has seen none keeps its statistics.
 
     "Precise BN" of Wu and Johnson, "Rethinking 'Batch' in BatchNorm" (arXiv:2105.07576).
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module  # whose own forward waits for the other processes
+    plain = [(layer, type(layer), set(vars(layer))) for layer in convertible(model)]
+    try:
+        for layer, _, _ in plain:
+            vars(convert_model(layer))["eps_mode"] = "plus"
+        _update(model, loader, forward or partial(_forward_of_first, device))
+    finally:
+        for layer, kind, attributes in plain:
+            layer.__class__ = kind
+            for name in vars(layer).keys() - attributes:
+                del vars(layer)[name]
+
+
+def _forward_of_first(device: Any, model: nn.Module, batch: Any) -> None:
+    x = batch[0] if isinstance(batch, list | tuple) else batch
+    model(x if device is None else x.to(device))
+
+
+def _update(model: nn.Module, loader: Iterable[Any], forward: Callable[..., Any]) -> None:
     layers = [m for m in modules_of(model) if isinstance(m, LayerState) and _updates(m)]
     modes = [(module, module.training) for module in model.modules()]
     groups = [layer.process_group for layer in layers]
@@ -60,14 +91,18 @@ def update_bn_stats(model: nn.Module, loader: Iterable[Any], device: Any = None)
             layer.process_group, layer.track_running_stats = population, False
         with torch.no_grad():
             for batch in loader:
-                x = batch[0] if isinstance(batch, list | tuple) else batch
-                model(x if device is None else x.to(device))
+                forward(model, batch)
     finally:
         for layer, group in zip(layers, groups, strict=True):
             layer.process_group, layer.track_running_stats = group, True
         for module, mode in modes:
             module.training = mode
     totals = [_of_all_processes(*each) for each in zip(layers, found, strict=True)]
+    if totals and not any(total.count for total in totals):
+        raise BatchSizeError(
+            "expected batches with samples, got none in any process; is the loader an iterator "
+            "that was used up before?"
+        )
     for total in totals:
         require_more_than_one_value(total.count)
     with torch.no_grad():

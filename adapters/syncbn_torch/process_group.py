@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn_core.comm import CollectiveCall, Communicator, ProcessCommunicator
+from syncbn_core.comm import (
+    CollectiveCall,
+    Communicator,
+    ProcessCommunicator,
+    SingleCommunicator,
+)
 from syncbn_core.comm.message_arrays import HostCopy, register_arrays
 from syncbn_core.comm.process_group import describe_other_ranks, grace_after, reports_of_others
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
@@ -230,7 +235,7 @@ def communicator_for(process_group: Any) -> Communicator | None:
     else:
         kind: type = type(process_group)
         if _is_communicator(kind):
-            return process_group  # type: ignore[no-any-return]
+            return None if kind is SingleCommunicator else process_group
         group = group_of(process_group)
     if isinstance(group, int):  # this process is not a member
         return DistributedCommunicator(group)  # raises

@@ -26,7 +26,6 @@ from syncbn_torch.conversion.scripted import name_of_scripted
 from syncbn_torch.data_parallel.pytrees import Tree
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.inplace import InPlaceABNSync
-from syncbn_torch.masks import checked_mask
 
 __all__ = [
     "SYNCHRONIZED",
@@ -170,9 +169,9 @@ def converted(
 
 
 class _Undivided(nn.SyncBatchNorm):
-    """Torch's batch norm for inputs of any rank, without communication."""
+    """`nn.SyncBatchNorm` without communication."""
 
-    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         layer = self
         if backward_task() != -1:  # a checkpoint computes again, and must not track again
             layer = copy.copy(self)
@@ -180,27 +179,15 @@ class _Undivided(nn.SyncBatchNorm):
                 name: None if buffer is None else buffer.clone()
                 for name, buffer in self._buffers.items()
             }
-        if mask is None:
-            return _BatchNorm.forward(layer, input)
-        valid = checked_mask(mask, input).expand(len(input), 1, *input.shape[2:])[:, 0]
-        columns = input.movedim(1, -1)
-        y = torch.zeros_like(columns)
-        y[valid] = _BatchNorm.forward(layer, columns[valid])
-        return y.movedim(-1, 1)
+        return _BatchNorm.forward(layer, input)
 
 
 def alone(model: nn.Module) -> nn.Module:
-    """The same model, a copy, whose layers compute over what they get, and send nothing.
-
-    By torch's kernel, but for what it does not have: eps_mode="clamp", activations, and classes
-    with a forward of their own compute in a group of one.
-    """
+    """The same model, a copy, whose layers compute over what they get, and send nothing."""
     for layer in norm_layers(model).values():
         kind = type(layer)
         if isinstance(layer, SYNCHRONIZED):
             layer.process_group = SingleCommunicator()
-            if kind.forward is _SynchronizedBatchNorm.forward and layer._extra_setting is None:
-                layer.__class__ = type(kind.__name__, (_Undivided, kind), {})
         elif kind is nn.SyncBatchNorm:
             layer.__class__ = _Undivided
         elif isinstance(layer, nn.SyncBatchNorm):  # a subclass, which keeps its own forward

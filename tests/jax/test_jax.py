@@ -321,6 +321,11 @@ def test_converted_flax_model_trains_as_before_and_converts_back() -> None:
     np.testing.assert_array_equal(own(x), y)
 
 
+def test_a_model_without_batch_norm_is_said() -> None:
+    with pytest.warns(UserWarning, match="convert_model found no BatchNorm in Linear"):
+        convert_model(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
 def test_a_flag_of_numpy_means_training_too() -> None:
     x = batch(1e4)
     y = BatchNorm(4, rngs=nnx.Rngs(0))(x, use_running_average=np.False_)

@@ -39,7 +39,8 @@ def pair(name: str, shape: Any = (0, 5, 1, 1), **settings: Any) -> tuple[Any, nn
     twin = kind(shape[1], **settings).double()
     for parameter in twin.parameters():
         nn.init.normal_(parameter, std=2)
-    layer = SyncBatchNorm(shape[1], activation=name, negative_slope=0.1, **settings).double()
+    slope = {"negative_slope": 0.1} if name == "leaky_relu" else {}
+    layer = SyncBatchNorm(shape[1], activation=name, **slope, **settings).double()
     layer.load_state_dict(twin.state_dict())
     return layer, nn.Sequential(twin, copy.deepcopy(MODULES[name]))
 
@@ -150,6 +151,7 @@ def test_copies_and_a_subclass_that_holds_an_activation() -> None:
         ({"activation": nn.ReLU()}, "got ReLU"),
         ({"activation": "leaky_relu", "negative_slope": -1.0}, "negative_slope >= 0, got -1.0"),
         ({"activation": "leaky_relu", "negative_slope": "0.1"}, "negative_slope >= 0, got '0.1'"),
+        ({"activation": "relu", "negative_slope": 0.1}, "got 0.1 for 'relu'; leave it out"),
     ],
     ids=str,
 )

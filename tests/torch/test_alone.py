@@ -26,6 +26,7 @@ from syncbn_torch import (
     SyncBatchNorm,
     SynchronizedBatchNorm2d,
     convert_model,
+    forward,
 )
 
 CHANNELS = 4
@@ -311,7 +312,7 @@ USES: dict[str, Callable[[Any, Tensor], Any]] = {
     "torch.func.grad": functional_gradient,
     "functional_call": functional_call,
     "functional_call with a computed weight": functional_call_with_computed_weight,
-    "expanded dy": partial(swept_dy, make=lambda dy: torch.ones(()).expand_as(dy)),
+    "expanded dy": partial(swept_dy, make=lambda dy: dy[:1].expand_as(dy)),
     "channels_last dy": partial(swept_dy, make=lambda dy: dy.to(memory_format=torch.channels_last)),
     "negated dy": partial(swept_dy, make=negative),
     "dy of a subclass": partial(swept_dy, make=lambda dy: dy.as_subclass(Mine)),
@@ -431,6 +432,21 @@ def test_models_stacked_by_torch_func_run_under_vmap(device: str, train: bool) -
         y = vmap(lambda p, b: call_with(base, (p, b), (x,)))(parameters, buffers)  # noqa: B023
         results.append([y, *buffers.values()])
     assert all(map(torch.equal, *results))
+
+
+def test_processes_without_a_group_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun where the program forgets `init_process_group`."""
+    for rank, count in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        forward._warn_of_no_world.cache_clear()
+        layer = SyncBatchNorm(3)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for training in (False, True, True):
+                layer.train(training)(torch.randn(4, 3))
+        assert len(told) == count
+        assert all("call torch.distributed.init_process_group() before" in str(w) for w in told)
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE])

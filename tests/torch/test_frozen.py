@@ -92,6 +92,17 @@ def test_without_running_statistics_nothing_is_frozen() -> None:
     assert "frozen" not in repr(model)
 
 
+def test_layers_of_torch_are_refused_before_the_conversion() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3), SyncBatchNorm(3)))
+    with pytest.raises(StateError, match="got 2 that are not, the first of them 0; call convert_"):
+        freeze(model)
+    assert "frozen" not in repr(model)
+    freeze(convert_model(model))
+    assert repr(model).count("frozen") == 3
+    with pytest.warns(UserWarning, match="freeze found no batch norm layer in Linear"):
+        freeze(nn.Linear(2, 2))
+
+
 class Frozen(nn.Module):
     """As torchvision's and detectron2's."""
 

@@ -12,12 +12,28 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from world import close, on_ranks, raises, rows_of, whole_batch
 
-from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
+from syncbn_core.errors import (
+    ArgumentError,
+    BatchSizeError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    StateError,
+)
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm, mask_of_lengths
 
 
 class Own(Tensor):
     """A tensor that no kernel takes, so plain operations compute."""
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_lengths_that_do_not_fit_are_refused(kind: Any) -> None:
+    assert mask_of_lengths(kind([0, 2]), 2).tolist() == [[False, False], [True, True]]
+    assert mask_of_lengths(kind([]), 2).shape == (0, 2)
+    for lengths in ([1, 3], [-1, 2]):
+        with pytest.raises(ArgumentError, match=r"expected lengths from 0 to 2, got (3|-1);"):
+            mask_of_lengths(kind(lengths), 2)
 
 
 def layer_for(channels: int, **settings: Any) -> tuple[Any, Any]:

@@ -12,7 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from world import close, on_ranks
 
 from syncbn_core.errors import BatchSizeError
-from syncbn_torch import DataParallelWithCallback, convert_model, freeze, update_bn_stats
+from syncbn_torch import (
+    DataParallelWithCallback,
+    convert_model,
+    freeze,
+    revert_model,
+    set_sbn_eps_mode,
+    update_bn_stats,
+)
 
 
 def net() -> Any:
@@ -62,9 +69,38 @@ def test_one_process_and_replicas(training: bool) -> None:
     update_bn_stats(DataParallelWithCallback(other, replicas=2), pairs, device="cpu")
     check(other, wanted)
     freeze(model[1])
-    update_bn_stats(model, batches(3, seed=1))
+    update_bn_stats(model, batches(3, seed=1), forward=lambda model, x: model(x))
     close(model[1].running_mean, wanted[0][0])
     assert not torch.equal(model[3].running_mean, wanted[1][0])
+
+
+class WithLengths(nn.Sequential):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:  # type: ignore[override]
+        assert lengths.shape == (len(x),)
+        return super().forward(x)
+
+
+def test_layers_of_torch_and_models_that_take_more_than_x() -> None:
+    """As after Lightning's fit, which undoes the conversion."""
+    model = revert_model(WithLengths(*net()))
+    kinds, attributes = [type(m) for m in model], [vars(m).keys() for m in model]
+    loader = [{"x": x, "lengths": torch.ones(len(x))} for x in batches(5, 2)]
+    wanted = expected(model, [batch["x"] for batch in loader])
+    set_sbn_eps_mode("clamp")
+    try:
+        update_bn_stats(model, loader, forward=lambda m, batch: m(batch["x"], batch["lengths"]))
+    finally:
+        set_sbn_eps_mode("plus")
+    check(model, wanted)
+    assert [type(m) for m in model] == kinds
+    assert [vars(m).keys() for m in model] == attributes
+
+
+def test_a_loader_without_batches_is_told() -> None:
+    used_up = iter(batches(3))
+    update_bn_stats(net(), used_up)
+    with pytest.raises(BatchSizeError, match="got none in any process; is the loader an iterator"):
+        update_bn_stats(net(), used_up)
 
 
 @on_ranks(2, 3)

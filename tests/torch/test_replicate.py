@@ -426,6 +426,7 @@ def test_is_a_data_parallel_with_the_same_state() -> None:
     ("arguments", "text"),
     [
         ({"replicas": 2, "device_ids": ["cpu"]}, "got both"),
+        ({"device_ids": 4}, "expected a list as device_ids, got 4; .* pass replicas=4"),
         ({"replicas": 0}, "1 or more replicas"),
         ({"replicas": "4"}, "1 or more replicas, got '4'"),
         ({"device_ids": ["cpu", "cuda:0"]}, "on CPU or on GPUs"),

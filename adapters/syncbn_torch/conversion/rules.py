@@ -33,7 +33,7 @@ from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.layer_state import LayerState, give_number
 from syncbn_torch.reference import BatchNorm2dReimpl
 
-__all__ = ["Choice", "Keep", "apply_target", "change_modules", "synchronize"]
+__all__ = ["Choice", "Keep", "apply_target", "change_modules", "convertible", "synchronize"]
 
 
 class Keep(NamedTuple):
@@ -130,6 +130,17 @@ def synchronize(
         return _choose(module, extra, ours)
 
     return change_modules(root, choose, remember_origin, report, caller)
+
+
+def convertible(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers, with their names, that `convert_model` would give another class."""
+    load_known_libraries()
+    return {
+        module: name
+        for module, name in modules_of(model).items()
+        if isinstance(module, _BatchNorm)
+        and isinstance(_possible(_choose(module, {}, LayerState), module, ""), type)
+    }
 
 
 def _choose(

@@ -229,8 +229,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
     first forward in training if layers of torch would take statistics of one replica each, and
     once if every replica gets the whole of a list that has an entry for each sample.
 
-    Raises `ArgumentError` for both `device_ids` and `replicas`, for less than 1 replica, for bad
-    `batch_sizes` and for CPU mixed with GPUs.
+    Raises `ArgumentError` for both `device_ids` and `replicas`, for a number as `device_ids`, for
+    less than 1 replica, for bad `batch_sizes` and for CPU mixed with GPUs.
 
     torch.compile of the wrapper has no effect on several replicas. A compiled part of the model
     raises `StateError` in them in training.
@@ -269,6 +269,11 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
                 raise ArgumentError(f"expected 1 or more replicas, got {replicas!r}")
             home = next((t.device for t in _tensors(module)), torch.device("cpu"))
             device_ids = [home] * replicas
+        if isinstance(device_ids, int):
+            raise ArgumentError(
+                f"expected a list as device_ids, got {device_ids}; for {device_ids} replicas on "
+                f"one device pass replicas={device_ids}"
+            )
         if device_ids is None or not _one_device(device_ids):
             if device_ids is not None and any(_device(d).type == "cpu" for d in device_ids):
                 raise ArgumentError(

@@ -16,6 +16,7 @@ code that converts its objects, which takes a tenth of all compilation, a call e
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 import zlib
@@ -51,6 +52,7 @@ CONTRACT_FLAGS = {"contract"}
 REORDER_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
 
 LOGGER = logging.getLogger("syncbn")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _said: set[str] = set()  # what this process has said; each is said once
 
 
@@ -119,7 +121,8 @@ class _Cache(FunctionCache):
                     self.flush()
         if "compiling" not in _said:
             _said.add("compiling")
-            LOGGER.warning("syncbn compiles CPU kernels: some seconds, once per machine")
+            if all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS):
+                LOGGER.warning("syncbn compiles CPU kernels: some seconds, at their first use")
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
