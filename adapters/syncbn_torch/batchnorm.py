@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.checks import check_activation, check_eps, check_eps_mode, check_momentum
 from syncbn_core.errors import ShapeError, StateError
@@ -47,7 +48,7 @@ __all__ = [
 LayerT = TypeVar("LayerT", bound=type)
 
 
-class _SynchronizedBatchNorm(LayerState):
+class _SynchronizedBatchNorm(LayerState, _BatchNorm):
     """Base class of the layers."""
 
     def __init__(

@@ -57,6 +57,7 @@ __all__ = [
     "add_name",
     "always_ours",
     "batch_norm",
+    "by_running_statistics",
     "checked_part",
     "eval_batch_norm",
     "goes_to_kernels",
@@ -68,7 +69,7 @@ LARGE = 500_000  # elements from which our kernels are faster than torch's in ne
 PLANE = 256  # in planes of so many elements; with an activation in shorter ones too,
 CHANNELS_LAST = 3_000_000  # and from so many in channels_last
 
-_torch_forward = _BatchNorm.forward
+_torch_forward: Any = _BatchNorm.forward
 _has_world: Any = dist.is_initialized if dist.is_available() else bool
 _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
 
@@ -272,16 +273,19 @@ def uses_running_statistics(layer: LayerState) -> bool:
 
 
 def eval_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """y in eval, by torch's layer; "clamp" passes the clamped variance and a negligible eps."""
+    """y in eval, by torch's layer."""
     if mask is not None:
         mask = checked_mask(mask, x)
         return zeroed(eval_batch_norm(layer, zeroed(x, mask)), mask)
-    clamps = layer.effective_eps_mode == "clamp"
-    if not clamps and not layer.training:
+    if layer.effective_eps_mode != "clamp" and not layer.training:
         return activated(_torch_forward(layer, x), layer._activation)
     layer._check_input_dim(x)
+    return activated(by_running_statistics(layer, x, layer.weight), layer._activation)
+
+
+def by_running_statistics(layer: LayerState, x: Tensor, weight: Tensor | None) -> Tensor:
+    """y, by torch's function; "clamp" passes the clamped variance and a negligible eps."""
     mean, var, eps = layer.running_mean, cast(Tensor, layer.running_var), layer.eps
-    if clamps:
+    if layer.effective_eps_mode == "clamp":
         var, eps = var.clamp(min=eps), eps * 1e-30
-    y = F.batch_norm(x, mean, var, layer.weight, layer.bias, False, 0.0, eps)
-    return activated(y, layer._activation)
+    return F.batch_norm(x, mean, var, weight, layer.bias, False, 0.0, eps)

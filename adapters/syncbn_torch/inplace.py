@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError, StateError
 from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine
@@ -28,8 +30,9 @@ from syncbn_torch.conversion.registry import register_conversion
 from syncbn_torch.forward import (
     OF_INPUT,
     add_name,
+    batch_norm,
+    by_running_statistics,
     checked_part,
-    eval_batch_norm,
     operations_for,
     uses_running_statistics,
 )
@@ -38,6 +41,7 @@ from syncbn_torch.module_names import name_of
 from syncbn_torch.node import Part
 from syncbn_torch.process_group import checked_process_group
 from syncbn_torch.processes import processes_of
+from syncbn_torch.traced import traced_batch_norm
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
@@ -82,9 +86,10 @@ class ABN(LayerState):
         activation: "leaky_relu", "elu", "relu" or "identity".
         activation_param: the slope of leaky_relu, the alpha of elu.
 
-    Raises `ArgumentError` for another activation.
+    Raises `ArgumentError` for another activation, and for an `activation_param` < 0.
     """
 
+    process_group: Any = SingleCommunicator()
     _activations: tuple[str, ...] = ("leaky_relu", "elu", "relu", "identity")
 
     def __init__(
@@ -104,6 +109,8 @@ class ABN(LayerState):
                 f"expected activation to be one of {', '.join(self._activations)}, got "
                 f"{activation!r}"
             )
+        if activation in ("leaky_relu", "elu") and not activation_param >= 0:
+            raise ArgumentError(f"expected activation_param >= 0, got {activation_param!r}")
         self.activation: str = activation
         self.activation_param: float = activation_param
 
@@ -119,9 +126,8 @@ class ABN(LayerState):
 
     def forward(self, input: Tensor) -> Tensor:
         """y, a new tensor like `input`."""
-        if uses_running_statistics(self):
-            return self._applied.apply_(eval_batch_norm(self, input))
-        return self._applied.apply_(super().forward(input))
+        compute = traced_batch_norm if torch.compiler.is_compiling() else batch_norm
+        return self._applied.apply_(compute(self, input))
 
     def extra_repr(self) -> str:
         shown = f", activation_param={self.activation_param}"
@@ -157,15 +163,13 @@ class InPlaceABN(ABN):
         """
         if torch.compiler.is_compiling():
             return self._without_a_graph(input)  # type: ignore[no-any-return]
-        weight = None if self.weight is None else self.weight.abs() + self.eps
+        w = self.weight  # not `abs`, whose derivative at 0 is 0: such a weight would stay 0
+        weight = None if w is None else torch.where(w < 0, -w, w) + self.eps
         if uses_running_statistics(self):
-            mean, var = self.running_mean, self.running_var
-            z = F.batch_norm(input, mean, var, weight, self.bias, False, 0.0, self.eps)
-            return self._applied.apply_(z)
+            return self._applied.apply_(by_running_statistics(self, input, weight))
         self._check_may_be_overwritten(input)
-        processes = processes_of(self, input) if isinstance(self, InPlaceABNSync) else None
         try:
-            part = checked_part(self, input, processes)
+            part = checked_part(self, input, processes_of(self, input))
             y: Tensor = _InPlace.apply(input, weight, self.bias, part, self._applied)
         except OF_INPUT as error:
             add_name(self, error)
@@ -253,14 +257,14 @@ class _InPlace(Function):
             activation.apply_(x)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias)
-        ctx.kept = do, part.processes, number, statistics, activation
+        ctx.kept = do, part.processes, number, statistics, activation, part.rule
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         y, weight, bias = ctx.saved_tensors
-        do, processes, number, statistics, activation = ctx.kept
+        do, processes, number, statistics, activation, rule = ctx.kept
         z, dz = activation.inverted(y, dy)
         ones = torch.ones(y.shape[1], dtype=torch.float64, device=y.device)
         w = ones if weight is None else weight.detach().double()
@@ -275,6 +279,10 @@ class _InPlace(Function):
             total = processes.sums(total, number)
         factor = (w if on_device else w.numpy()) * statistics.invstd
         scaled = Affine(w * torch.as_tensor(factor))
+        clamped = rule.clamped(statistics.moments.m2 / count)
+        if clamped is not None:  # there dx does not depend on the sum of dy * xhat
+            space = torch if on_device else np
+            factor = space.stack([factor, factor * ~clamped])
         dx: Tensor = do.backward_input(z, dz, layer, scaled, _ALIKE, total * factor)
         grad_weight = None if weight is None else sums.grad_weight
         return dx.to(y.dtype), grad_weight, None if bias is None else sums.grad_bias, None, None

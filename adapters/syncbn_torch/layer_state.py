@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from syncbn_core.checks import check_eps_mode
 from syncbn_core.errors import StateError
@@ -75,8 +75,12 @@ def own_activation(layer: nn.Module) -> Activation:
     return activation
 
 
-class LayerState(_BatchNorm):
-    """The state of a layer; its subclasses in `batchnorm` define forward."""
+class LayerState(_NormBase):
+    """The state of a layer; its subclasses in `batchnorm` and `inplace` define forward.
+
+    Only those in `batchnorm` are a `_BatchNorm`: torch and timm would put a layer without an
+    activation in the place of the others (`convert_sync_batchnorm`).
+    """
 
     # Attributes of an instance that torch's layers do not have.
     _own_attributes: ClassVar[tuple[str, ...]] = (

@@ -12,7 +12,8 @@ import weakref
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from syncbn_core.exchange import LayerNames
 
@@ -64,7 +65,7 @@ def _search(layer: nn.Module) -> Names:
     model = _root(layer, parents)
     # skip other models: they may still be under construction
     for other in modules:
-        if isinstance(other, _BatchNorm) and _root(other, parents) is model:
+        if _is_batch_norm(other) and _root(other, parents) is model:
             _names.setdefault(other, _found(other, parents))
     return _found(layer, parents)
 
@@ -87,7 +88,7 @@ def held_with(layer: nn.Module) -> list[tuple[str, bool]]:
     return [
         (_short(route), other is layer)
         for other in modules
-        if isinstance(other, _BatchNorm)
+        if _is_batch_norm(other)
         for route in _routes(other, parents)
         if route and id(route[0][0]) in models
     ]
@@ -115,6 +116,10 @@ def _routes(module: Any, parents: Parents, seen: frozenset[int] = frozenset()) -
         for above in _routes(parent, parents, seen | {id(module)})
     ]
     return routes or [[]]
+
+
+def _is_batch_norm(module: Any) -> bool:
+    return isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
 
 
 def _live_modules() -> list[Any]:

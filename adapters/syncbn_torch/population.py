@@ -24,7 +24,10 @@ __all__ = ["update_bn_stats"]
 
 
 class _Population(SingleCommunicator):
-    """Stands for the group of a layer, and merges the moments that the layer sends."""
+    """Stands for the group of a layer, and merges the moments that the layer sends.
+
+    A batch of one value per channel is doubled: then the layer takes it, and y is its bias.
+    """
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class _Population(SingleCommunicator):
         batch = values[0], values[1 : 1 + channels], values[1 + channels : -1]
         count, means, m2s = (np.stack(pair) for pair in zip(self.total, batch, strict=True))
         self.total = Moments(int(count.sum()), *merged(count[:, None], means, m2s))
-        return values[None]
+        return np.stack([values] * (2 if values[0] == 1 else 1))
 
 
 def update_bn_stats(
@@ -118,11 +121,14 @@ def _updates(layer: LayerState) -> bool:
 
 
 def _of_all_processes(layer: LayerState, population: _Population) -> Moments:
-    training, layer.training = layer.training, True
+    training, group = layer.training, layer.process_group
+    layer.training = True
+    if type(group) is SingleCommunicator:
+        layer.process_group = None  # those of all processes count for a layer in place too
     try:
         processes = processes_of(layer, layer.running_mean)  # type: ignore[arg-type]
     finally:
-        layer.training = training
+        layer.training, layer.process_group = training, group
     total: Any = population.total
     if processes is not None:
         total, _ = processes.moments(total)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import StateError
 from syncbn_core.masks import without_filled
 from syncbn_core.moments import Moments, NormRule
@@ -44,17 +45,22 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     """`batch_norm` while torch.compile traces it."""
     if uses_running_statistics(layer):
         return eval_batch_norm(layer, x, mask)
-    if layer._replica_sync is not None or is_communicator(type(layer.process_group)):
+    alone = type(layer.process_group) is SingleCommunicator
+    if layer._replica_sync is not None or (
+        not alone and is_communicator(type(layer.process_group))
+    ):
         return _with_messages_of_python(layer, x, mask)  # type: ignore[no-any-return]
     group, rule = "", layer._rule
-    processes = layer.training and (layer.process_group is not None or default_group() is not None)
+    has_group = layer.process_group is not None or default_group() is not None
+    processes = layer.training and has_group and not alone
     ours = rule.clamps or mask is not None
     if not TRACES_LAYERS and (processes or ours):
         return _for_newer_torch(layer, x, mask)  # type: ignore[no-any-return]
     if processes:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
     if not group and not ours:
-        return activated(_BatchNorm.forward(layer, x), layer._activation)
+        y = _BatchNorm.forward(layer, x)  # type: ignore[arg-type] # some are none by class
+        return activated(y, layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
     check_operands(layer, x, affine, running)
     if group and exporting():

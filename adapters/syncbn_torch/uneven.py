@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.errors import BatchSizeError, DTypeError
-from syncbn_torch._torch_private import pytree
+from syncbn_torch.data_parallel.pytrees import Tree, hidden_tensor
 
 __all__ = ["in_step", "mean_over_ranks"]
 
@@ -25,40 +26,47 @@ def in_step(loader: Iterable[Any], group: Any = None, *, empty: Any = None) -> I
     Args:
         loader: any iterable of batches, as many as this rank has.
         group: a process group of torch, or None for the default group.
-        empty: a batch without samples. None: the last batch with every tensor in it cut to
-            `tensor[:0]`, which is wrong for lists with a tensor per sample.
+        empty: a batch without samples. None: the last batch with every tensor and NumPy array in
+            it cut to `[:0]`, which is wrong for lists with a tensor per sample.
 
     Costs one small `all_reduce` a step, on the current CUDA device with NCCL, else on the CPU.
-    Raises `BatchSizeError` on all ranks if a rank without `empty` has no batch while others have.
+    Raises `BatchSizeError` on all ranks if others have batches while a rank without `empty` had
+    none, or one without tensors, or with some that an object of an unknown class holds.
     """
     if not _initialized():
         yield from loader
         return
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     size, end = dist.get_world_size(group), object()
-    last: Any = end
+    last: Any = None
     for batch in chain(loader, repeat(end)):
-        if batch is not end:
-            last = batch
-        ready = last is not end or empty is not None
-        have = torch.tensor([batch is not end, ready], dtype=torch.int64, device=device)
+        if batch is end and empty is None:
+            empty = _emptied(last)
+        stuck = batch is end and empty is None
+        have = torch.tensor([batch is not end, stuck], dtype=torch.int64, device=device)
         dist.all_reduce(have, group=group)
-        with_batch, of_ready = have.tolist()
+        with_batch, of_stuck = have.tolist()
         if not with_batch:
             return
-        if of_ready < size:
+        if of_stuck:
             raise BatchSizeError(
-                f"expected a batch on every rank, got none on {size - of_ready} of {size}; give "
-                "in_step a batch without samples as `empty`"
+                f"expected a batch on every rank, got none on {of_stuck} of {size}, and in_step "
+                "can't make one without samples there; give it as `empty`"
             )
-        if batch is not end:
-            yield batch
-        else:
-            yield empty if empty is not None else pytree.tree_map_only(Tensor, _emptied, last)
+        last = batch if batch is not end else last
+        yield batch if batch is not end else empty
 
 
-def _emptied(tensor: Tensor) -> Tensor:
-    return tensor[:0] if tensor.ndim else tensor
+def _emptied(batch: Any) -> Any:
+    """`batch` without samples, or None if it is no container of tensors or NumPy arrays."""
+    found = Tree(batch)
+    arrays = [isinstance(value, Tensor | np.ndarray) for value in found.values]
+    if not any(arrays) or any(map(hidden_tensor, found.values)):
+        return None
+    return found.made_of(
+        value[:0] if is_array and value.ndim else value
+        for value, is_array in zip(found.values, arrays, strict=True)
+    )
 
 
 def mean_over_ranks(losses: Tensor, group: Any = None) -> Tensor:
@@ -83,7 +91,8 @@ def mean_over_ranks(losses: Tensor, group: Any = None) -> Tensor:
     if _initialized():
         dist.all_reduce(count, group=group)
         size = dist.get_world_size(group)
-    return losses.sum() * size / count.clamp(min=1)
+    wide = torch.promote_types(losses.dtype, torch.float32)  # sums of 16 bits overflow
+    return (losses.sum(dtype=wide) * size / count.clamp(min=1)).to(losses.dtype)
 
 
 def _initialized() -> bool:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from world import close, on_ranks, raises, rows_of, whole_batch
 
 from syncbn_core.errors import ArgumentError, StateError
-from syncbn_torch import DataParallelWithCallback, convert_model
+from syncbn_torch import DataParallelWithCallback, convert_model, set_sbn_eps_mode
 from syncbn_torch.inplace import ABN, InPlaceABN, InPlaceABNSync
 
 ACTIVATIONS = [
@@ -29,6 +29,10 @@ ACTIVATIONS = [
 LAYOUTS = [(9, 3), (5, 3, 4), (4, 3, 5, 6), (2, 3, 40, 50), (3, 3, 2, 3, 4)]
 
 
+class Own(Tensor):
+    """A tensor that no kernel takes, so plain operations compute, as on GPUs."""
+
+
 def randomized(layer: Any) -> Any:
     torch.manual_seed(0)
     if layer.affine:
@@ -38,6 +42,20 @@ def randomized(layer: Any) -> Any:
     return layer
 
 
+def clamped(layer: Any, x: Tensor, weight: Any, training: bool) -> Tensor:
+    """1 / sqrt(max(var, eps)), by definition."""
+    mean, var = layer.running_mean, layer.running_var
+    if training:
+        rows = x.movedim(1, -1).flatten(0, -2)
+        mean, var = rows.mean(0), rows.var(0, correction=0)
+        with torch.no_grad():
+            layer.running_mean.lerp_(mean, layer.momentum)
+            layer.running_var.lerp_(rows.var(0), layer.momentum)
+    z = (x.movedim(1, -1) - mean) / var.clamp(min=layer.eps).sqrt()
+    z = z if weight is None else z * weight + layer.bias
+    return z.movedim(-1, 1)
+
+
 def two_operations(layer: Any, x: Tensor) -> Tensor:
     """What `layer` stands for, by torch alone; updates its running statistics."""
     weight = None if layer.weight is None else layer.weight.abs() + layer.eps
@@ -45,7 +63,10 @@ def two_operations(layer: Any, x: Tensor) -> Tensor:
     running = layer.running_mean, layer.running_var
     if training and layer.num_batches_tracked is not None:
         layer.num_batches_tracked += 1
-    y = F.batch_norm(x, *running, weight, layer.bias, training, layer.momentum, layer.eps)
+    if layer.effective_eps_mode == "clamp":
+        y = clamped(layer, x, weight, training)
+    else:
+        y = F.batch_norm(x, *running, weight, layer.bias, training, layer.momentum, layer.eps)
     if layer.activation == "identity":
         return y
     return getattr(F, layer.activation)(y, layer.activation_param)  # type: ignore[no-any-return]
@@ -83,6 +104,37 @@ def test_training_equals_two_operations(activation: str, param: float, shape: An
             compare(layer.train(), twin.train(), x)
 
 
+@pytest.mark.parametrize("kind", [Tensor, Own])
+def test_mode_clamp_in_training_and_eval(kind: Any) -> None:
+    """The variance of the first channel is less than eps."""
+    set_sbn_eps_mode("clamp")
+    try:
+        for activation, param in ACTIVATIONS:
+            layer = InPlaceABN(3, eps=0.5, activation=activation, activation_param=param)
+            twin = copy.deepcopy(randomized(layer.double()))
+            x = torch.randn(6, 3, 4).double() * torch.tensor([[0.1], [2], [3]])
+            for mode in (True, True, False):
+                compare(layer.train(mode), twin.train(mode), x.as_subclass(kind))
+        abn = randomized(ABN(3, eps=0.5).double())
+        y = abn(x)
+        torch.testing.assert_close(y, F.leaky_relu(clamped(abn, x, abn.weight, True), 0.01))
+        torch.testing.assert_close(
+            abn.eval()(x), F.leaky_relu(clamped(abn, x, abn.weight, False), 0.01)
+        )
+    finally:
+        set_sbn_eps_mode("plus")
+
+
+def test_a_weight_of_0_gets_a_gradient_and_trains() -> None:
+    """As in inplace_abn, whose derivative of `|weight|` at 0 is 1."""
+    layer = InPlaceABN(3, activation="identity").double()
+    nn.init.zeros_(layer.weight)
+    x, dy = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    layer(x * 1).backward(dy)
+    xhat = F.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(layer.weight.grad, (dy * xhat).sum(0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     allowed = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 0.15}[dtype]
@@ -99,10 +151,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         torch.testing.assert_close(y.float(), expected, rtol=allowed, atol=allowed)
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad.float(), other.grad, rtol=allowed, atol=allowed)
-
-
-class Own(Tensor):
-    """A tensor that no kernel takes, so plain operations compute, as on GPUs."""
 
 
 @pytest.mark.parametrize(("activation", "param"), ACTIVATIONS)
@@ -219,6 +267,7 @@ def test_an_input_that_autograd_needs_is_an_error() -> None:
         (InPlaceABN, {"activation": "relu"}),
         (InPlaceABN, {"activation_param": 0.0}),
         (InPlaceABN, {"activation": "elu", "activation_param": -1.0}),
+        (ABN, {"activation_param": -2}),
         (InPlaceABNSync, {"group": 3}),
     ],
 )
@@ -230,8 +279,10 @@ def test_settings_that_it_cannot_have_are_named(kind: Any, arguments: Any) -> No
 def test_a_conversion_leaves_it_and_names_the_layers_that_do_not_synchronize() -> None:
     model = convert_model(nn.Sequential(InPlaceABNSync(3), nn.BatchNorm2d(3)))
     assert type(model[0]) is InPlaceABNSync
-    with pytest.warns(UserWarning, match=r"1 InPlaceABN .0.: unknown subclass"):
+    with pytest.warns(UserWarning, match=r"kept 1 of 2 layers .*InPlaceABN \(0\)"):
         convert_model(nn.Sequential(InPlaceABN(3), InPlaceABNSync(3)))
+    for kind in (ABN, InPlaceABN, InPlaceABNSync):  # by torch they would lose the activation
+        assert type(nn.SyncBatchNorm.convert_sync_batchnorm(kind(3))) is kind
     model = convert_model(nn.Sequential(InPlaceABN(3)), extra={InPlaceABN: InPlaceABNSync})
     assert type(model[0]) is InPlaceABNSync
 

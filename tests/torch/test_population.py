@@ -20,6 +20,7 @@ from syncbn_torch import (
     set_sbn_eps_mode,
     update_bn_stats,
 )
+from syncbn_torch.inplace import ABN, InPlaceABN, InPlaceABNSync
 
 
 def net() -> Any:
@@ -94,6 +95,31 @@ def test_layers_of_torch_and_models_that_take_more_than_x() -> None:
     check(model, wanted)
     assert [type(m) for m in model] == kinds
     assert [vars(m).keys() for m in model] == attributes
+
+
+@pytest.mark.parametrize("kind", [ABN, InPlaceABN, InPlaceABNSync])
+def test_layers_in_place(kind: Any) -> None:
+    conv, loader = net()[0], batches(5, 1, 2)
+    model = nn.Sequential(conv, kind(4).double())
+    group = model[1].process_group
+    update_bn_stats(model, loader)
+    with torch.no_grad():
+        rows = torch.cat([conv(x) for x in loader]).movedim(1, -1).flatten(0, -2)
+    close(model[1].running_mean, rows.mean(0))
+    close(model[1].running_var, rows.var(0))
+    assert model[1].process_group is group
+
+
+def test_a_batch_of_one_value_counts_as_one() -> None:
+    model = convert_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
+    x = torch.randn(5, 3)
+    update_bn_stats(model.double(), [x[:4].double(), x[4:].double()])
+    with torch.no_grad():
+        rows = model[0](x.double())
+    close(model[1].running_mean, rows.mean(0))
+    close(model[1].running_var, rows.var(0))
+    # what the second layer sees of it is the bias of the first, 0
+    assert model[2].running_mean.abs().max() < 1e-12
 
 
 def test_a_loader_without_batches_is_told() -> None:

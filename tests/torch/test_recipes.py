@@ -6,6 +6,8 @@ the undivided batches.
 
 import copy
 import re
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,16 @@ def test_a_rank_without_any_batch_is_an_error_on_all_ranks(rank: int, size: int)
     assert [len(batch) for batch in found] == [1 - rank]
 
 
+@dataclass
+class Batch:
+    data: dict[str, Any]
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 @on_ranks(2)
 def test_in_step_empties_every_tensor_of_a_nested_batch(rank: int, size: int) -> None:
     batch = {"x": torch.ones(3, 2), "more": [torch.ones(3), torch.tensor(5.0)], "name": "b"}
@@ -114,6 +126,15 @@ def test_in_step_empties_every_tensor_of_a_nested_batch(rank: int, size: int) ->
     assert last["x"].shape == (3 * rank, 2)
     assert last["more"][0].shape == (3 * rank,)
     assert (last["more"][1], last["name"]) == (5, "b")
+    for kind in (Batch, UserDict, lambda x: x["x"], lambda x: x["x"].numpy()):
+        found = list(in_step([kind(batch)] * (1 + rank)))
+        x = getattr(found[-1], "data", found[-1]) if kind in (Batch, UserDict) else found[-1]
+        x = x["x"] if isinstance(x, dict) else x
+        assert (len(found), x.shape) == (2, (3 * rank, 2))
+    for hidden in (Opaque(torch.ones(3)), [1, 2, 3]):
+        assert len(list(in_step([hidden]))) == 1
+        with pytest.raises(BatchSizeError, match="got none on 1 of 2, and in_step can't make one"):
+            list(in_step([hidden] * (1 + rank)))
 
 
 @on_ranks(2)
@@ -133,6 +154,8 @@ def test_mean_over_ranks_averages_to_the_mean_of_all_losses(rank: int, size: int
 def test_without_process_groups_uneven_helpers_do_nothing() -> None:
     assert list(in_step([1, 2])) == [1, 2]
     close(mean_over_ranks(torch.tensor([1.0, 3.0])), torch.tensor(2.0))
+    many = torch.full((3000,), 30.0, dtype=torch.float16)
+    close(mean_over_ranks(many), many.mean())
     with pytest.raises(DTypeError, match="int64"):
         mean_over_ranks(torch.tensor([1, 3]))
 
