@@ -315,7 +315,12 @@ def _filled(x: Array, mask: Array) -> tuple[Array, Array, Any, Array]:
         count = int(count)
     library = _library(x)
     fill = filling(Namespace(library), x, mask, count)
-    return mask, library.where(mask, x, column(fill, x)), count, fill.astype(np.float64)
+    filled = library.where(mask, x, column(fill, x))
+    if filled.strides != x.strides or filled.dtype != x.dtype:  # such as of another byte order
+        like = x.copy(order="K")
+        like[...] = filled
+        filled = like
+    return mask, filled, count, fill.astype(np.float64)
 
 
 def _library(x: Array) -> Any:

@@ -153,7 +153,8 @@ class _Synchronized(PyLayer):  # type: ignore[misc]
         y, saved = batch_norm_forward(x.detach(), *affine, **settings)
         layer._update(saved)
         ctx.kept = saved, communicator, exchange
-        ctx.with_affine = weight is not None, bias is not None
+        # of an operand that is None Paddle takes no gradient, of one that needs none a None
+        ctx.needs = [None if t is None else not t.stop_gradient for t in (x, weight, bias)]
         return y
 
     @staticmethod
@@ -162,5 +163,5 @@ class _Synchronized(PyLayer):  # type: ignore[misc]
         gradients = batch_norm_backward(
             dy.detach(), saved, communicator=communicator, exchange=exchange
         )
-        present = zip(gradients, (True, *ctx.with_affine), strict=True)
-        return tuple(gradient for gradient, there in present if there)
+        pairs = zip(gradients, ctx.needs, strict=True)
+        return tuple(gradient if needs else None for gradient, needs in pairs if needs is not None)

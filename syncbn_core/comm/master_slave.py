@@ -30,7 +30,14 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from syncbn_core.comm.timeouts import check_timeout, seconds_of
-from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout, ProtocolError
+from syncbn_core.errors import (
+    ArgumentError,
+    CommAborted,
+    CommError,
+    CommTimeout,
+    ProtocolError,
+    StateError,
+)
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
 
@@ -259,6 +266,7 @@ class SyncMaster:
         self._name = name
         self._timeout = None if timeout is None else check_timeout(timeout)
         self._round = Round(name, self._timeout)
+        self._in_callback: int | None = None  # the thread that runs the callback
 
     def __getstate__(self) -> dict[str, Any]:
         # the first key is that of other projects with a class of this name
@@ -301,10 +309,15 @@ class SyncMaster:
         """Collect a message from every slave, run the callback, send the replies; returns its own.
 
         Raises what the callback raised; `ProtocolError` if its replies have the wrong form, or if
-        another thread is in `run_master`; `CommTimeout` at the deadline, with the call and the
-        missing members; `CommAborted` if the call failed elsewhere. Each error also releases the
-        slaves in this call.
+        another thread is in `run_master`; `StateError` within the callback; `CommTimeout` at the
+        deadline, with the call and the missing members; `CommAborted` if the call failed elsewhere.
+        Each error also releases the slaves in this call.
         """
+        if self._in_callback == threading.get_ident():
+            raise StateError(
+                f"expected no run_master of {self._name} in its own callback, which it would wait "
+                "for; use another SyncMaster there"
+            )
         current = self._round
         call = current.send(MASTER, master_msg)
         failure: BaseException | None = None
@@ -323,11 +336,15 @@ class SyncMaster:
     def _replies(self, messages: Messages) -> Messages:
         """The replies of the callback to `messages`, after checking that there is one for each."""
         members = [identifier for identifier, _ in messages]
-        returned = self._callback(messages)
         form = f"expected the master callback of {self._name} to return [(identifier, reply), ...]"
-        if not isinstance(returned, Iterable):
-            raise ProtocolError(f"{form}, got {_shown(returned)}")
-        returned = list(returned)  # a generator may raise here: an error of the callback
+        try:
+            self._in_callback = threading.get_ident()
+            returned = self._callback(messages)
+            if not isinstance(returned, Iterable):
+                raise ProtocolError(f"{form}, got {_shown(returned)}")
+            returned = list(returned)  # a generator may raise here: an error of the callback
+        finally:
+            self._in_callback = None
         try:
             replies = [(identifier, reply) for identifier, reply in returned]
             found = [identifier for identifier, _ in replies]

@@ -29,6 +29,7 @@ from syncbn_core.errors import (
     DTypeError,
     ProtocolError,
     ShapeError,
+    StateError,
 )
 
 SHORT = 0.05  # seconds; a deadline that is meant to pass
@@ -226,6 +227,26 @@ def test_two_threads_in_run_master_are_refused() -> None:
     go_on.set()
     thread.join()
     assert outcome == [[1]]
+
+
+def test_a_callback_that_calls_its_own_master_is_refused_at_once() -> None:
+    nested = True
+
+    def callback(messages: list[Any]) -> list[Any]:
+        if nested:
+            master.run_master("inner")
+        return echo(messages)
+
+    master = SyncMaster(callback, timeout=LONG)
+    pipe = master.register_slave(1)
+    thread, outcome = in_thread(lambda: pipe.run_slave("s"))
+    with pytest.raises(StateError, match="no run_master of SyncMaster in its own callback"):
+        master.run_master("m")
+    thread.join()
+    assert isinstance(outcome[0], CommAborted)
+    nested = False
+    replies = run_in_threads([lambda: master.run_master("m"), lambda: pipe.run_slave("s")])
+    assert replies == [["m", "s"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -128,3 +128,16 @@ def test_no_valid_element_is_an_empty_batch_and_one_is_refused() -> None:
 def test_wrong_masks_are_told(mask: Array, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         BatchNorm(3)(np.ones((4, 3, 5), np.float32), mask)
+
+
+@pytest.mark.parametrize("kind", [lambda x: x.astype(">f8"), np.asfortranarray])
+def test_results_keep_byte_order_and_layout_of_x(kind: Function) -> None:
+    x = np.random.default_rng(0).normal(size=(4, 3, 5, 6))
+    mask, given = np.arange(30).reshape(1, 5, 6) < 17, kind(x)
+    layer, twin = BatchNorm(3, dtype=np.float64), BatchNorm(3, dtype=np.float64)
+    for actual, expected in (
+        (layer(given, mask), twin(x, mask)),
+        (layer.backward(given), twin.backward(x)),
+    ):
+        assert (actual.dtype, actual.strides) == (given.dtype, given.strides)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-14)
