@@ -15,15 +15,16 @@ a further message:
 
     label = ((extra * 2**19 + number) * 8 + kind) * 4 + dtype
 
-`number`: of the layer, by its first call in this group, with its activation; calls without a layer
-have 0, and go with any (a graph on a device does not know its layer).
+`number`: of the layer, by its first call in this group; calls without a layer have 0, and go with
+any (a graph on a device does not know its layer).
 `kind`: see `KINDS`. `extra`: in backward the number of the call in which the forward was; in
-the first call of a layer a hash of its name, because two members may take their layers in another
-order from the first call on; else 0.
+forward 12 bits of a hash of the layer's settings, and above them, in its first call, a hash of its
+name, because two members may take their layers in another order from the first call on.
 
-Members whose labels differ send their names. Other numbers, kinds or calls are an error on every
-member. Other names are one if a member's own model holds another layer whose name is more like the
-names that the others have sent; if not, the members hold the model differently, which is right.
+Members whose labels differ send their names. Other numbers, settings, kinds or calls are an error
+on every member. Other names are one if a member's own model holds another layer whose name is more
+like the names that the others have sent; if not, the members hold the model differently, which is
+right.
 
 On a device the host waits for the labels in the first call of a layer only. It looks at later ones
 when the device has finished them.
@@ -51,7 +52,7 @@ from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of, is
 from syncbn_core.comm.sum_labels import label_of
 from syncbn_core.device_moments import DeviceMoments, DeviceStatistics
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
-from syncbn_core.moments import ACTIVATIONS, Moments, merged
+from syncbn_core.moments import Moments, NormRule, merged
 
 __all__ = [
     "BACKWARD",
@@ -83,7 +84,9 @@ REMEDY = (
     "create_graph and on torch.compile"
 )
 _NUMBERS, _EXTRAS = 1 << 19, 1 << 28
-_FIRST = 32 * _NUMBERS  # labels with an extra are not less
+_SETTINGS, _NAMED = 1 << 12, 1 << 15
+_EXTRA = 32 * _NUMBERS  # the place of the extra in a label,
+_NAME = _EXTRA * _SETTINGS  # and of the name in that: labels with a name are not less
 _NAMES = 8192  # bytes of the message with a member's names
 
 
@@ -138,7 +141,7 @@ class Exchange(NamedTuple):
         dtype: that of the layer's input, by NumPy's name.
         layer: an object, the same in every call of the layer; None for calls without one.
         names: how to name it.
-        activation: that of the layer, one of `ACTIVATIONS`; the same on all members.
+        rule: the settings of the layer, with any activation; the same on all members.
     """
 
     communicator: Communicator
@@ -146,7 +149,7 @@ class Exchange(NamedTuple):
     dtype: str
     layer: Any = None
     names: LayerNames = UNNAMED
-    activation: str | None = None
+    rule: NormRule | None = None
 
     @property
     def member(self) -> Member:
@@ -176,7 +179,9 @@ class Exchange(NamedTuple):
         member = self.member
         number, new = member.number_of(self.layer)
         try:
-            extra = _hash(self.names.name(self.layer)) if new else 0
+            name = self.names.name(self.layer) if new else ""
+            extra = _hash(name, _NAMED) + _NAMED if name else 0
+            extra = extra * _SETTINGS + (_hash(self.rule, _SETTINGS) if number else 0)
             label = self._label(kind, number, extra)
             size = 2 * own.num_features + 2
             call = self._call(kind, size)
@@ -258,8 +263,6 @@ class Exchange(NamedTuple):
 
     def _label(self, kind: int, number: int, extra: int) -> float:
         dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else 0
-        if number:
-            number = number * len(ACTIVATIONS) + ACTIVATIONS.index(self.activation)
         numbers = extra % _EXTRAS * _NUMBERS + 1 + number % (_NUMBERS - 1)
         return float((numbers * 8 + kind) * 4 + dtype)
 
@@ -277,7 +280,8 @@ class Exchange(NamedTuple):
         number, _ = self.member.number_of(self.layer)
         outside = number and not self.names.name(self.layer)
         title = f"{self.name()}, layer {number}" if outside else self.name()
-        return f"{title} with {self.activation}" if self.activation else title
+        activation = self.rule and self.rule.activation
+        return f"{title} with {activation}" if activation else title
 
     def _gather(self, row: Array, call: CollectiveCall) -> Array:
         """The rows of all members, after comparing their labels."""
@@ -298,7 +302,7 @@ class Exchange(NamedTuple):
             if wait is not None:
                 wait(copy.done)
             labels = copy.values().tolist()
-            self._compare(labels, label, call, all(label >= _FIRST for label in labels))
+            self._compare(labels, label, call, all(label >= _NAME for label in labels))
         elif copy is not None:
             _processes(self).look_later(lambda: _are_all(label, copy), call)
         return own.with_rows(rows, None)
@@ -346,7 +350,7 @@ class Exchange(NamedTuple):
             return
         if not all(label.is_integer() and label >= 32 for label in labels):
             raise ProtocolError(f"{_differ(call)}; {REMEDY}")  # a message of something else
-        forward = False
+        forward = same = False
         if _may_be_one_layer(labels):
             dtypes = {rank: DTYPES[int(label) % 4] for rank, label in enumerate(labels)}
             if len(set(dtypes.values())) > 1:
@@ -354,26 +358,37 @@ class Exchange(NamedTuple):
                     f"expected input of one dtype on all members, got {dtypes} in {call}; check "
                     "autocast and the dtype of the data there"
                 )
-            forward = own // 4 % 8 in (FORWARD, COMPILED)
-            hashes = {label // _FIRST for label in labels} - {0.0}  # of names; 0 after first calls
-            if len(hashes) < 2:
+            forward, same = own // 4 % 8 in (FORWARD, COMPILED), _same_settings(labels)
+            hashes = {label // _NAME for label in labels} - {0.0}  # of names; 0 after first calls
+            if not forward or (same and len(hashes) < 2):
                 return
         if not together:
             raise ProtocolError(f"{_differ(call)}; {REMEDY}")
         held = [] if self.layer is None else self.names.held(self.layer)
         mine = [name for name, is_own in held if is_own]
-        every = self._told(json.dumps([mine[:20], call.what()])[:_NAMES], call)
+        text = f"{call.what()} {self.rule}" if forward and not same else call.what()
+        every = self._told(json.dumps([mine[:20], text])[:_NAMES], call)
         try:
             names, texts = zip(*map(json.loads, every), strict=True)
         except ValueError as error:
             raise ProtocolError(f"{_differ(call)}; {REMEDY}") from error
-        wrong = not forward
-        if forward:
+        wrong = not same
+        if same:
             others = {name for of_rank in names for name in of_rank}
             verdict = np.array([float(_holds_another(held, others))])
             wrong = bool(self.communicator.all_gather(verdict, _further(call)).any())
         if wrong:
             each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            if forward and not same:
+                raise ProtocolError(
+                    f"expected the same settings of a layer on all members, they differ in {call}: "
+                    f"{each}; set them alike"
+                )
+            if len(set(texts)) == 1:
+                each += (
+                    " (alike, but not the same layers: if some members have copied the model after "
+                    "its first step, copy it on all)"
+                )
             raise ProtocolError(f"{_differ(call)}: {each}; {REMEDY}")
 
     def _told(self, text: str, call: CollectiveCall) -> list[str]:
@@ -387,9 +402,15 @@ def _may_be_one_layer(labels: Sequence[float]) -> bool:
     """Whether kinds and layers agree, in backward the calls too; no layer agrees with every one."""
     kinds = {label // 4 % 8 for label in labels}
     numbers = {label // 32 % _NUMBERS for label in labels} - {1.0}
-    calls = {label // _FIRST for label in labels}
+    calls = {label // _EXTRA for label in labels}
     of_one_call = kinds <= {FORWARD, COMPILED} or len(calls) == 1
     return len(kinds) == 1 and len(numbers) < 2 and of_one_call
+
+
+def _same_settings(labels: Sequence[float]) -> bool:
+    """Whether the settings in labels of forwards agree, but for calls without a layer."""
+    own = {label // _EXTRA % _SETTINGS for label in labels if label // 32 % _NUMBERS != 1}
+    return len(own) < 2
 
 
 def _holds_another(held: Sequence[tuple[str, bool]], others: set[str]) -> bool:
@@ -418,7 +439,8 @@ def _are_all(label: float, copy: HostCopy) -> bool | None:
     if not (copy.may_wait() and copy.done()):
         return None
     labels: list[float] = copy.values().tolist()
-    return len({label % 4 for label in (label, *labels)}) == 1 and _may_be_one_layer(labels)
+    dtypes = {each % 4 for each in (label, *labels)}
+    return len(dtypes) == 1 and _may_be_one_layer(labels) and _same_settings(labels)
 
 
 def _key(kind: int, forward: int) -> int:
@@ -432,10 +454,10 @@ def _processes(exchange: Exchange) -> ProcessCommunicator:
 
 
 @cache
-def _hash(name: str) -> int:
-    """27 bits and a highest one of a name; 0 for none."""
-    digest = blake2b(name.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % (_EXTRAS // 2) + _EXTRAS // 2 if name else 0
+def _hash(thing: Any, limit: int) -> int:
+    """Of the text of a thing: the same on all members, less than `limit`."""
+    digest = blake2b(str(thing).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % limit
 
 
 def _differ(call: CollectiveCall) -> str:

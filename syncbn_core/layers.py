@@ -28,7 +28,7 @@ from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, caller_of, readable
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
 from syncbn_core.exchange import Exchange
-from syncbn_core.moments import EpsMode
+from syncbn_core.moments import EpsMode, NormRule
 
 __all__ = ["BatchNorm"]
 
@@ -215,8 +215,8 @@ class BatchNorm:
         """This layer's access to its communicator."""
         if self.communicator is None:
             return None
-        dtype, activation = x.dtype.name, self.activation
-        return Exchange(self.communicator, lambda: self.name, dtype, self, activation=activation)
+        rule = NormRule(self.eps, self.eps_mode, self.activation, self.negative_slope)
+        return Exchange(self.communicator, lambda: self.name, x.dtype.name, self, rule=rule)
 
     def parameters(self) -> list[Array]:
         """`[weight, bias]`, or nothing without `affine`; update them in place."""

@@ -41,7 +41,7 @@ from syncbn_torch._torch_private import (
     resolve_group,
 )
 from syncbn_torch.backends import plain
-from syncbn_torch.layer_state import layer_of, own_activation
+from syncbn_torch.layer_state import layer_of
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for, group_of
 
@@ -107,8 +107,8 @@ def _sender(communicator: Communicator, number: int, dtype: str) -> Exchange:
     layer = layer_of(number)
     if layer is None:
         return Exchange(communicator, lambda: "a layer in a compiled graph", dtype)
-    name, activation = partial(name_of, layer), own_activation(layer)[0]
-    return Exchange(communicator, name, dtype, layer, LAYER_NAMES, activation)
+    name = partial(name_of, layer)
+    return Exchange(communicator, name, dtype, layer, LAYER_NAMES, layer._agreed)
 
 
 def _kind(group: str) -> int:

@@ -12,7 +12,7 @@ from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
 from torch import Tensor, fx, nn
 
 from syncbn_core.checks import check_eps_mode
-from syncbn_core.moments import EpsMode
+from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch.activations import NONE, Activation, activation_of, runs_hooks
 from syncbn_torch.batchnorm import SynchronizedBatchNorm2d
 from syncbn_torch.conversion.registry import register_conversion
@@ -46,6 +46,10 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d, BatchNormAct2d):  # ty
             return node
         y: Tensor = super().forward(input)
         return layer.act(layer.drop(y)) if self._activation is NONE else y
+
+    @property
+    def _agreed(self) -> NormRule:
+        return super()._agreed._replace(activation=type(self.act).__name__)
 
     @property
     def _activation(self) -> Activation:  # type: ignore[override]

@@ -118,6 +118,10 @@ class ABN(LayerState):
     def _applied(self) -> _Activation:
         return _Activation(self.activation, float(self.activation_param))
 
+    @property
+    def _agreed(self) -> NormRule:
+        return NormRule(float(self.eps), self.effective_eps_mode, *self._applied)
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ArgumentError(

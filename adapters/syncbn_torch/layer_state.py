@@ -110,6 +110,11 @@ class LayerState(_NormBase):
         return NormRule(float(self.eps), self.effective_eps_mode, *self._activation)
 
     @property
+    def _agreed(self) -> NormRule:
+        """The settings that all members must have alike, whatever hooks make of an activation."""
+        return NormRule(float(self.eps), self.effective_eps_mode, *own_activation(self))
+
+    @property
     def _extra_setting(self) -> str | None:
         """The setting that the batch norm of other libraries does not have, None for none."""
         if self._frozen is not None:

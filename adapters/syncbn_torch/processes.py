@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from syncbn_core.exchange import BACKWARD, FORWARD, Exchange, PartMoments
-from syncbn_torch.layer_state import LayerState, own_activation
+from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
 
@@ -37,5 +37,5 @@ def processes_of(layer: LayerState, x: Tensor) -> Processes | None:
         return None
     original = layer._original
     dtype = str(x.dtype).removeprefix("torch.")  # as NumPy calls it
-    name, activation = partial(name_of, original), own_activation(original)[0]
-    return Processes(communicator, name, dtype, original, LAYER_NAMES, activation)
+    name = partial(name_of, original)
+    return Processes(communicator, name, dtype, original, LAYER_NAMES, layer._agreed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from syncbn_torch import (
     SynchronizedBatchNorm2d,
 )
 from syncbn_torch.forward import always_ours
+from syncbn_torch.inplace import InPlaceABNSync
 
 MODULES: dict[str, nn.Module] = {
     "relu": nn.ReLU(),
@@ -110,11 +112,33 @@ def test_ranks_equal_the_undivided_batch(rank: int, size: int) -> None:
             equals_undivided(*pair(name), x.as_subclass(kind), dy, mine)
 
 
+UNLIKE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = [
+    (SyncBatchNorm, {"activation": "relu"}, {"activation": "silu"}, "layer 1 with relu NormRule"),
+    (SyncBatchNorm, {"eps": 0.3}, {}, "eps=0.3, mode='plus'"),
+    (SyncBatchNorm, {"eps_mode": "clamp"}, {}, "mode='clamp'"),
+    (
+        SyncBatchNorm,
+        {"activation": "leaky_relu", "negative_slope": 0.5},
+        {"activation": "leaky_relu"},
+        "negative_slope=0.5",
+    ),
+    (InPlaceABNSync, {"activation": "elu"}, {}, "layer 1 with elu"),
+    (InPlaceABNSync, {"activation_param": 0.5}, {}, "negative_slope=0.5"),
+]
+
+
 @on_ranks(2)
-def test_unlike_activations_are_named_on_both_ranks(rank: int, size: int) -> None:
-    layer, _ = pair("silu" if rank else "relu")
-    words = "rank 0: forward of SyncBatchNorm, layer 1 with relu", "layer 1 with silu"
-    raises(ProtocolError, *words, call=lambda: layer(torch.ones(4, 5, 2, 2).double()))
+def test_unlike_settings_are_named_on_both_ranks_and_change_nothing(rank: int, size: int) -> None:
+    x = torch.randn(4, 5, 3)
+    for kind, *settings, words in UNLIKE:
+        layer = kind(5, **settings[rank])
+        told = "expected the same settings of a layer on all members", words
+        raises(ProtocolError, *told, call=lambda: layer(x.clone()))  # noqa: B023
+        assert layer.running_mean.count_nonzero() == 0
+    layer = SyncBatchNorm(5)
+    layer(x)
+    layer.eps = 1e-3 if rank else 1e-5  # a later call
+    raises(ProtocolError, "eps=0.001", call=lambda: layer(x))
 
 
 def test_nothing_is_kept_for_backward_beside_x() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,21 @@ def test_heads_in_another_order_on_one_rank_are_told_in_their_first_call(
     raises(ProtocolError, *words, call=lambda: wrapped(x[2 * rank : 2 * rank + 2]))
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+@on_ranks(2)
+def test_a_copy_on_one_rank_after_the_first_step_is_told_with_a_remedy(
+    rank: int, size: int
+) -> None:
+    model = convert_model(model_of())
+    x = torch.randn(3, 3, 4, 4).double()
+    model(x)
+    model = copy.deepcopy(model) if rank else model
+    words = (
+        "alike, but not the same layers",
+        "copied the model after its first step, copy it on all",
+    )
+    raises(ProtocolError, *words, call=lambda: model(x))
 
 
 @on_ranks(3)

@@ -10,7 +10,7 @@ from harness import LIMIT, batch_norms, over_ranks, over_replicas, record
 from torch import Tensor, fx, nn
 from world import on_ranks, raises
 
-from syncbn_core.errors import StateError
+from syncbn_core.errors import ProtocolError, StateError
 from syncbn_torch import (
     ConversionReport,
     DataParallelWithCallback,
@@ -184,6 +184,12 @@ def test_timms_freezing_finds_converted_layers() -> None:
     frozen = timm_layers.freeze_batch_norm_2d(model)
     assert isinstance(frozen[0], timm_layers.FrozenBatchNormAct2d)
     assert type(frozen[0].act) is nn.SiLU
+
+
+@on_ranks(2)
+def test_unlike_activations_of_ranks_are_named(rank: int, size: int) -> None:
+    layer = convert_model(acting(act_layer=nn.SiLU if rank else nn.ReLU))
+    raises(ProtocolError, "with SiLU", "with ReLU", call=lambda: layer(images(5)))
 
 
 def test_a_traced_layer_is_one_node_that_synchronizes() -> None:
