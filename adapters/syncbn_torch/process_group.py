@@ -310,15 +310,16 @@ class TensorArrays:
         if not _on_cuda(values):
             copy = values.detach().clone().numpy()
             return HostCopy(lambda: copy)
-        if _captures(values):
+        if _captures(values.device):
             return None
         on_host, copied = _sent_to_host(values)
+        device = values.device  # not `values`, whose memory a CUDA graph may want back
 
         def wait() -> np.ndarray[Any, Any]:
             copied.synchronize()
             return on_host.numpy()
 
-        return HostCopy(wait, copied.query, lambda: not _captures(values))
+        return HostCopy(wait, copied.query, lambda: not _captures(device))
 
 
 register_arrays(Tensor, TensorArrays())
@@ -328,9 +329,9 @@ def _on_cuda(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def _captures(tensor: Tensor) -> bool:
+def _captures(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured, when the device can't be queried."""
-    with torch.cuda.device(tensor.device):
+    with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
 

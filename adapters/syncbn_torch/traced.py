@@ -132,6 +132,9 @@ class TracedBatchNorm(Function):
             total = _exchange(torch.cat([total[:-1], number]), "moments", group)
         statistics = operations.statistics(_moments(total), settings)
         y: Tensor = operations.forward(x, statistics, affine, settings).y
+        # torch 2.11 takes gradients of an earlier operation that returned the same tensor, as `to`
+        # may do: they are 0. Inductor copies nothing.
+        y = y.clone()
         ctx.save_for_backward(x, *affine.for_backward(settings), total, number)
         ctx.group, ctx.rule = group, rule
         ctx.mark_non_differentiable(total)
@@ -184,7 +187,9 @@ def _next_place() -> float:
     return next(_places) * 2**-20 % 1
 
 
-_places = count()
+# Not from 0: Inductor drops `number + 0`, and in torch 2.14 then takes the layer's number, an input
+# of the graph, for a result within a checkpoint.
+_places = count(1)
 
 
 def _exchange(values: Tensor, direction: str, group: str) -> Tensor:

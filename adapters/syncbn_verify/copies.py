@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError
-from syncbn_torch._torch_private import backward_task
 from syncbn_torch.batchnorm import _SynchronizedBatchNorm
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted
@@ -171,15 +170,7 @@ def converted(
 class _Undivided(nn.SyncBatchNorm):
     """`nn.SyncBatchNorm` without communication."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        layer = self
-        if backward_task() != -1:  # a checkpoint computes again, and must not track again
-            layer = copy.copy(self)
-            layer._buffers = {
-                name: None if buffer is None else buffer.clone()
-                for name, buffer in self._buffers.items()
-            }
-        return _BatchNorm.forward(layer, input)
+    forward = _BatchNorm.forward
 
 
 def alone(model: nn.Module) -> nn.Module:
