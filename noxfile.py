@@ -47,6 +47,9 @@ nox.options.sessions = [
 # Sessions with torch run on the oldest Python, where it is there, else on the one that runs nox.
 TORCH_PYTHON = OLDEST_PYTHON if shutil.which(f"python{OLDEST_PYTHON}") else None
 
+# Between the oldest and the newest; docs/platforms.md says what ran when.
+TORCHES = ("2.4.1", "2.6.0", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.15.0")
+
 # Of the core, what can be tested of CUDA without a device.
 WITHOUT_DEVICE = [f"tests/core/test_{name}.py" for name in ("driver", "no_device")]
 WITHOUT_DEVICE += ["tools/fake_cupy/test_fake_cupy.py"]
@@ -341,6 +344,18 @@ def tests_oldest(session: nox.Session) -> None:
     core = [f"tests/core/test_{name}.py" for name in names]
     torch = [f"tests/torch/test_{name}.py" for name in ("arrays", "core_with_tensors", "cpu")]
     session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *core, *torch]))
+
+
+@nox.session(python=TORCH_PYTHON)
+@nox.parametrize("torch", TORCHES)
+def tests_torch(session: nox.Session, torch: str) -> None:
+    """What depends on torch, by a version between the oldest and the newest; some GB each."""
+    install(session, f"torch=={torch}", "-e", ".[torch]", *groups("test"), options=NEWEST)
+    kept_numba_cache(session)
+    names = ["activations", "alone", "autograd", "batchnorm", "compiled", "masks", "replicate"]
+    names += [f"process_{name}" for name in ("autograd", "faults", "numbers", "order", "wrappers")]
+    files = [f"tests/torch/test_{name}.py" for name in (*names, "replica_faults", "torch_private")]
+    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, "--timeout", "300", *files]))
 
 
 @nox.session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, repeat
 from typing import Any
 
@@ -58,15 +59,16 @@ def in_step(loader: Iterable[Any], group: Any = None, *, empty: Any = None) -> I
 
 
 def _emptied(batch: Any) -> Any:
-    """`batch` without samples, or None if it is no container of tensors or NumPy arrays."""
+    """`batch` without samples; None where there is no way, so that no other rank waits."""
     found = Tree(batch)
     arrays = [isinstance(value, Tensor | np.ndarray) for value in found.values]
     if not any(arrays) or any(map(hidden_tensor, found.values)):
         return None
-    return found.made_of(
-        value[:0] if is_array and value.ndim else value
-        for value, is_array in zip(found.values, arrays, strict=True)
-    )
+    with suppress(Exception):  # of a class that can't be made anew, of tensors of other layouts
+        return found.made_of(
+            value[:0] if is_array and value.ndim else value
+            for value, is_array in zip(found.values, arrays, strict=True)
+        )
 
 
 def mean_over_ranks(losses: Tensor, group: Any = None) -> Tensor:

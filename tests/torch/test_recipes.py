@@ -112,6 +112,11 @@ class Batch:
     data: dict[str, Any]
 
 
+class Stubborn(UserDict[str, Any]):
+    def __init__(self, *, x: Tensor) -> None:
+        super().__init__(x=x)
+
+
 class Opaque:
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -131,7 +136,7 @@ def test_in_step_empties_every_tensor_of_a_nested_batch(rank: int, size: int) ->
         x = getattr(found[-1], "data", found[-1]) if kind in (Batch, UserDict) else found[-1]
         x = x["x"] if isinstance(x, dict) else x
         assert (len(found), x.shape) == (2, (3 * rank, 2))
-    for hidden in (Opaque(torch.ones(3)), [1, 2, 3]):
+    for hidden in (Opaque(torch.ones(3)), [1, 2, 3], Stubborn(x=torch.ones(3))):
         assert len(list(in_step([hidden]))) == 1
         with pytest.raises(BatchSizeError, match="got none on 1 of 2, and in_step can't make one"):
             list(in_step([hidden] * (1 + rank)))
