@@ -23,8 +23,8 @@ Ioffe and Szegedy 2015, "Batch Normalization". Shapes and dtypes, the same every
 Arrays are those of any library that speaks DLPack (NumPy, CuPy, torch, JAX), all on the CPU or all
 on one CUDA device; they need not be of one library. Memory is shared, not copied. Results, and
 `mean` and `invstd` of `Saved`, are of the library of x; `out` comes back as it was given. Arrays to
-be written (running statistics, `out`) must be exported as writable: NumPy and torch from 2.9 on do
-so; JAX, whose arrays are immutable, does not; on a device they must be CuPy's. Autograd of other
+be written (running statistics, `out`) must be exported as writable: NumPy and torch do so;
+JAX, whose arrays are immutable, does not; on a device they must be CuPy's. Autograd of other
 libraries does not see what is computed here; tensors that require grad are refused.
 
 This is the one place that knows both arithmetic (`backends`) and communication (a communicator).

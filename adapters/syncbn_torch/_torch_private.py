@@ -6,10 +6,9 @@ A torch release may remove any of them, so each has a test in tests/torch/test_t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from inspect import signature
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,7 +33,6 @@ __all__ = [
     "forward_ad_active",
     "function_transforms_active",
     "has_group",
-    "increment_versions",
     "is_jit_tracing",
     "is_wrapped",
     "modes_run_other_code",
@@ -82,21 +80,9 @@ current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 
-_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-_increment_version: Any = torch._C._increment_version
-_takes_several = "Iterable" in str(signature(torch.autograd.graph.increment_version))
 _is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-
-
-def increment_versions(tensors: Iterable[Tensor]) -> None:
-    """Tell autograd that tensors were written in place; inference tensors have no version."""
-    if _takes_several:
-        _increment_version(tensors)
-    else:
-        for tensor in tensors:
-            if not tensor.is_inference():
-                _increment_version(tensor)
 
 
 def current_stream_number(index: int) -> int:
@@ -105,19 +91,16 @@ def current_stream_number(index: int) -> int:
 
 
 def saving_runs_hooks() -> bool:
-    """Whether saving tensors for backward runs hooks of the user, which may raise.
-
-    Before torch 2.8, which can't tell, True whenever gradients are enabled.
-    """
-    return torch.is_grad_enabled() and (_top_hooks is None or _top_hooks(True) is not None)
+    """Whether saving tensors for backward runs hooks of the user, which may raise."""
+    return torch.is_grad_enabled() and _top_hooks(True) is not None
 
 
 def watch_saving(check: Callable[[], None]) -> None:
     """Call `check()` before each call of the innermost hook for saved tensors, until it is left.
 
-    Does nothing before torch 2.8, and if a check is there already.
+    Does nothing if a check is there already.
     """
-    hooks = None if _top_hooks is None else _top_hooks(True)
+    hooks = _top_hooks(True)
     if hooks is None or hasattr(hooks[0], "checks"):
         return
 
@@ -181,9 +164,9 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def exporting() -> bool:
-    """Whether torch.export is tracing; always False before torch 2.7, which can't tell."""
-    # not `torch.compiler.is_exporting()`: before torch 2.9 torch.compile takes it for True
-    return getattr(torch.compiler, "_is_exporting_flag", False)
+    """Whether torch.export is tracing."""
+    # not `torch.compiler.is_exporting()`: torch.compile takes it for True in some versions
+    return torch.compiler._is_exporting_flag
 
 
 def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -108,8 +108,9 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
 @cache
 def _warn_of_no_world() -> None:
     """Say once, on rank 0, that processes of torchrun are not connected."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") == "0":
-        text = "there are several processes (WORLD_SIZE), but nothing is synchronized over them"
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and os.environ.get("RANK", "0") == "0":
+        text = f"WORLD_SIZE is {size}, but batch norm does not synchronize without a process group"
         warnings.warn(f"{text}; call torch.distributed.init_process_group() before", stacklevel=2)
 
 

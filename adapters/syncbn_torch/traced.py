@@ -34,11 +34,7 @@ from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import Valid, checked_mask, filled, zeroed
 from syncbn_torch.process_group import is_communicator
 
-__all__ = ["TRACES_LAYERS", "traced_batch_norm"]
-
-# Whether torch.compile can trace our layers, over processes and in the mode "clamp". In torch 2.8
-# a graph updated running statistics wrongly within a checkpoint.
-TRACES_LAYERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+__all__ = ["traced_batch_norm"]
 
 
 def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -52,14 +48,10 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
         return _with_messages_of_python(layer, x, mask)  # type: ignore[no-any-return]
     group, rule = "", layer._rule
     has_group = layer.process_group is not None or default_group() is not None
-    processes = layer.training and has_group and not alone
-    ours = rule.clamps or mask is not None
-    if not TRACES_LAYERS and (processes or ours):
-        return _for_newer_torch(layer, x, mask)  # type: ignore[no-any-return]
-    if processes:
+    if layer.training and has_group and not alone:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
-    if not group and not ours:
-        y = _BatchNorm.forward(layer, x)  # type: ignore[arg-type] # some are none by class
+    if not group and not rule.clamps and mask is None:
+        y = _BatchNorm.forward(layer, x)  # type: ignore[arg-type] # in-place layers are none
         return activated(y, layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
     check_operands(layer, x, affine, running)
@@ -81,9 +73,6 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
 # What torch.compile can't trace, and why.
 _with_messages_of_python = untraced(
     "a layer in replicas, or with a communicator as its process_group, sends messages by Python"
-)(batch_norm)
-_for_newer_torch = untraced(
-    "a graph with a layer over processes, in mode 'clamp' or with a mask needs torch 2.10 or newer"
 )(batch_norm)
 _of_one_value = untraced("the layer raises an error: expected more than 1 value per channel")(
     batch_norm

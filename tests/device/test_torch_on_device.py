@@ -206,8 +206,6 @@ def test_capture_in_a_graph(dtype, channels_last, momentum, device, only_cuda):
 
 
 def test_block_counters_are_in_no_pool_of_the_user(device, only_cuda):
-    if not hasattr(torch.cuda, "use_mem_pool"):
-        pytest.skip("this torch has no pools to choose")
     layer, x = layer_for(8, device), batch((16, 8, 40, 40), "float32", device)
     cuda.OPERATIONS.counters.clear()
     pool = torch.cuda.MemPool()

@@ -30,7 +30,13 @@ from world import (
 )
 
 from syncbn_core import exchange
-from syncbn_core.errors import BatchSizeError, CommAborted, CommTimeout, ProtocolError
+from syncbn_core.errors import (
+    BatchSizeError,
+    CommAborted,
+    CommTimeout,
+    ProtocolError,
+    StateError,
+)
 from syncbn_torch import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -419,6 +425,8 @@ def test_a_layer_alone_compiles_and_exports_as_nn_batch_norm(rank: int, size: in
     programs = [torch.export.export(module, (x,)) for module in layers]
     operations = [sorted(str(node.target) for node in p.graph.nodes) for p in programs]
     assert operations[0] == operations[1]
+    synchronized = SynchronizedBatchNorm2d(3).double()
+    raises(StateError, "torch.export", call=lambda: torch.export.export(synchronized, (x,)))
 
 
 @pytest.mark.slow

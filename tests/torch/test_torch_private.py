@@ -98,14 +98,6 @@ def test_raise_sequence_number_orders_nodes_of_several_threads() -> None:
     assert in_thread(raised) == (50, 50)
 
 
-def test_increment_versions_is_noticed_and_takes_inference_tensors() -> None:
-    with torch.inference_mode():
-        without = torch.ones(1)
-    one, two = torch.ones(1), torch.ones(1)
-    private.increment_versions([one, without, two])
-    assert (one._version, two._version) == (1, 1)
-
-
 def test_HOOKS_are_those_that_a_call_runs() -> None:  # noqa: N802
     """Without them, replicas register hooks in the model, and tracing runs hooks twice."""
     layer = torch.nn.Linear(1, 1)
@@ -142,8 +134,7 @@ def test_saving_runs_hooks_sees_the_hooks_of_saved_tensors() -> None:
         assert private.saving_runs_hooks()
         with torch.no_grad():
             assert not private.saving_runs_hooks()
-    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-        assert not private.saving_runs_hooks()
+    assert not private.saving_runs_hooks()
 
 
 @pytest.mark.parametrize("mode", [TorchDispatchMode, TorchFunctionMode])
@@ -346,7 +337,7 @@ def test_exporting_is_true_for_torch_export_alone() -> None:
     torch.compile(Looking(), backend="eager", fullgraph=True)(torch.ones(1))
     assert seen == [False]
     torch.export.export(Looking(), (torch.ones(1),))
-    assert seen[-1] == (torch.__version__ >= "2.7")
+    assert seen[-1]
     assert not private.exporting()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from syncbn_core.numpy_steps import HostStatistics, NumpySteps
 from syncbn_core.steps import Affine, Forward, RunningStatistics, Sums
-from syncbn_torch._torch_private import increment_versions
 from syncbn_torch.arrays import array_of, check_storage, empty_like, tensor_of
 
 __all__ = ["OPERATIONS"]
@@ -73,7 +73,7 @@ class TensorSteps(NumpySteps):
         mean, var, counter = [array_of(own, written=True) for own in running[:3]]
         super().update_running(RunningStatistics(mean, var, counter, running.momentum), statistics)
         # of inference tensors there are no versions; of others, a graph may have saved them
-        increment_versions([b for b in running[:3] if b is not None and not b.is_inference()])
+        increment_version([b for b in running[:3] if b is not None and not b.is_inference()])
         return running
 
 
