@@ -3,9 +3,10 @@
     python benchmarks/ddp.py                          # three networks, 2 and 4 ranks, ten minutes
     python benchmarks/ddp.py --nets resnet18 --ranks 2 --rounds 5
 
-Processes over gloo, one thread each, eight images of 128 x 128 each. Two ways take turns: the
-network of timm as it is, whose layers take the statistics of their own rank, and the same after
-`convert_model`. (`torch.nn.SyncBatchNorm` does not run on CPU.) A step is that of the slowest rank.
+Processes over gloo, one thread each, eight images of 128 x 128 each. Three ways take turns: the
+network of timm as it is, whose layers take the statistics of their own rank; the same, where each
+layer also waits for the other ranks in both directions; and after `convert_model`.
+(`torch.nn.SyncBatchNorm` does not run on CPU.) A step is that of the slowest rank.
 Writes ddp-DATE.json to results/ or --output.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ import syncbn_torch
 
 NETS = ["resnet18", "resnet50", "mobilenetv3_large_100"]
 SHAPE = (8, 3, 128, 128)
-WAYS = ("unsynchronized", "synchronized")
+WAYS = ("unsynchronized", "waiting", "synchronized")
 
 
 def step(net: str, way: str, rank: int) -> Callable[[], None]:
@@ -43,6 +45,8 @@ def step(net: str, way: str, rank: int) -> Callable[[], None]:
     model = timm.create_model(net, num_classes=100).train()
     if way == "synchronized":
         model = syncbn_torch.convert_model(model)
+    elif way == "waiting":
+        waits(model)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     random = torch.Generator().manual_seed(rank)
@@ -56,12 +60,25 @@ def step(net: str, way: str, rank: int) -> Callable[[], None]:
     return run
 
 
+def waits(model: nn.Module) -> None:
+    """Let the layers of torch exchange one number in each direction."""
+    own = syncbn_torch.DistributedCommunicator()
+
+    def wait(*_: Any) -> None:
+        own.all_gather(np.ones(1))
+
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.register_forward_pre_hook(wait)
+            layer.register_forward_hook(lambda layer, x, y: y.register_hook(wait) and None)
+
+
 def measure(net: str, rounds: int, rank: int) -> dict[str, list[float]]:
     """Seconds of each round by way, without the first two rounds."""
     runs = {way: step(net, way, rank) for way in WAYS}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for index in range(rounds + 2):
-        for way in WAYS if index % 2 else reversed(WAYS):
+        for way in WAYS if index % 2 else WAYS[::-1]:
             dist.barrier()
             begin = time.perf_counter()
             runs[way]()
@@ -78,29 +95,42 @@ def in_rank(rank: int, size: int, store: str, out: str, args: argparse.Namespace
     for net in args.nets:
         dist.all_gather_object(of_all, measure(net, args.rounds, rank))
         slowest = {way: list(map(max, *(found[way] for found in of_all))) for way in WAYS}
-        rows.append({"net": net, "ranks": size, **compared(*(slowest[way] for way in WAYS))})
+        rows.append({"net": net, "ranks": size, **compared(slowest)})
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def compared(apart: list[float], together: list[float]) -> dict[str, Any]:
-    ratios = [t / a for t, a in zip(together, apart, strict=True)]
+def compared(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and of each round the ratio of a way to the network as it is."""
+
+    def ratios(way: str) -> list[float]:
+        return [t / alone for t, alone in zip(times[way], times[WAYS[0]], strict=True)]
+
+    cost = ratios("synchronized")
     return {
-        "step": dict(zip(WAYS, map(statistics.median, (apart, together)), strict=True)),
-        "cost": statistics.median(ratios),
-        "quartiles": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2,
+        "step": {way: statistics.median(found) for way, found in times.items()},
+        "cost": statistics.median(cost),
+        "quartiles": statistics.quantiles(cost, n=4)[::2] if len(cost) > 1 else cost * 2,
+        "waiting": statistics.median(ratios("waiting")),
     }
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="A step with synchronization over one without")
-    for column in ("network", "ranks", *(f"{way}, ms" for way in WAYS), "ratio", "quartiles"):
+    for column in (
+        "network",
+        "ranks",
+        *(f"{way}, ms" for way in WAYS),
+        "ratio",
+        "quartiles",
+        "waiting",
+    ):
         table.add_column(column, no_wrap=True)
     for row in rows:
         steps = [f"{row['step'][way] * 1e3:.0f}" for way in WAYS]
         low, high = row["quartiles"]
-        ratio = f"{row['cost']:.2f}", f"{low:.2f} to {high:.2f}"
+        ratio = f"{row['cost']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['waiting']:.2f}"
         table.add_row(row["net"], str(row["ranks"]), *steps, *ratio)
     console.print(table)
 

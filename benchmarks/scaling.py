@@ -1,12 +1,13 @@
 """What synchronizing costs by number of processes: measured here, fitted, and simulated further.
 
-    python benchmarks/scaling.py                       # gloo, and MPI where mpirun is found
+    python benchmarks/scaling.py            # one host and gloo, and MPI where mpirun is found
     python benchmarks/scaling.py --processes 2 4 --rounds 50
     python benchmarks/scaling.py --simulate            # the model alone, no measurement
 
-Measures in worlds of P processes on this machine, interleaved: the collectives by message size,
-the whole exchange of a layer with what Python adds, and five layers by one message against five
-messages. Fits `latency(P) + bytes / bandwidth`. Writes JSON to benchmarks/results.
+Measures in worlds of P processes on this machine: the collectives by message size and the whole
+exchange of a layer with what Python adds. A group of torch.distributed is measured twice, in turn:
+"one host" by local connections, "gloo" as if its ranks were on several hosts. Fits
+`latency(P) + bytes / bandwidth`. Writes JSON to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from typing import Any
 import numpy as np
 
 CHANNELS = (4, 64, 256, 1024, 2048)
-LAYERS = 5  # that could share a message: branches of one block
 RESNET50 = [64, *[64, 64, 256] * 3, 256, *[128, 128, 512] * 4, 512, *[256, 256, 1024] * 6, 1024]
 RESNET50 += [*[512, 512, 2048] * 3, 2048]  # channels of its 53 layers
 
@@ -42,22 +42,53 @@ RESNET50 += [*[512, 512, 2048] * 3, 2048]  # channels of its 53 layers
 
 def member(engine: str, rounds: int) -> None:
     """In a process of a world: measure; the first one prints JSON."""
-    from syncbn_core.exchange import Exchange
-    from syncbn_core.moments import Moments
-
     if engine == "mpi":
         from syncbn_core.comm import MPICommunicator
 
-        own: Any = MPICommunicator()
+        ways: dict[str, Any] = {"mpi": MPICommunicator()}
     else:
         import torch
         import torch.distributed as dist
 
+        from syncbn_core.comm import local
         from syncbn_torch import DistributedCommunicator
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-        own = DistributedCommunicator()
+        ways = {
+            "one host": DistributedCommunicator(),
+            "gloo": DistributedCommunicator(dist.new_group()),
+        }
+        ways["one host"].all_gather(np.ones(1))
+        local.host_name = lambda: str(os.getpid())
+        ways["gloo"].all_gather(np.ones(1))
+        assert (ways["one host"].is_local, ways["gloo"].is_local) == (True, False)
+    calls = {way: calls_of(own) for way, own in ways.items()}
+    times: dict[str, Any] = {way: {name: [] for name in calls[way]} for way in ways}
+    for _ in range(rounds + 5):
+        for name in next(iter(calls.values())):
+            for way in ways:
+                begin = time.perf_counter()
+                calls[way][name]()
+                times[way][name].append(time.perf_counter() - begin)
+    if next(iter(ways.values())).rank == 0:
+        found = {
+            way: {
+                name: {"median": statistics.median(t[5:]), "worst": max(t[5:])}
+                for name, t in times[way].items()
+            }
+            for way in ways
+        }
+        print(json.dumps(found), flush=True)
+    if engine != "mpi":
+        dist.destroy_process_group()
+
+
+def calls_of(own: Any) -> dict[str, Callable[[], Any]]:
+    """What is measured of a communicator."""
+    from syncbn_core.exchange import Exchange
+    from syncbn_core.moments import Moments
+
     exchange, transport = Exchange(own, lambda: "a layer", "float64"), own.transport
     rng = np.random.default_rng(own.rank)
     calls: dict[str, Callable[[], Any]] = {}
@@ -67,23 +98,7 @@ def member(engine: str, rounds: int) -> None:
         calls[f"all_gather {channels}"] = lambda row=row: transport.all_gather(row, None)
         calls[f"all_reduce {channels}"] = lambda sums=sums: transport.all_reduce(sums, None)
         calls[f"merge_moments {channels}"] = lambda part=part: exchange.moments(part)
-    few, many = np.ones(2 * 256 + 1), np.ones(LAYERS * (2 * 256 + 1))
-    calls[f"{LAYERS} messages"] = lambda: [transport.all_gather(few, None) for _ in range(LAYERS)]
-    calls["1 message"] = lambda: transport.all_gather(many, None)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 5):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - begin)
-    if own.rank == 0:
-        found = {
-            name: {"median": statistics.median(t[5:]), "worst": max(t[5:])}
-            for name, t in times.items()
-        }
-        print(json.dumps(found), flush=True)
-    if engine == "gloo":
-        dist.destroy_process_group()
+    return calls
 
 
 # ------------------------------------------------------------------------ all worlds
@@ -271,7 +286,7 @@ def main() -> int:
     parser.add_argument("--hop", type=float, default=5e-6, help="seconds, for the prediction")
     parser.add_argument("--bandwidth", type=float, default=25e9, help="bytes per second, for it")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
-    parser.add_argument("--member", choices=["gloo", "mpi"], help=argparse.SUPPRESS)
+    parser.add_argument("--member", choices=["torch", "mpi"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.member:
         member(args.member, args.rounds)
@@ -285,12 +300,14 @@ def main() -> int:
         "fitted": {},
     }
     with_mpi = mpirun() is not None and find_spec("mpi4py") is not None
-    engines = [] if args.simulate else ["gloo", *(["mpi"] if with_mpi else [])]
+    engines = [] if args.simulate else ["torch", *(["mpi"] if with_mpi else [])]
     for engine in engines:
-        found = {size: measure(engine, size, args.rounds) for size in args.processes}
-        results["measured"][engine] = found
+        for size in args.processes:
+            for way, found in measure(engine, size, args.rounds).items():
+                results["measured"].setdefault(way, {})[size] = found
+    for way, found in results["measured"].items():
         operations = ("all_gather", "all_reduce")
-        results["fitted"][engine] = {name: fit(found, name) for name in operations}
+        results["fitted"][way] = {name: fit(found, name) for name in operations}
     results["simulated"] = [
         (size, jitter, simulate(size, jitter, steps=max(2, 20_000 // size)))
         for size in (2, 8, 64, 256, 1024)

@@ -42,6 +42,7 @@ __all__ = [
     "register_group",
     "resolve_group",
     "saving_runs_hooks",
+    "timeout_of",
     "transforming",
     "untraced",
     "watch_saving",
@@ -202,6 +203,12 @@ def default_group() -> Any:
 def active_ddp() -> Any:
     """The `DistributedDataParallel` whose forward runs now, or None."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def timeout_of(group: Any) -> float:
+    """The seconds that a collective of a group may take, as `init_process_group` or so set it."""
+    device = min(group._device_types, key=lambda device: device.type)
+    return float(group._get_backend(device).options._timeout.total_seconds())
 
 
 def has_group(name: str) -> bool:

@@ -21,10 +21,11 @@ from syncbn_core.comm import (
     ProcessCommunicator,
     SingleCommunicator,
 )
+from syncbn_core.comm.local import LocalTransport, local_transport
 from syncbn_core.comm.message_arrays import HostCopy, register_arrays
 from syncbn_core.comm.process_group import describe_other_ranks, grace_after, reports_of_others
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
-from syncbn_torch._torch_private import default_group
+from syncbn_torch._torch_private import default_group, timeout_of
 from syncbn_torch.arrays import as_tensor
 
 __all__ = [
@@ -56,10 +57,20 @@ class DistributedCommunicator(ProcessCommunicator):
     initialized, `ArgumentError` for any other group. A call raises `CommTimeout` after the
     group's own timeout and `CommAborted` as soon as a connection breaks; both name the call and
     the ranks that did not answer. (With NCCL, torch's watchdog ends the process instead.)
+
+    If all ranks are on one host, arrays of the host go by `syncbn_core.comm.local`, also in a group
+    of NCCL; else by the group's backend.
     """
 
     def __init__(self, group: Any = None) -> None:
-        super().__init__(_GroupTransport(group_of(group)))
+        self._of_group = _GroupTransport(group_of(group))
+        super().__init__(self._of_group)
+
+    @property
+    def is_local(self) -> bool | None:
+        """Whether arrays of the host go by connections of this host; None before the first call."""
+        local = self._of_group._local
+        return None if local is NotImplemented else local is not None
 
 
 class _GroupTransport:
@@ -81,19 +92,47 @@ class _GroupTransport:
         self._types = {device.type for device in types}
         # gloo copies arrays of a device to the host
         self.on_device = "cuda" in self._types and "cuda:gloo" not in _backends_of(group)
+        self._local: Any = NotImplemented  # None: the group's backend sends all
 
     def all_gather(self, values: Values, call: CollectiveCall) -> Values:
+        group = self._alive(call)
+        local = self._local_for(values, group, call)
+        if local is None:
+            return self._gathered(values, group, call)
+        return _by_arrays(local.all_gather, values, call)
+
+    def all_reduce(self, values: Values, call: CollectiveCall) -> Values:
+        group = self._alive(call)
+        local = self._local_for(values, group, call)
+        if local is not None:
+            return _by_arrays(local.all_reduce, values, call)
+        total = self._wire(values).contiguous()
+        self._run(_reduce, call, total, group)
+        return _like(total, values)
+
+    def _gathered(self, values: Values, group: Any, call: CollectiveCall) -> Values:
+        """`all_gather` by the group's own backend."""
         tensor = self._wire(values)
         rows = tensor.new_zeros(self.size * tensor.numel())  # gloo may fill only a part of them
-        group = self._alive(call)
         self._run(_gather, call, rows, tensor, group)
         return _like(rows.view(self.size, *tensor.shape), values)
 
-    def all_reduce(self, values: Values, call: CollectiveCall) -> Values:
-        total = self._wire(values).contiguous()
-        group = self._alive(call)
-        self._run(_reduce, call, total, group)
-        return _like(total, values)
+    def _local_for(self, values: Values, group: Any, call: CollectiveCall) -> LocalTransport | None:
+        """What sends `values` if all ranks are on this host; the first call finds that out."""
+        if self.on_device and getattr(values, "is_cuda", False):
+            return None
+        if self._local is NotImplemented:
+            self._local, weak = None, self._group
+            if any(name in _backends_of(group) for name in ("gloo", "nccl")):  # of real ranks
+                self._local = local_transport(
+                    self.rank,
+                    self.size,
+                    lambda: timeout_of(weak()),
+                    lambda row: self._gathered(row, group, call),
+                    call,
+                    lambda rank: _in_world(weak(), rank),
+                )
+        return self._local  # type: ignore[no-any-return]
 
     def _wire(self, values: Values) -> Tensor:
         """`values` as a tensor on a device that the group's backend supports."""
@@ -140,6 +179,14 @@ def _gather(rows: Tensor, tensor: Tensor, group: Any) -> None:
 
 def _reduce(total: Tensor, group: Any) -> None:
     dist.all_reduce(total, group=group)
+
+
+def _by_arrays(collective: Any, values: Values, call: CollectiveCall) -> Values:
+    """The result of a collective for NumPy arrays."""
+    if isinstance(values, np.ndarray):
+        return collective(values, call)
+    own = values.float() if values.dtype is torch.bfloat16 else values
+    return torch.from_numpy(collective(own.numpy(force=True), call)).to(values)
 
 
 def _tensor_of(values: Values) -> Tensor:

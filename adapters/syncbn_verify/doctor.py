@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn_core import doctor
+from syncbn_core.comm.local import host_name
 from syncbn_core.doctor import Check, Difference, Facts, Outcome, refuse
 from syncbn_torch import convert_model
 from syncbn_torch.forward import always_ours, goes_to_kernels
@@ -48,6 +49,7 @@ def facts() -> Facts:
     absent = "not in this torch"
     found["engines"] = {
         "gloo": "found" if _has("gloo") else absent,
+        "connections of a host": "found" if host_name() else "not on this system: gloo sends all",
         "NCCL": doctor.found(_nccl) if _has("nccl") else absent,
         "MPI": mpi,
     }

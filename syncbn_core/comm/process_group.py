@@ -29,6 +29,7 @@ __all__ = [
     "describe_other_ranks",
     "grace_after",
     "reports_of_others",
+    "same_names",
 ]
 
 Array = Any
@@ -169,7 +170,7 @@ class ProcessCommunicator:
             raise
 
 
-def _same_names(texts: Sequence[str]) -> bool:
+def same_names(texts: Sequence[str]) -> bool:
     """Whether the texts of all ranks are equal up to prefixes of names.
 
     A rank may wrap its model in one more container: "block.last" equals "model.block.last".
@@ -241,7 +242,7 @@ def describe_other_ranks(call: CollectiveCall, reports: Mapping[str, str | None]
     silent = [rank for rank, text in reports.items() if text is None]
     elsewhere: dict[str, list[str]] = {}
     for rank, text in reports.items():
-        if text is not None and not _same_names([text, str(call)]):
+        if text is not None and not same_names([text, str(call)]):
             elsewhere.setdefault(text, []).append(rank)
     parts = [f"rank {', '.join(ranks)} waited in {text}" for text, ranks in elsewhere.items()]
     if elsewhere:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from world import enter_world, log_of, needs_gloo, set_timeout, start_world
+from world import enter_world, hosts_apart, log_of, needs_gloo, set_timeout, start_world
 
 from syncbn_torch import SynchronizedBatchNorm2d, convert_model
 
@@ -48,8 +48,12 @@ def twofold(forward: Any, other: bool, x: Tensor) -> Tensor:
     return ys[other]
 
 
-def faulty_rank(rank: int, size: int, folder: Path, store: str, *arguments: Any) -> None:
+def faulty_rank(
+    rank: int, size: int, folder: Path, store: str, apart: bool, *arguments: Any
+) -> None:
     """What a process does; its log ends with a line FAULT, ERROR class: message, or DONE."""
+    if apart:
+        hosts_apart()
     enter_world(rank, size, store)
     try:
         steps_with_a_fault(rank, *arguments)
@@ -122,6 +126,7 @@ class World:
     culprit: int
     at: int
     ddp: bool
+    apart: bool
     ranks: list[Any]
     folder: Path
     begin: float
@@ -144,15 +149,15 @@ def begin(seed: int, folder: Path) -> World:
     choice = random.Random(seed)
     size, fault = choice.choice((2, 3, 4)), FAULTS[seed % len(FAULTS)]
     culprit, at = choice.randrange(size), choice.randrange(1, 15)
-    ddp = choice.random() < 0.3
+    ddp, apart = choice.random() < 0.3, choice.random() < 0.3
     folder = folder / str(seed)
     folder.mkdir()
     # the store of a rank dies with it, a file does not
     by_file = choice.random() < 0.5
     store = (folder / "store").as_uri() if by_file else f"tcp://127.0.0.1:{free_port()}"
-    given = (seed, fault, culprit, at, ddp, DEADLINE)
+    given = (apart, seed, fault, culprit, at, ddp, DEADLINE)
     ranks = start_world(faulty_rank, size, folder, store, *given)
-    return World(seed, size, fault, culprit, at, ddp, ranks, folder, time.monotonic())
+    return World(seed, size, fault, culprit, at, ddp, apart, ranks, folder, time.monotonic())
 
 
 def ended(world: World) -> bool:
@@ -174,6 +179,7 @@ def check(world: World) -> None:
         elif rank == world.culprit and world.fault in ENDING:
             assert "FAULT" in lines, told
         elif process.exitcode == -signal.SIGABRT:  # gloo, where messages of unlike sizes meet
+            assert world.apart, told
             assert world.fault in CALLS, told
         else:
             assert last.startswith("ERROR"), told

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from world import on_ranks, raises, set_timeout
+from world import hosts_apart, on_ranks, raises, set_timeout
 
 from syncbn_core.errors import CommError
 from syncbn_torch import convert_model
@@ -27,9 +27,17 @@ def test_ranks_in_another_call_of_the_same_number_are_named_and_those_without_si
     rank: int, size: int
 ) -> None:
     """Ranks 0 and 1 are in a forward, rank 2 is in a backward, rank 3 does nothing."""
-    model = nn.ModuleDict({"a": nn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)})
-    container = nn.ModuleDict({"model": model} if rank == 0 else {})
-    model, x = called_once(model, dist.new_group()), torch.randn(2, 3)
+    for begin in (lambda: None, hosts_apart):
+        begin()
+        model = nn.ModuleDict({"a": nn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)})
+        container = nn.ModuleDict({"model": model} if rank == 0 else {})
+        told_from_each_rank(called_once(model, dist.new_group()), rank)
+        dist.barrier()
+        assert container is not None
+
+
+def told_from_each_rank(model: nn.ModuleDict, rank: int) -> None:
+    x = torch.randn(2, 3)
     y = model["a"](x)
     silent = (
         "; no sign in this call of rank 3; look there for the first error, or for fewer batches"
@@ -44,12 +52,12 @@ def test_ranks_in_another_call_of_the_same_number_are_named_and_those_without_si
         message = raises(CommError, *words, call=lambda: y.square().sum().backward())
         assert "rank 0 waited" in message, message
         assert "rank 1 waited" in message, message
-    assert container is not None
 
 
 @on_ranks(2)
 def test_reports_of_processes_before_a_restart_count_for_nothing(rank: int, size: int) -> None:
     """The launcher may keep the store."""
+    hosts_apart()
     group = dist.new_group()
     key = f"syncbn/{group.group_name}/{rank}"
     group.get_group_store().set(key, "call 17 (forward of b)")

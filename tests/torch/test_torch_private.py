@@ -1,5 +1,6 @@
 """Each private name of torch does what syncbn needs; each test says what breaks without it."""
 
+import datetime
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from world import on_ranks, set_timeout
 
 from syncbn_torch import _torch_private as private
 
@@ -339,6 +341,15 @@ def test_exporting_is_true_for_torch_export_alone() -> None:
     torch.export.export(Looking(), (torch.ones(1),))
     assert seen[-1]
     assert not private.exporting()
+
+
+@on_ranks(1)
+def test_timeout_of_is_the_present_timeout_of_a_group(rank: int, size: int) -> None:
+    """Without it, local connections wait for another time than the group."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=70))
+    assert private.timeout_of(group) == 70
+    set_timeout(5, group)
+    assert private.timeout_of(group) == 5
 
 
 class Doubling(dist.ProcessGroup):

@@ -1,0 +1,348 @@
+"""`LocalTransport`: processes of one host, a master and its slaves, over local connections.
+
+Each slave sends its array to rank 0, the master, which answers with the arrays of all. On one host
+that is many times as fast as a collective over TCP. A frame is a tag, a length, and so many bytes:
+
+    slave   operation and dtype: its array           ASK: the text of the call in which it waits
+    master  operation and dtype: the arrays of all   ASK: nothing
+                                                     FAILED: JSON, what `_error` takes
+
+If an array does not come or does not fit, the master asks those that wait for their calls, and
+tells all what it knows: every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from hmac import compare_digest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from syncbn_core.comm.process_group import describe_other_ranks, grace_after, same_names
+from syncbn_core.comm.protocol import CollectiveCall
+from syncbn_core.errors import (
+    CommAborted,
+    CommError,
+    CommTimeout,
+    DeviceError,
+    DTypeError,
+    ProtocolError,
+    ShapeError,
+    SyncBNError,
+)
+
+__all__ = ["LocalTransport", "host_name", "local_transport"]
+
+Array = Any
+Frame = tuple[bytes, bytearray | bytes]  # a tag, and what follows its length
+Greeting = struct.Struct("=32sI")  # a key, the rank
+Head = struct.Struct("=16sQ")  # a tag, how many bytes follow
+ASK, FAILED = b"ask".ljust(16), b"failed".ljust(16)
+HELLO = 512  # bytes of the message in which ranks say where they are
+
+
+class LocalTransport:
+    """A rank that is connected with those of its host; `local_transport` makes it.
+
+    Args:
+        peers: the connections of rank 0 to ranks 1, 2, ...; of another rank that to rank 0.
+        timeout: returns the seconds that a call waits for the other ranks.
+        in_world: returns what errors add to the number of a rank.
+
+    Takes NumPy arrays; `DTypeError` if they hold Python objects, `DeviceError` for other arrays.
+    A call raises `CommTimeout` with the missing ranks, `CommAborted` as soon as a rank has ended,
+    `ShapeError` or `ProtocolError` where ranks send unlike arrays. All name the call. After an
+    error the connections are closed, so that no rank waits for this one.
+    """
+
+    on_device = False
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Sequence[socket.socket],
+        size: int,
+        timeout: Callable[[], float],
+        in_world: Callable[[int], str] = lambda rank: "",
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._timeout, self._in_world = timeout, in_world
+        self._peers = dict(enumerate(peers, 0 if rank else 1))
+        self._ranks = {peer.fileno(): other for other, peer in self._peers.items()}
+        self._ready = select.poll()
+        for descriptor in self._ranks:
+            self._ready.register(descriptor, select.POLLIN)
+        self._process = os.getpid()
+        self.close = weakref.finalize(self, _close, peers)
+        _transports.add(self)
+
+    def all_gather(self, values: Array, call: CollectiveCall) -> Array:
+        return self._gathered("gather", values, call)
+
+    def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
+        return np.asarray(self._gathered("reduce", values, call).sum(0, dtype=values.dtype))
+
+    def _gathered(self, operation: str, values: Array, call: CollectiveCall) -> Array:
+        if not isinstance(values, np.ndarray):
+            raise DeviceError(f"expected NumPy arrays in {call}, got {type(values).__name__}")
+        if values.dtype.hasobject:
+            raise DTypeError(f"expected numbers in {call}, got {values.dtype}")
+        if self._process != os.getpid():
+            raise CommError(
+                f"expected the process that has joined the group in {call}, got a fork of it; "
+                "synchronize in that process alone"
+            )
+        try:
+            tag = f"{operation} {values.dtype.str}".encode().ljust(16)
+            begin, seconds = time.monotonic(), self._timeout()
+            # slaves wait a little longer, because the master knows who is missing
+            end = begin + seconds + (grace_after(seconds) if self.rank else 0.0)
+            exchange = self._as_slave if self.rank else self._as_master
+            answer, data = exchange(tag, values.tobytes(), call, end)
+            if answer == FAILED:
+                raise self._error(call, time.monotonic() - begin, *json.loads(data))
+        except BaseException:
+            self.close()
+            raise
+        return np.ndarray((self.size, *values.shape), values.dtype, data)
+
+    def _as_slave(self, tag: bytes, row: bytes, call: CollectiveCall, end: float) -> Frame:
+        try:
+            with suppress(OSError):  # what the master has told this rank before can still be read
+                self._send(0, tag, row, end)
+            answer, data = self._receive(0, end)
+            if answer == ASK:
+                self._send(0, ASK, str(call).encode(), end)
+                answer, data = self._receive(0, end)
+            return answer, data
+        except OSError as error:
+            reason = "late" if isinstance(error, TimeoutError) else "lost"
+            return FAILED, json.dumps([reason, 0, [None]]).encode()
+
+    def _as_master(self, tag: bytes, row: bytes, call: CollectiveCall, end: float) -> Frame:
+        rows: list[bytes | bytearray] = [row] * self.size
+        waiting, rank, failure = set(self._peers), 0, ""
+        try:
+            while waiting:
+                ready = self._ready.poll(max(end - time.monotonic(), 0.0) * 1000)
+                if not ready:
+                    raise TimeoutError
+                for descriptor, _ in ready:
+                    rank = self._ranks[descriptor]
+                    theirs, rows[rank] = self._receive(rank, end)
+                    if theirs != tag or len(rows[rank]) != len(row):
+                        failure = "unlike"
+                    waiting.discard(rank)
+        except OSError as error:
+            failure = "late" if isinstance(error, TimeoutError) else "lost"
+            if failure == "lost":
+                waiting.add(rank)
+        if failure:
+            return FAILED, self._tell(failure, rank, waiting, call)
+        data = bytearray().join(rows)
+        for rank, peer in self._peers.items():
+            try:
+                self._send(rank, tag, data, end)
+            except OSError:  # the next call tells all ranks
+                with suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
+        return tag, data
+
+    def _tell(self, failure: str, rank: int, missing: set[int], call: CollectiveCall) -> bytes:
+        """Tell all ranks of a failure, with the calls of those that are not missing."""
+        calls: list[str | None] = [str(call), *[None] * (self.size - 1)]
+        end = time.monotonic() + 1.0
+        for present in set(self._peers) - missing:
+            with suppress(OSError):
+                self._send(present, ASK, b"", end)
+                calls[present] = self._receive(present, end)[1].decode()
+        told = json.dumps([failure, rank, calls]).encode()
+        for each in self._peers:  # who is late reads it later
+            with suppress(OSError):
+                self._send(each, FAILED, told, end)
+        return told
+
+    def _error(
+        self,
+        call: CollectiveCall,
+        seconds: float,
+        failure: str,
+        lost: int,
+        calls: Sequence[str | None],
+    ) -> SyncBNError:
+        """`failure`: "late", "unlike", or "lost" of a rank. `calls`: of ranks, as far as known."""
+        who = f"rank {self.rank} of {self.size}{self._in_world(self.rank)}"
+        others = {
+            f"{rank}{self._in_world(rank)}": text
+            for rank, text in enumerate(calls)
+            if rank != self.rank
+        }
+        if failure == "unlike":
+            sent = ", ".join(f"rank {rank} in {text}" for rank, text in others.items())
+            same = same_names([str(text).partition(": ")[0] for text in calls])
+            kind = ShapeError if same else ProtocolError
+            return kind(f"{who} sent an array in {call}, {sent} an unlike one; {call.remedy}")
+        where = describe_other_ranks(call, others)
+        if failure == "lost":
+            return CommAborted(f"{who} lost rank {lost}{self._in_world(lost)} in {call}; {where}")
+        if self.rank < len(calls) and calls[self.rank] is None:
+            return CommAborted(f"{who} comes too late to {call}; {where}")
+        return CommTimeout(f"{who} waited {seconds:.3g} s in {call}; {where}")
+
+    def _send(self, rank: int, tag: bytes, data: bytes | bytearray, end: float) -> None:
+        self._peers[rank].settimeout(max(end - time.monotonic(), 1e-3))
+        self._peers[rank].sendall(Head.pack(tag, len(data)) + data)
+
+    def _receive(self, rank: int, end: float) -> Frame:
+        tag, length = Head.unpack(self._read(rank, Head.size, end))
+        return tag, self._read(rank, length, end)
+
+    def _read(self, rank: int, length: int, end: float) -> bytearray:
+        data = bytearray(length)
+        left = memoryview(data)
+        while left:
+            self._peers[rank].settimeout(max(end - time.monotonic(), 1e-3))
+            count = self._peers[rank].recv_into(left)
+            if not count:
+                raise ConnectionResetError
+            left = left[count:]
+        return data
+
+
+def _close(peers: Sequence[socket.socket]) -> None:
+    for peer in peers:
+        peer.close()
+
+
+_transports: weakref.WeakSet[LocalTransport] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """In a forked process, which would keep connections open after this one has been killed."""
+    for transport in list(_transports):
+        transport.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+def local_transport(
+    rank: int,
+    size: int,
+    timeout: Callable[[], float],
+    gather: Callable[[Array], Array],
+    call: CollectiveCall,
+    in_world: Callable[[int], str] = lambda rank: "",
+) -> LocalTransport | None:
+    """A transport for the ranks of a group; None unless all are on one host, of one user.
+
+    `gather`: given an array of bytes, `uint8` `(n,)`, returns those of all ranks, `(size, n)`.
+    `timeout`, `in_world`: as of `LocalTransport`.
+
+    Every rank has to call it, in `call`. Raises what `gather` raises, `CommTimeout` if a rank does
+    not connect in time, `CommAborted` if it can't.
+    """
+    end = time.monotonic() + timeout()
+    with ExitStack() as stack:
+        host, address, key = host_name(), "", secrets.token_hex(16)
+        if rank == 0 and host:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            if sys.platform != "linux":  # there the empty address is a new one, without a file
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="syncbn-"))
+                address = f"{folder}/master"
+            listener.bind(address)
+            listener.listen()  # for more than all ranks, whoever else comes
+            address = os.fsdecode(listener.getsockname())
+        hello = json.dumps([host or key, address, key]).encode().ljust(HELLO)
+        hellos = [json.loads(bytes(row)) for row in gather(np.frombuffer(hello, np.uint8))]
+        if len({their_host for their_host, *_ in hellos}) > 1:
+            return None
+        _, address, key = hellos[0]
+        try:
+            if rank:
+                peers = [_joined(address, Greeting.pack(key.encode(), rank), end)]
+            else:
+                peers = _accepted(listener, size, key.encode(), end)
+        except OSError as error:
+            kind = CommTimeout if isinstance(error, TimeoutError) else CommAborted
+            who = f"rank {rank} of {size}{in_world(rank)}"
+            raise kind(f"{who} could not connect with the others in {call}: {error}") from error
+    return LocalTransport(rank, peers, size, timeout, in_world)
+
+
+def _joined(address: str, greeting: bytes, end: float) -> socket.socket:
+    """A connection with rank 0."""
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        peer.settimeout(max(end - time.monotonic(), 1e-3))
+        peer.connect(address)
+        if not _is_own(peer):
+            raise ConnectionRefusedError("another user listens at the address of rank 0")
+        peer.sendall(greeting)
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _accepted(listener: socket.socket, size: int, key: bytes, end: float) -> list[socket.socket]:
+    """The connections of ranks 1, 2, ...; closes those of others."""
+    found: dict[int, socket.socket] = {}
+    coming = {listener.fileno(): listener}
+    ready = select.poll()
+    ready.register(listener, select.POLLIN)
+    try:
+        while len(found) < size - 1:
+            events = ready.poll(max(end - time.monotonic(), 0.0) * 1000)
+            if not events:
+                raise TimeoutError("timed out")
+            for descriptor, _ in events:
+                if descriptor == listener.fileno():
+                    peer, _ = listener.accept()
+                    coming[peer.fileno()] = peer
+                    ready.register(peer, select.POLLIN)
+                    continue
+                peer = coming[descriptor]
+                ready.unregister(descriptor)
+                greeting = peer.recv(Greeting.size).ljust(Greeting.size)
+                if compare_digest(greeting[:32], key) and _is_own(peer):
+                    found[Greeting.unpack(greeting)[1]] = coming.pop(descriptor)
+    except BaseException:
+        _close(list(found.values()))
+        raise
+    finally:
+        _close(list(coming.values()))
+    return [found[rank] for rank in range(1, size)]
+
+
+def _is_own(peer: socket.socket) -> bool:
+    """Whether the other end is of this user, where the system can tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def host_name() -> str:
+    """The same text in processes that can connect with each other; "" where none can."""
+    if not hasattr(socket, "AF_UNIX"):
+        return ""
+    try:  # containers of one host may have one name, or another network
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getuid()}"
