@@ -47,10 +47,10 @@ from syncbn_core.errors import (
 __all__ = ["LocalTransport", "host_name", "local_transport"]
 
 Array = Any
-Frame = tuple[bytes, bytearray | bytes]  # a tag, and what follows its length
 Greeting = struct.Struct("=32sI")  # a key, the rank
 Head = struct.Struct("=16sQ")  # a tag, how many bytes follow
 ASK, FAILED = b"ask".ljust(16), b"failed".ljust(16)
+SHORT = 2000  # microseconds
 HELLO = 512  # bytes of the message in which ranks say where they are
 
 
@@ -83,8 +83,12 @@ class LocalTransport:
         self._peers = dict(enumerate(peers, 0 if rank else 1))
         self._ranks = {peer.fileno(): other for other, peer in self._peers.items()}
         self._ready = select.poll()
-        for descriptor in self._ranks:
-            self._ready.register(descriptor, select.POLLIN)
+        for peer in peers:
+            # a wait of `recv` ends in half the time of one of `poll`, which is for longer ones
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, SHORT))
+            peer.setblocking(True)
+            self._ready.register(peer, select.POLLIN)
         self._process = os.getpid()
         self.close = weakref.finalize(self, _close, peers)
         _transports.add(self)
@@ -107,42 +111,45 @@ class LocalTransport:
             )
         try:
             tag = f"{operation} {values.dtype.str}".encode().ljust(16)
-            begin, seconds = time.monotonic(), self._timeout()
-            # slaves wait a little longer, because the master knows who is missing
-            end = begin + seconds + (grace_after(seconds) if self.rank else 0.0)
+            self._begin, self._end = time.monotonic(), 0.0
             exchange = self._as_slave if self.rank else self._as_master
-            answer, data = exchange(tag, values.tobytes(), call, end)
+            answer, frame = exchange(tag, values.tobytes(), call)
             if answer == FAILED:
-                raise self._error(call, time.monotonic() - begin, *json.loads(data))
+                told = json.loads(frame[Head.size :])
+                raise self._error(call, time.monotonic() - self._begin, *told)
         except BaseException:
             self.close()
             raise
-        return np.ndarray((self.size, *values.shape), values.dtype, data)
+        return np.ndarray((self.size, *values.shape), values.dtype, frame, Head.size)
 
-    def _as_slave(self, tag: bytes, row: bytes, call: CollectiveCall, end: float) -> Frame:
+    def _as_slave(self, tag: bytes, row: bytes, call: CollectiveCall) -> tuple[bytes, bytearray]:
+        """The tag and the frame of the master's answer."""
         try:
             with suppress(OSError):  # what the master has told this rank before can still be read
-                self._send(0, tag, row, end)
-            answer, data = self._receive(0, end)
+                self._send(0, _frame(tag, row))
+            answer, frame = self._receive(0, len(row) * self.size)
             if answer == ASK:
-                self._send(0, ASK, str(call).encode(), end)
-                answer, data = self._receive(0, end)
-            return answer, data
+                self._send(0, _frame(ASK, str(call).encode()))
+                answer, frame = self._receive(0, 0)
+            return answer, frame
         except OSError as error:
             reason = "late" if isinstance(error, TimeoutError) else "lost"
-            return FAILED, json.dumps([reason, 0, [None]]).encode()
+            return FAILED, _frame(FAILED, json.dumps([reason, 0, [None]]).encode())
 
-    def _as_master(self, tag: bytes, row: bytes, call: CollectiveCall, end: float) -> Frame:
-        rows: list[bytes | bytearray] = [row] * self.size
-        waiting, rank, failure = set(self._peers), 0, ""
+    def _as_master(self, tag: bytes, row: bytes, call: CollectiveCall) -> tuple[bytes, bytearray]:
+        """The tag and the frame of the answer."""
+        rows: list[bytes | memoryview] = [row] * self.size
+        waiting, rank, failure, short = set(self._peers), 0, "", True
         try:
             while waiting:
-                ready = self._ready.poll(max(end - time.monotonic(), 0.0) * 1000)
-                if not ready:
-                    raise TimeoutError
-                for descriptor, _ in ready:
-                    rank = self._ranks[descriptor]
-                    theirs, rows[rank] = self._receive(rank, end)
+                # after a short wait for one: for all at once, so that none is told late
+                for rank in list(waiting) if short else self._wait():
+                    try:
+                        theirs, frame = self._receive(rank, len(row), short)
+                    except BlockingIOError:
+                        short = False
+                        break
+                    rows[rank] = memoryview(frame)[Head.size :]
                     if theirs != tag or len(rows[rank]) != len(row):
                         failure = "unlike"
                     waiting.discard(rank)
@@ -152,27 +159,27 @@ class LocalTransport:
                 waiting.add(rank)
         if failure:
             return FAILED, self._tell(failure, rank, waiting, call)
-        data = bytearray().join(rows)
+        frame = _frame(tag, *rows)
         for rank, peer in self._peers.items():
             try:
-                self._send(rank, tag, data, end)
+                self._send(rank, frame)
             except OSError:  # the next call tells all ranks
                 with suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
-        return tag, data
+        return tag, frame
 
-    def _tell(self, failure: str, rank: int, missing: set[int], call: CollectiveCall) -> bytes:
+    def _tell(self, failure: str, rank: int, missing: set[int], call: CollectiveCall) -> bytearray:
         """Tell all ranks of a failure, with the calls of those that are not missing."""
         calls: list[str | None] = [str(call), *[None] * (self.size - 1)]
-        end = time.monotonic() + 1.0
+        self._end = time.monotonic() + 1.0
         for present in set(self._peers) - missing:
             with suppress(OSError):
-                self._send(present, ASK, b"", end)
-                calls[present] = self._receive(present, end)[1].decode()
-        told = json.dumps([failure, rank, calls]).encode()
+                self._send(present, _frame(ASK))
+                calls[present] = self._receive(present, 0)[1][Head.size :].decode()
+        told = _frame(FAILED, json.dumps([failure, rank, calls]).encode())
         for each in self._peers:  # who is late reads it later
             with suppress(OSError):
-                self._send(each, FAILED, told, end)
+                self._send(each, told)
         return told
 
     def _error(
@@ -202,24 +209,62 @@ class LocalTransport:
             return CommAborted(f"{who} comes too late to {call}; {where}")
         return CommTimeout(f"{who} waited {seconds:.3g} s in {call}; {where}")
 
-    def _send(self, rank: int, tag: bytes, data: bytes | bytearray, end: float) -> None:
-        self._peers[rank].settimeout(max(end - time.monotonic(), 1e-3))
-        self._peers[rank].sendall(Head.pack(tag, len(data)) + data)
+    def _left(self) -> float:
+        """Milliseconds until the deadline."""
+        if not self._end:
+            seconds = self._timeout()
+            # slaves wait a little longer, because the master knows who is missing
+            self._end = self._begin + seconds + (grace_after(seconds) if self.rank else 0.0)
+        return max(self._end - time.monotonic(), 0.0) * 1000
 
-    def _receive(self, rank: int, end: float) -> Frame:
-        tag, length = Head.unpack(self._read(rank, Head.size, end))
-        return tag, self._read(rank, length, end)
+    def _wait(self) -> list[int]:
+        """The ranks that have sent, or ended."""
+        ready = self._ready.poll(self._left())
+        if not ready:
+            raise TimeoutError
+        return [self._ranks[descriptor] for descriptor, _ in ready]
 
-    def _read(self, rank: int, length: int, end: float) -> bytearray:
-        data = bytearray(length)
-        left = memoryview(data)
+    def _wait_for(self, rank: int, event: int) -> None:
+        ready = select.poll()
+        ready.register(self._peers[rank], event)
+        if not ready.poll(self._left()):
+            raise TimeoutError
+
+    def _send(self, rank: int, frame: bytearray) -> None:
+        left = memoryview(frame)
         while left:
-            self._peers[rank].settimeout(max(end - time.monotonic(), 1e-3))
-            count = self._peers[rank].recv_into(left)
+            try:
+                left = left[self._peers[rank].send(left) :]
+            except BlockingIOError:
+                self._wait_for(rank, select.POLLOUT)
+
+    def _receive(self, rank: int, expected: int, short: bool = False) -> tuple[bytes, bytearray]:
+        """The tag of a frame and the frame; quick where `expected` bytes follow the head.
+
+        `short`: raises `BlockingIOError` after a short wait.
+        """
+        frame, got, tag, size = bytearray(Head.size + expected), 0, b"", Head.size
+        while got < size:
+            try:
+                count = self._peers[rank].recv_into(memoryview(frame)[got:])
+            except BlockingIOError:
+                if short and not got:
+                    raise
+                self._wait_for(rank, select.POLLIN)
+                continue
             if not count:
                 raise ConnectionResetError
-            left = left[count:]
-        return data
+            got += count
+            if not tag and got >= Head.size:
+                tag, length = Head.unpack_from(frame)
+                size = Head.size + length
+                if length != expected:
+                    frame = frame[:got].ljust(size)[:size]
+        return tag, frame
+
+
+def _frame(tag: bytes, *data: Any) -> bytearray:
+    return bytearray().join([Head.pack(tag, sum(map(len, data))), *data])
 
 
 def _close(peers: Sequence[socket.socket]) -> None:
