@@ -39,6 +39,8 @@ __all__ = [
 
 Values = Any  # numpy.ndarray or Tensor
 
+_making = threading.RLock()
+
 if dist.is_available() and not dist.is_initialized():
     # DistributedDataParallel imports this module too. Its functions have the default group of that
     # moment as a default argument. If a group exists by then, it outlives destroy_process_group(),
@@ -63,7 +65,7 @@ class DistributedCommunicator(ProcessCommunicator):
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._of_group = _GroupTransport(group_of(group))
+        self._of_group = _transport_of(group_of(group))
         super().__init__(self._of_group)
 
     @property
@@ -164,6 +166,20 @@ class _GroupTransport:
             if "timed out" in text.lower() or "timeout" in text.lower():
                 raise CommTimeout(f"{who} waited {seconds:.3g} s in {call}; {where}") from error
             raise CommAborted(f"{who} lost its group in {call}: {text}; {where}") from error
+
+
+_transports: weakref.WeakKeyDictionary[Any, _GroupTransport] = weakref.WeakKeyDictionary()
+
+
+def _transport_of(group: Any) -> _GroupTransport:
+    """That of all communicators of a group: ranks may take different ones."""
+    if isinstance(group, int):  # this process is not a member
+        return _GroupTransport(group)  # raises
+    with _making:  # replica threads may get here at the same time
+        found = _transports.get(group)
+        if found is None:
+            found = _transports[group] = _GroupTransport(group)
+        return found
 
 
 def _backends_of(group: Any) -> str:
@@ -267,7 +283,6 @@ def group_of(process_group: Any) -> Any:
 _communicators: weakref.WeakKeyDictionary[Any, DistributedCommunicator] = (
     weakref.WeakKeyDictionary()
 )
-_making = threading.Lock()
 
 
 def communicator_for(process_group: Any) -> Communicator | None:
@@ -284,11 +299,11 @@ def communicator_for(process_group: Any) -> Communicator | None:
         if _is_communicator(kind):
             return None if kind is SingleCommunicator else process_group
         group = group_of(process_group)
-    if isinstance(group, int):  # this process is not a member
+    if isinstance(group, int):
         return DistributedCommunicator(group)  # raises
     found = _communicators.get(group)
     if found is None:
-        with _making:  # replica threads may get here at the same time
+        with _making:
             found = _communicators.get(group)
             if found is None:
                 found = _communicators[group] = DistributedCommunicator(group)

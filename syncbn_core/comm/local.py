@@ -51,6 +51,7 @@ Greeting = struct.Struct("=32sI")  # a key, the rank
 Head = struct.Struct("=16sQ")  # a tag, how many bytes follow
 ASK, FAILED = b"ask".ljust(16), b"failed".ljust(16)
 SHORT = 2000  # microseconds
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE ends a program that does not ignore it
 HELLO = 512  # bytes of the message in which ranks say where they are
 
 
@@ -172,10 +173,13 @@ class LocalTransport:
         """Tell all ranks of a failure, with the calls of those that are not missing."""
         calls: list[str | None] = [str(call), *[None] * (self.size - 1)]
         self._end = time.monotonic() + 1.0
-        for present in set(self._peers) - missing:
+        present = set(self._peers) - missing
+        for each in present:
             with suppress(OSError):
-                self._send(present, _frame(ASK))
-                calls[present] = self._receive(present, 0)[1][Head.size :].decode()
+                self._send(each, _frame(ASK))
+        for each in present:
+            with suppress(OSError):
+                calls[each] = self._receive(each, 0)[1][Head.size :].decode()
         told = _frame(FAILED, json.dumps([failure, rank, calls]).encode())
         for each in self._peers:  # who is late reads it later
             with suppress(OSError):
@@ -234,7 +238,7 @@ class LocalTransport:
         left = memoryview(frame)
         while left:
             try:
-                left = left[self._peers[rank].send(left) :]
+                left = left[self._peers[rank].send(left, NO_SIGNAL) :]
             except BlockingIOError:
                 self._wait_for(rank, select.POLLOUT)
 
@@ -314,7 +318,7 @@ def local_transport(
             address = os.fsdecode(listener.getsockname())
         hello = json.dumps([host or key, address, key]).encode().ljust(HELLO)
         hellos = [json.loads(bytes(row)) for row in gather(np.frombuffer(hello, np.uint8))]
-        if len({their_host for their_host, *_ in hellos}) > 1:
+        if not host or len({their_host for their_host, *_ in hellos}) > 1:
             return None
         _, address, key = hellos[0]
         try:

@@ -153,3 +153,12 @@ def test_a_killed_rank_is_told_although_a_process_that_it_has_forked_lives(tmp_p
     said = [log_of(tmp_path, rank).read_text() for rank in range(3)]
     assert [rank.exitcode for rank in ranks] == [0, -signal.SIGKILL, 0], said
     assert all(text.endswith("told\n") for text in said[::2]), said
+
+
+@on_ranks(2)
+def test_ranks_may_reach_a_group_by_different_communicators(rank: int, size: int) -> None:
+    x, _ = whole_batch((4, 3, 4, 4))
+    group = DistributedCommunicator() if rank else None
+    layer = SynchronizedBatchNorm2d(3, process_group=group).double()
+    mine = slice(2 * rank, 2 * rank + 2)
+    close(layer(x[mine]), nn.BatchNorm2d(3).double()(x)[mine])

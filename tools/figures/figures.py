@@ -28,9 +28,9 @@ NETS = {threads: f"nets-2026-11-27-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 COMPILED = "compiled-2026-11-23.json"
 REPLICAS = "replicas-2026-11-25.json"
-DDP = "ddp-2026-11-27.json"
+DDP = "ddp-2026-11-28.json"
 STUDY = "study-2026-11-27.jsonl"
-SCALING = "scaling-2026-11-21.json"
+SCALING = "scaling-2026-11-28.json"
 LAYOUTS = ("NCHW", "channels_last")
 MIB = 1 << 20
 
@@ -219,7 +219,7 @@ def takes_our_kernels(case: Row) -> bool:
 
 # ----------------------------------------------------------- processes, compiled kernels
 
-ENGINES = ("gloo", "mpi")
+ENGINES = ("one host", "gloo", "mpi")
 SIZES = ("2", "4", "8")
 
 
@@ -230,8 +230,6 @@ def scaling() -> Iterator[str]:
         "all_gather, 256 channels": "all_gather 256",
         "all_reduce, 256 channels": "all_reduce 256",
         "exchange of a layer, Python included": "merge_moments 256",
-        "five messages of 256 channels": "5 messages",
-        "one message with the same numbers": "1 message",
     }.items():
         cells = [measured[e][size][entry]["median"] * 1e6 for e in ENGINES for size in SIZES]
         yield f"| {label} | {' | '.join(f'{cell:,.0f}' for cell in cells)} |"
@@ -241,12 +239,12 @@ def scaling() -> Iterator[str]:
         for name in ("all_gather", "all_reduce")
     ]
     yield f"over gloo, 2,048 channels take {span(longer, 1)} times as long as 4"
-    fewer = {
-        engine: [m[s]["5 messages"]["median"] / m[s]["1 message"]["median"] for s in SIZES]
-        for engine, m in measured.items()
-    }
-    first, second, third = (f"{ratio:.1f}" for ratio in fewer["gloo"])
-    yield f"({first}, {second} and {third} times less with gloo, {span(fewer['mpi'], 0)} with MPI)"
+    host, gloo = (
+        [measured[engine][size]["all_gather 256"]["median"] for size in SIZES]
+        for engine in ENGINES[:2]
+    )
+    first, second, third = (f"{g / h:.1f}" for h, g in zip(host, gloo, strict=True))
+    yield f"local connections are {first}, {second} and {third} times as fast as gloo"
     waits = {(size, jitter): wait for size, jitter, wait in results["simulated"]}
     for size in (8, 64, 1024):
         yield f"| {size:,} | " + " | ".join(f"{waits[size, j]:.2f}x" for j in (0.01, 0.05, 0.2))
@@ -263,14 +261,15 @@ def steps_of_graphs() -> Iterator[str]:
             )
 
 
-def cost(ranks: int) -> dict[str, float]:
-    """Steps with synchronization over those without, by network."""
-    return {row["net"]: row["cost"] for row in read(DDP)["nets"] if row["ranks"] == ranks}
+def cost(ranks: int, kind: str = "cost") -> dict[str, float]:
+    """Steps with synchronization, or with waiting alone, over those without, by network."""
+    return {row["net"]: row[kind] for row in read(DDP)["nets"] if row["ranks"] == ranks}
 
 
 def cost_of_networks() -> Iterator[str]:
     for net, two in cost(2).items():
-        yield f"| {net} | {two:.2f}x | {cost(4)[net]:.2f}x |"
+        waits = " | ".join(f"{cost(ranks, 'waiting')[net]:.2f}x" for ranks in (2, 4))
+        yield f"| {net} | {two:.2f}x | {cost(4)[net]:.2f}x | {waits} |"
 
 
 def study() -> Iterator[str]:
