@@ -487,5 +487,6 @@ def examples(session: nox.Session) -> None:
     ranks[-1] = "examples/gradient_penalty.py"
     session.run(*ranks, "--steps", "5")
     session.run("python", "examples/word_count.py")
+    session.run("python", "examples/processes_numpy.py")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
     session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")

@@ -19,6 +19,9 @@ from paddle.autograd import PyLayer
 from paddle.nn.layer.norm import _BatchNormBase
 
 from syncbn_core import batch_norm_backward, batch_norm_forward
+from syncbn_core.comm import CollectiveCall, ProcessCommunicator, get_default_timeout
+from syncbn_core.comm.local import local_transport
+from syncbn_core.comm.timeouts import PROCESSES
 from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.exchange import Exchange
 
@@ -27,29 +30,41 @@ __all__ = ["PaddleCommunicator", "SyncBatchNorm"]
 Array = np.ndarray[Any, Any]
 
 
-class PaddleCommunicator:
+class PaddleCommunicator(ProcessCommunicator):
     """A group of `paddle.distributed`, None for all processes, as a communicator of the core.
 
-    NumPy arrays travel as CPU tensors, by gloo, which ends the process if they differ in length: so
-    the lengths go first. Raises `ProtocolError` if they differ, and `CommError` where Paddle's
-    collective fails.
+    Takes NumPy arrays. If all processes are on one host, they send them by local connections, with
+    the errors of `syncbn_core.comm.local` and `get_default_timeout(300)` seconds to wait. Else by
+    Paddle's gloo, which ends the process if arrays differ in length: so the lengths go first.
+    Raises `ProtocolError` if they differ, and `CommError` where Paddle's collective fails.
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.group = group
+        super().__init__(_PaddleTransport(group))
+
+
+class _PaddleTransport:
+    on_device = False
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._local: Any = NotImplemented  # None: Paddle sends all
 
     @property
     def rank(self) -> int:
-        """This process's number in the group."""
-        return int(dist.get_rank(self.group))
+        return int(dist.get_rank(self._group))
 
     @property
-    def size(self) -> int:
-        """The number of processes in the group; 1 before `init_parallel_env`."""
-        return int(dist.get_world_size(self.group))
+    def size(self) -> int:  # 1 before `init_parallel_env`
+        return int(dist.get_world_size(self._group))
 
-    def all_gather(self, values: Array, call: Any = None) -> Array:
-        """The arrays of all processes in rank order, `(size, *values.shape)`."""
+    def all_gather(self, values: Array, call: CollectiveCall) -> Array:
+        if self._local is NotImplemented:
+            given = self.rank, self.size, lambda: get_default_timeout(PROCESSES)
+            self._local = local_transport(*given, lambda row: self._gathered(row, call), call)
+        if self._local is not None:
+            rows: Array = self._local.all_gather(values, call)
+            return rows
         sizes = self._gathered(np.array([values.size]), call)[:, 0].tolist()
         if len(set(sizes)) > 1:
             raise ProtocolError(
@@ -58,16 +73,14 @@ class PaddleCommunicator:
             )
         return self._gathered(values, call)
 
-    def all_reduce(self, values: Array, call: Any = None) -> Array:
-        """The sum over all processes, added in rank order: the same bits on each."""
-        total: Array = self.all_gather(values, call).sum(0)
-        return total
+    def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
+        return np.asarray(self.all_gather(values, call).sum(0, dtype=values.dtype))
 
-    def _gathered(self, values: Array, call: Any) -> Array:
+    def _gathered(self, values: Array, call: CollectiveCall) -> Array:
         parts: list[Any] = []
         tensor = paddle.to_tensor(np.ascontiguousarray(values), place=paddle.CPUPlace())
         try:
-            dist.all_gather(parts, tensor, group=self.group)
+            dist.all_gather(parts, tensor, group=self._group)
         except (RuntimeError, OSError, ValueError) as error:
             raise CommError(f"paddle.distributed failed in {call}: {error}") from error
         return np.stack([part.numpy() for part in parts])

@@ -89,7 +89,7 @@ class _GroupTransport:
         self._group = weakref.ref(group)
         with suppress(Exception):  # there is no store, or none that forgets
             # torchrun may keep the store over restarts
-            _store_of(group).delete_key(_report_of(group, self.rank))
+            group.get_group_store().delete_key(_report_of(group, self.rank))
         types = getattr(group, "_device_types", None) or ()
         self._types = {device.type for device in types}
         # gloo copies arrays of a device to the host
@@ -232,10 +232,10 @@ def _where_others_are(group: Any, rank: int, size: int, call: CollectiveCall, gr
     """Text that says which ranks report the failure in the group's store in time, and where."""
 
     def tell() -> None:
-        _store_of(group).set(_report_of(group, rank), str(call))
+        group.get_group_store().set(_report_of(group, rank), str(call))
 
     def read(other: int) -> str | None:
-        store, key = _store_of(group), _report_of(group, other)
+        store, key = group.get_group_store(), _report_of(group, other)
         return store.get(key).decode() if store.check([key]) else None
 
     reports = reports_of_others(tell, read, [r for r in range(size) if r != rank], grace)
@@ -248,12 +248,6 @@ def _where_others_are(group: Any, rank: int, size: int, call: CollectiveCall, gr
 def _report_of(group: Any, rank: int) -> str:
     """The key in the group's store under which a rank says in which call it has failed."""
     return f"syncbn/{group.group_name}/{rank}"
-
-
-def _store_of(group: Any) -> Any:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return dist.distributed_c10d._get_default_store()
 
 
 def group_of(process_group: Any) -> Any:

@@ -7,6 +7,7 @@ because mpi4py and CuPy are optional.
 
 from typing import TYPE_CHECKING, Any
 
+from syncbn_core.comm.local import LocalCommunicator
 from syncbn_core.comm.master_slave import FutureResult, SlavePipe, SyncMaster
 from syncbn_core.comm.process_group import ProcessCommunicator, Transport
 from syncbn_core.comm.protocol import (
@@ -26,6 +27,7 @@ __all__ = [
     "CollectiveCall",
     "Communicator",
     "FutureResult",
+    "LocalCommunicator",
     "MPICommunicator",
     "NCCLCommunicator",
     "ProcessCommunicator",

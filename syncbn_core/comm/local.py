@@ -1,4 +1,4 @@
-"""`LocalTransport`: processes of one host, a master and its slaves, over local connections.
+"""`LocalCommunicator`: processes of one host, a master and its slaves, over local connections.
 
 Each slave sends its array to rank 0, the master, which answers with the arrays of all. On one host
 that is many times as fast as a collective over TCP. A frame is a tag, a length, and so many bytes:
@@ -25,15 +25,25 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.process_group import describe_other_ranks, grace_after, same_names
+from syncbn_core.comm.process_group import (
+    ProcessCommunicator,
+    describe_other_ranks,
+    grace_after,
+    same_names,
+)
 from syncbn_core.comm.protocol import CollectiveCall
+from syncbn_core.comm.timeouts import PROCESSES, check_timeout, seconds_of
 from syncbn_core.errors import (
+    ArgumentError,
+    BackendError,
     CommAborted,
     CommError,
     CommTimeout,
@@ -44,7 +54,7 @@ from syncbn_core.errors import (
     SyncBNError,
 )
 
-__all__ = ["LocalTransport", "host_name", "local_transport"]
+__all__ = ["LocalCommunicator", "LocalTransport", "host_name", "local_transport"]
 
 Array = Any
 Greeting = struct.Struct("=32sI")  # a key, the rank
@@ -55,8 +65,48 @@ NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE ends a program that do
 HELLO = 512  # bytes of the message in which ranks say where they are
 
 
+class LocalCommunicator(ProcessCommunicator):
+    """A rank of a group of processes of one host and one user, for NumPy arrays.
+
+        identifier = LocalCommunicator.new_id()  # in one process, which passes it to all others
+        communicator = LocalCommunicator(rank, size, identifier)  # in each, at the same time
+
+    Args:
+        rank: this process's number, 0 to `size - 1`.
+        size: the number of processes.
+        identifier: what `new_id` returned; bytes that no other group has, and no stranger knows.
+        timeout: seconds that a call, or the constructor, waits for the other ranks; None for
+            `syncbn_core.comm.get_default_timeout` (300 unless set).
+
+    Calls raise the errors of `LocalTransport`. The constructor raises `CommTimeout` if another rank
+    does not make its communicator in time, `ArgumentError` for a wrong rank, identifier or timeout,
+    and `BackendError` on a system without local connections, such as Windows.
+    """
+
+    def __init__(
+        self, rank: int, size: int, identifier: bytes, *, timeout: float | None = None
+    ) -> None:
+        if timeout is not None:
+            check_timeout(timeout)
+        if not 0 <= rank < size:
+            raise ArgumentError(f"expected a rank from 0 to size - 1, got rank {rank} of {size}")
+        if not isinstance(identifier, bytes):
+            raise ArgumentError(f"expected the bytes of new_id(), got {identifier!r}")
+        if not host_name():
+            raise BackendError("expected a system with local connections, such as Linux; use MPI")
+        call = CollectiveCall(lambda: "making a LocalCommunicator")
+        super().__init__(
+            _connected(rank, size, identifier, lambda: seconds_of(timeout, PROCESSES), call)
+        )
+
+    @staticmethod
+    def new_id() -> bytes:
+        """A new id, with which the ranks of one group find each other."""
+        return secrets.token_bytes(32)
+
+
 class LocalTransport:
-    """A rank that is connected with those of its host; `local_transport` makes it.
+    """A rank that is connected with those of its host.
 
     Args:
         peers: the connections of rank 0 to ranks 1, 2, ...; of another rank that to rank 0.
@@ -305,51 +355,73 @@ def local_transport(
     Every rank has to call it, in `call`. Raises what `gather` raises, `CommTimeout` if a rank does
     not connect in time, `CommAborted` if it can't.
     """
+    host, identifier = host_name(), secrets.token_hex(32)
+    hello = json.dumps([host or identifier, identifier]).encode().ljust(HELLO)
+    hellos = [json.loads(bytes(row)) for row in gather(np.frombuffer(hello, np.uint8))]
+    if not host or len({their_host for their_host, _ in hellos}) > 1:
+        return None
+    return _connected(rank, size, hellos[0][1].encode(), timeout, call, in_world)
+
+
+def _connected(
+    rank: int,
+    size: int,
+    identifier: bytes,
+    timeout: Callable[[], float],
+    call: CollectiveCall,
+    in_world: Callable[[int], str] = lambda rank: "",
+) -> LocalTransport:
+    """The transport of a rank, after connecting."""
     end = time.monotonic() + timeout()
-    with ExitStack() as stack:
-        host, address, key = host_name(), "", secrets.token_hex(16)
-        if rank == 0 and host:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            if sys.platform != "linux":  # there the empty address is a new one, without a file
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="syncbn-"))
-                address = f"{folder}/master"
-            listener.bind(address)
-            listener.listen()  # for more than all ranks, whoever else comes
-            address = os.fsdecode(listener.getsockname())
-        hello = json.dumps([host or key, address, key]).encode().ljust(HELLO)
-        hellos = [json.loads(bytes(row)) for row in gather(np.frombuffer(hello, np.uint8))]
-        if not host or len({their_host for their_host, *_ in hellos}) > 1:
-            return None
-        _, address, key = hellos[0]
-        try:
-            if rank:
-                peers = [_joined(address, Greeting.pack(key.encode(), rank), end)]
+    name, key = sha256(b"address" + identifier), sha256(b"key of %d" % size + identifier)
+    try:
+        with ExitStack() as stack:
+            address = f"\0syncbn-{name.hexdigest()}"  # Linux needs no file for it
+            if sys.platform != "linux":
+                folder = Path(tempfile.gettempdir(), f"syncbn-{name.hexdigest()[:16]}")
+                address = str(folder / "master")
+                if rank == 0:
+                    folder.mkdir(0o700)
+                    stack.callback(rmtree, folder)
+            if rank == 0:
+                peers = _accepted(stack, address, size, key.digest(), end)
             else:
-                peers = _accepted(listener, size, key.encode(), end)
-        except OSError as error:
-            kind = CommTimeout if isinstance(error, TimeoutError) else CommAborted
-            who = f"rank {rank} of {size}{in_world(rank)}"
-            raise kind(f"{who} could not connect with the others in {call}: {error}") from error
+                peers = [_joined(address, Greeting.pack(key.digest(), rank), end)]
+    except OSError as error:
+        kind = CommTimeout if isinstance(error, TimeoutError) else CommAborted
+        who = f"rank {rank} of {size}{in_world(rank)}"
+        raise kind(f"{who} could not connect with the others in {call}: {error}") from error
     return LocalTransport(rank, peers, size, timeout, in_world)
 
 
 def _joined(address: str, greeting: bytes, end: float) -> socket.socket:
-    """A connection with rank 0."""
-    peer = socket.socket(socket.AF_UNIX)
-    try:
-        peer.settimeout(max(end - time.monotonic(), 1e-3))
-        peer.connect(address)
-        if not _is_own(peer):
-            raise ConnectionRefusedError("another user listens at the address of rank 0")
-        peer.sendall(greeting)
-    except BaseException:
-        peer.close()
-        raise
-    return peer
+    """A connection with rank 0, once that listens."""
+    while True:
+        peer = socket.socket(socket.AF_UNIX)
+        try:
+            peer.settimeout(max(end - time.monotonic(), 1e-3))
+            peer.connect(address)
+            if not _is_own(peer):
+                raise PermissionError("another user listens at the address of rank 0")
+            peer.sendall(greeting)
+            return peer
+        except BaseException as error:
+            peer.close()
+            not_yet = isinstance(error, (ConnectionError, FileNotFoundError, BlockingIOError))
+            if not not_yet:
+                raise
+        if time.monotonic() > end:
+            raise TimeoutError("timed out")
+        time.sleep(0.005)
 
 
-def _accepted(listener: socket.socket, size: int, key: bytes, end: float) -> list[socket.socket]:
+def _accepted(
+    stack: ExitStack, address: str, size: int, key: bytes, end: float
+) -> list[socket.socket]:
     """The connections of ranks 1, 2, ...; closes those of others."""
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+    listener.bind(address)
+    listener.listen()  # for more than all ranks, whoever else comes
     found: dict[int, socket.socket] = {}
     coming = {listener.fileno(): listener}
     ready = select.poll()

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from syncbn_core.comm import CollectiveCall, local, run_in_threads, thread_group
+from syncbn_core.comm import (
+    CollectiveCall,
+    LocalCommunicator,
+    local,
+    run_in_threads,
+    thread_group,
+)
 from syncbn_core.comm.local import LocalTransport, local_transport
 from syncbn_core.errors import (
+    ArgumentError,
+    BackendError,
     CommAborted,
     CommError,
     CommTimeout,
@@ -35,20 +46,13 @@ def called(name: str, details: str = "") -> CollectiveCall:
     return CollectiveCall(lambda: name, details=details)
 
 
-def connected(
-    size: int, seconds: float = LONG, seen: Callable[[Any], None] = lambda hello: None
-) -> list[Any]:
-    """The transports of all ranks; `seen` gets what rank 0 says of itself."""
+def connected(size: int, seconds: float = LONG) -> list[Any]:
+    """The transports of all ranks."""
     group = thread_group(size, timeout=LONG)
 
     def member(rank: int) -> LocalTransport | None:
-        def gather(row: Any) -> Any:
-            if rank == 0:
-                seen(json.loads(row.tobytes()))
-            return group[rank].all_gather(row)
-
-        call = called("the first")
-        return local_transport(rank, size, lambda: seconds, gather, call, " (of {})".format)
+        given = rank, size, lambda: seconds, group[rank].all_gather, called("the first")
+        return local_transport(*given, " (of {})".format)
 
     return run_in_threads([lambda r=r: member(r) for r in range(size)], abort=group[0].abort)
 
@@ -184,25 +188,29 @@ def test_half_a_message_ends_with_the_deadline() -> None:
             transport.all_gather(np.zeros(2), called("a"))
 
 
+def address_of(identifier: bytes) -> str:
+    return f"\0syncbn-{sha256(b'address' + identifier).hexdigest()}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address is a file there")
 def test_strangers_are_refused_and_harm_nobody() -> None:
-    strangers = []
+    identifier, strangers = LocalCommunicator.new_id(), []
 
-    def connect(hello: Any) -> None:
-        _, address, key = hello
-        for greeting in (
-            *[b""] * 20,
-            b"short",
-            b"x" * 36,
-            local.Greeting.pack(key[::-1].encode(), 1),
-        ):
-            stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect(address)
-            stranger.sendall(greeting)
-            strangers.append(stranger)
+    def after_strangers(rank: int) -> LocalCommunicator:
+        wrong = local.Greeting.pack(b"k" * 32, rank)
+        greetings = (*[b""] * 20, b"short", b"x" * local.Greeting.size, wrong)
+        end = time.monotonic() + LONG
+        strangers.extend(local._joined(address_of(identifier), each, end) for each in greetings)
+        return LocalCommunicator(rank, 2, identifier, timeout=LONG)
 
-    ranks = connected(3, seen=connect)
-    calls = [lambda r=r: ranks[r].all_reduce(np.ones(2), called("a")) for r in range(3)]
-    assert [total.tolist() for total in run_in_threads(calls)] == [[3, 3]] * 3
+    ranks = run_in_threads(
+        [
+            lambda: LocalCommunicator(0, 2, identifier, timeout=LONG),
+            lambda: after_strangers(1),
+        ]
+    )
+    calls = [lambda own=own: own.all_reduce(np.ones(2)) for own in ranks]
+    assert [total.tolist() for total in run_in_threads(calls)] == [[2, 2]] * 2
     for stranger in strangers:
         stranger.settimeout(LONG)
         assert stranger.recv(1) == b""  # closed
@@ -215,30 +223,88 @@ def test_ranks_of_several_hosts_are_not_connected(monkeypatch: pytest.MonkeyPatc
     assert connected(2) == [None, None]
 
 
-def test_a_rank_that_does_not_connect_is_waited_for_until_the_deadline() -> None:
-    def gather(row: Any) -> Any:
-        return np.stack([row, row])
-
-    with pytest.raises(CommTimeout, match="rank 0 of 2 could not connect with the others"):
-        local_transport(0, 2, lambda: 0.2, gather, called("a"))
-    with pytest.raises(CommAborted, match="could not connect"):
-        local_transport(1, 2, lambda: LONG, gather, called("a"))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_connect_is_waited_for_until_the_deadline(rank: int) -> None:
+    words = f"rank {rank} of 2 could not connect with the others in call 0"
+    with pytest.raises(CommTimeout, match=words):
+        LocalCommunicator(rank, 2, LocalCommunicator.new_id(), timeout=0.2)
 
 
 def test_elsewhere_than_on_linux_a_folder_of_this_user_holds_the_address_until_all_have_come(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    addresses = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    identifier = LocalCommunicator.new_id()
 
-    def seen(hello: Any) -> None:
-        addresses.append(hello[1])
-        assert os.stat(os.path.dirname(hello[1])).st_mode & 0o077 == 0
+    def second() -> LocalCommunicator:
+        while not (folders := list(tmp_path.iterdir())):
+            pass
+        assert folders[0].stat().st_mode & 0o077 == 0
+        return LocalCommunicator(1, 2, identifier, timeout=LONG)
 
-    ranks = connected(2, seen=seen)
-    assert not os.path.exists(os.path.dirname(addresses[0]))
-    calls = [lambda r=r: ranks[r].all_reduce(np.ones(1), called("a")) for r in range(2)]
+    ranks = run_in_threads([lambda: LocalCommunicator(0, 2, identifier, timeout=LONG), second])
+    assert not list(tmp_path.iterdir())
+    calls = [lambda own=own: own.all_reduce(np.ones(1)) for own in ranks]
     assert [total.tolist() for total in run_in_threads(calls)] == [[2], [2]]
+
+
+def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="from 0 to size - 1, got rank 2 of 2"):
+        LocalCommunicator(2, 2, b"x")
+    with pytest.raises(ArgumentError, match="the bytes of new_id"):
+        LocalCommunicator(0, 1, "x")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="finite and > 0"):
+        LocalCommunicator(0, 1, b"x", timeout=-1)
+    monkeypatch.setattr(local, "host_name", lambda: "")
+    with pytest.raises(BackendError, match="use MPI"):
+        LocalCommunicator(0, 1, b"x")
+
+
+MEMBER = """
+import sys, numpy
+from syncbn_core import BatchNorm
+from syncbn_core.comm import LocalCommunicator
+
+own = LocalCommunicator(int(sys.argv[1]), 3, bytes.fromhex(sys.argv[2]), timeout=float(sys.argv[3]))
+bn = BatchNorm(4, communicator=own, name="bn1")
+for step in range(10**6):
+    bn(numpy.ones((2, 4)) * step)
+    if step == 0:
+        print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_processes_of_which_one_is(fault: str) -> None:
+    identifier = LocalCommunicator.new_id().hex()
+    seconds = str(LONG if fault == "killed" else 1.0)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(rank), identifier, seconds],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+        ranks[2].send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        for number, rank in enumerate(ranks[:2]):
+            _, errors = rank.communicate(timeout=LONG)
+            words = f"rank {number} of 3 lost rank 2 in call"
+            if fault == "stopped":
+                words = f"CommTimeout: rank {number} of 3 waited "
+                assert "no sign in this call of rank 2; look there" in errors
+            assert words in errors, errors
+            assert "of bn1" in errors, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_what_is_no_array_of_numbers_is_refused_before_anything_is_sent() -> None:

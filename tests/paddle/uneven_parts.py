@@ -9,7 +9,9 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from syncbn_core.errors import ProtocolError
+import syncbn_paddle
+from syncbn_core.comm import local
+from syncbn_core.errors import ProtocolError, ShapeError
 from syncbn_paddle import SyncBatchNorm
 
 
@@ -70,8 +72,6 @@ def main() -> None:
         layer(paddle.ones([2, 4, 3]))
     with pytest.raises(ProtocolError, match="sync_batch_norm"):
         layers[min(rank, 1)](paddle.ones([2, 4, 3]))
-    with pytest.raises(ProtocolError, match="numbers from every process"):
-        SyncBatchNorm(4 + rank)(paddle.ones([2, 4 + rank, 3]))
     own = paddle.to_tensor(whole()[0][rank : rank + 2] - 1e4)
     half = own.astype("bfloat16")
     paddle.set_default_dtype("float32")
@@ -89,6 +89,14 @@ def main() -> None:
     frozen.eval()
     if rank == 0:  # nobody waits
         frozen(paddle.ones([2, 4, 3]))
+    for kind, words in (
+        (ShapeError, "same number of channels"),  # by local connections
+        (ProtocolError, "numbers from every process"),
+    ):
+        with pytest.raises(kind, match=words):
+            SyncBatchNorm(4 + rank)(paddle.ones([2, 4 + rank, 3]))
+        local.host_name = lambda: str(rank)  # now by gloo
+        syncbn_paddle._communicator.cache_clear()
     print("right on rank", rank, flush=True)
 
 
