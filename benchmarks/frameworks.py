@@ -1,7 +1,7 @@
 """Layers of `syncbn_jax` and `syncbn_paddle` beside those of Flax and Paddle, on a CPU.
 
     python benchmarks/frameworks.py jax      # 1, 2 and 8 devices of one host; a minute
-    python benchmarks/frameworks.py paddle   # two processes, by gloo
+    python benchmarks/frameworks.py paddle   # two processes of one host
 
 Seconds are medians of forward and backward, over rounds in which the ways take turns. Errors are
 the largest of y from float64, for inputs with standard deviation 1 and the means 0, 1e2 and 1e4.
