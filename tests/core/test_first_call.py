@@ -1,9 +1,14 @@
 """What a user hears of compilation: one line when it starts, one warning if it can't be kept."""
 
+import os
 import re
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import syncbn_core
 
 Function = Callable[..., Any]
 
@@ -52,6 +57,28 @@ def test_first_compilation_is_said_without_logging_too(
         folder = str(tmp_path / rank)
         printed = outcome(fresh_python, "", NUMBA_CACHE_DIR=folder, LOCAL_RANK=rank)
         assert len(re.findall("^syncbn compiles CPU kernels", printed, re.MULTILINE)) == count
+
+
+def test_a_changed_function_is_compiled_again_with_all_its_callers(
+    fresh_python: Function, tmp_path: Path
+) -> None:
+    shutil.copytree(Path(syncbn_core.__file__).parent, tmp_path / "syncbn_core")
+    numerics = tmp_path / "syncbn_core/_kernels/cpu/numerics.py"
+    print_mean = """
+import numpy as np
+from syncbn_core._kernels.cpu.channels import update_running
+mean, var = np.zeros((2, 1), np.float32)
+update_running(mean, var, np.zeros((), int), np.ones((3, 1)), 2, 1.0)
+print(mean)
+"""
+    for right, wrong, mean in (
+        ("", "", "[1.]\n"),
+        ("np.float32(value)", "np.float32(value + 1)", "[2.]\n"),
+    ):
+        numerics.write_text(numerics.read_text().replace(right, wrong))
+        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        printed = fresh_python(print_mean, PYTHONPATH=path, NUMBA_CACHE_DIR=str(tmp_path / "kept"))
+        assert printed == mean
 
 
 def one_warning(printed: str, folder: Path) -> None:

@@ -364,6 +364,12 @@ def test_eval_normalizes_by_running_statistics_and_leaves_them(
 # -------------------------------------------------------------------------------------- out
 
 
+def one_ahead(x: Array) -> tuple[Array, Array]:
+    """A copy of x, and an array that begins with its second element."""
+    memory = np.append(x, x.dtype.type(0))
+    return memory[:-1].reshape(x.shape), memory[1:].reshape(x.shape)
+
+
 def test_forward_and_eval_write_to_out_and_to_x_itself() -> None:
     x, _, weight, bias = random_batch((4, 3, 5), "f4")
     mean, var = np.full(3, 0.5), np.full(3, 2.0)
@@ -378,14 +384,17 @@ def test_forward_and_eval_write_to_out_and_to_x_itself() -> None:
         own = x.copy()
         assert function(own, own) is own
         np.testing.assert_array_equal(own, expected)
+        own, out = one_ahead(x)
+        assert function(own, out) is out
+        np.testing.assert_array_equal(out, expected)
 
 
 def test_backward_writes_to_out_and_to_dy_itself() -> None:
     x, dy, weight, _ = random_batch((4, 3, 5), "f4")
     _, saved = batch_norm_forward(x, weight)
     expected = batch_norm_backward(dy, saved)
-    for out in (np.empty_like(x), dy):
-        gradients = batch_norm_backward(dy, saved, out=out)
+    for own, out in ((dy, np.empty_like(x)), one_ahead(dy), (dy, dy)):
+        gradients = batch_norm_backward(own, saved, out=out)
         assert gradients.x is out
         for a, b in zip(gradients, expected, strict=True):
             np.testing.assert_array_equal(a, b)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from syncbn_core.errors import CheckpointError
+from syncbn_core.errors import CheckpointError, StateError
 from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
@@ -172,6 +172,15 @@ def test_input_changed_in_place_is_noticed(run_parts: Any) -> None:
     loss = torch.cat(run_parts(layer, xs)).square().sum()
     xs[1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("other", [(2, 3, 4, 4), (2, 3, 2, 2)])
+def test_input_replaced_after_forward_is_noticed(other: tuple[int, ...], run_parts: Any) -> None:
+    layer, parts = make_layer(), leaves()
+    loss = torch.cat(run_parts(layer, parts)).square().sum()
+    parts[0].data = torch.randn(other, dtype=torch.float32 if other[2] == 2 else torch.float64)
+    with pytest.raises(StateError, match="the input that the layer had in forward"):
         loss.backward()
 
 

@@ -209,6 +209,14 @@ def test_buffers_that_can_not_all_be_written_are_refused(
     assert equal(buffers(layer), before)
 
 
+def test_a_graph_that_has_saved_running_statistics_notices_their_update() -> None:
+    layer = SynchronizedBatchNorm2d(3)
+    loss = (layer.running_mean * torch.ones(3, requires_grad=True)).sum()
+    DataParallelWithCallback(layer, replicas=2)(torch.randn(SMALL))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("route", ["our kernels", "plain"])
 def test_an_interrupt_leaves_running_statistics_all_old_or_all_new(
