@@ -95,10 +95,12 @@ def calls_of(own: Any) -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {}
     for channels in CHANNELS:
         row, sums = rng.normal(size=2 * channels + 2), rng.normal(size=2 * channels)
-        part = Moments(32, rng.normal(size=channels), rng.uniform(1, 2, channels))
+        part = Moments.of(32, rng.normal(size=channels), rng.uniform(1, 2, channels))
         calls[f"all_gather {channels}"] = lambda row=row: transport.all_gather(row, None)
         calls[f"all_reduce {channels}"] = lambda sums=sums: transport.all_reduce(sums, None)
-        calls[f"merge_moments {channels}"] = lambda part=part: exchange.moments(part)
+        calls[f"merge_moments {channels}"] = lambda part=part: exchange.moments(
+            part, exchange.begin(part.num_features)
+        )
     return calls
 
 

@@ -48,11 +48,17 @@ from syncbn_core.comm import (
     ProcessCommunicator,
     SingleCommunicator,
 )
-from syncbn_core.comm.message_arrays import HostCopy, NumpyArrays, arrays_of, is_on_device
+from syncbn_core.comm.message_arrays import (
+    HostCopy,
+    MessageArrays,
+    NumpyArrays,
+    arrays_of,
+    is_on_device,
+)
 from syncbn_core.comm.sum_labels import label_of
-from syncbn_core.device_moments import DeviceMoments, DeviceStatistics
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
-from syncbn_core.moments import Moments, NormRule, merged
+from syncbn_core.moments import Moments, NormRule
+from syncbn_core.steps import Labels
 
 __all__ = [
     "BACKWARD",
@@ -63,11 +69,10 @@ __all__ = [
     "WITH_GRAPH",
     "Exchange",
     "LayerNames",
-    "PartMoments",
+    "Message",
 ]
 
 Array = Any
-PartMoments = Moments | DeviceMoments
 
 FORWARD, BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS, COMPILED = range(6)
 KINDS = (
@@ -117,19 +122,35 @@ class Member:
         if layer is None:
             return 0, False
         number = self._numbers.get(layer)
-        if number is not None:
-            return number, False
-        self.layers += 1
-        self._numbers[layer] = self.layers
-        return self.layers, True
+        return (self.layers + 1, True) if number is None else (number, False)
 
-    def forget(self, layer: Any) -> None:
-        """Take back the number of a new layer, after an error: members may differ in it."""
-        del self._numbers[layer]
-        self.layers -= 1
+    def has_exchanged(self, layer: Any, new: bool) -> None:
+        """Count an exchange that went well: after an error members may differ in new layers."""
+        self.exchanges += 1
+        if new:
+            self.layers += 1
+            self._numbers[layer] = self.layers
 
 
 _members: WeakKeyDictionary[Communicator, Member] = WeakKeyDictionary()
+
+
+class Message(NamedTuple):
+    """What a member is about to send.
+
+    Attributes:
+        member: who sends it.
+        label: what stands at its end.
+        call: what errors call it.
+        labels: those of sums that are added up on a device; None where labels are compared.
+        new: whether it is the first of its layer.
+    """
+
+    member: Member
+    label: float
+    call: CollectiveCall
+    labels: Labels | None = None
+    new: bool = False
 
 
 class Exchange(NamedTuple):
@@ -162,13 +183,23 @@ class Exchange(NamedTuple):
             return Member()
         return member
 
-    def moments(self, own: PartMoments, kind: int = FORWARD) -> tuple[PartMoments, int]:
-        """`(moments of the whole batch, number of the call)`, given those of this member's part.
+    def begin(self, channels: int, kind: int = FORWARD) -> Message:
+        """The message of a forward of that `kind`, before its moments are computed."""
+        member = self.member
+        number, new = member.number_of(self.layer)
+        name = self.names.name(self.layer) if new else ""
+        extra = _hash(name, _NAMED) + _NAMED if name else 0
+        extra = extra * _SETTINGS + (_hash(self.rule, _SETTINGS) if number else 0)
+        call = self._call(member, kind, 2 * channels + 2)
+        return Message(member, self._label(kind, number, extra), call, None, new)
 
-        `own`: `Moments` of NumPy arrays, or of any that an adapter has registered, or
-        `DeviceMoments` of one row; with the same channels on all members. The total is of the same
-        kind and on the same device. Pass the number to `sums`; it is 0 for a `SingleCommunicator`.
-        `kind`: FORWARD or COMPILED.
+    def moments(self, own: Moments, message: Message) -> tuple[Moments, int]:
+        """`(the rows of all members, number of the call)`, given this member's row.
+
+        `own`: of NumPy, CuPy, or a library that an adapter has registered, with the same channels
+        on all members, and with the label of `message` (`Operations.merge`). The rows are of the
+        same library and on the same device. Pass the number to `begin_sums`; it is 0 for a
+        `SingleCommunicator`.
 
         Raises `ProtocolError` where members are in different layers, `DTypeError` where their
         inputs differ in dtype, `ShapeError` in threads with different channels, and the
@@ -176,64 +207,60 @@ class Exchange(NamedTuple):
         """
         if type(self.communicator) is SingleCommunicator:
             return own, 0
-        member = self.member
-        number, new = member.number_of(self.layer)
+        member = message.member
         try:
-            name = self.names.name(self.layer) if new else ""
-            extra = _hash(name, _NAMED) + _NAMED if name else 0
-            extra = extra * _SETTINGS + (_hash(self.rule, _SETTINGS) if number else 0)
-            label = self._label(kind, number, extra)
-            size = 2 * own.num_features + 2
-            call = self._call(kind, size)
-            if isinstance(own, DeviceMoments) and _stays_on_device(self.communicator, own.rows):
-                total: PartMoments = self._on_device(own, label, new, call)
+            if _stays_on_device(self.communicator, own.rows):
+                total = Moments(self._on_device(own.rows, message), None)
             else:
-                host = own.merged() if isinstance(own, DeviceMoments) else own
-                row = np.empty(size)
-                row[0], row[-1], middle = host.count, label, size // 2
-                row[1:middle], row[middle:-1] = _to_host(host.mean), _to_host(host.m2)
-                rows = self._gather(row, call)
-                mean, m2 = merged(rows[:, :1], rows[:, 1:middle], rows[:, middle:-1])
-                total = own
-                if len(rows) > 1:
-                    total = _like(Moments(int(rows[:, 0].sum()), mean, m2), own)
-        except BaseException as error:
-            if new:
-                member.forget(self.layer)
-            if isinstance(error, ShapeError):
-                raise ShapeError(
-                    f"expected the same number of channels from every member: {error}"
-                ) from error
-            raise
-        member.exchanges += 1
+                row = np.asarray(_to_host(own.rows), np.float64)[0]
+                row[-1] = message.label  # a device without float64 has rounded it
+                if own.count is not None:
+                    row[0] = own.count
+                rows = self._gather(row, message.call)
+                total = Moments(_like(own.rows, rows), int(rows[:, 0].sum()))
+        except ShapeError as error:
+            raise ShapeError(
+                f"expected the same number of channels from every member: {error}"
+            ) from error
+        member.has_exchanged(self.layer, message.new)
         return total, member.exchanges
 
-    def sums(
-        self, sums: Array, forward: int, statistics: Any = None, kind: int = BACKWARD
-    ) -> Array:
+    def begin_sums(self, like: Array, forward: int, kind: int = BACKWARD) -> Message:
+        """The message of a backward.
+
+        `like`: an array on the device of the sums, `(2, C)`, or the table of `Statistics`.
+        `forward`: the number that `moments` gave. `kind`: one of `KINDS`; where sums are
+        differentiated, `forward` is the number of the exchange that added up
+        (`member.exchanges` after it).
+        """
+        member = self.member
+        channels = like.shape[-1] // 3 if len(like.shape) == 1 else like.shape[-1]
+        if _stays_on_device(self.communicator, like):
+            size = self.communicator.size
+            label = label_of(_key(kind, forward), size)
+            call = self._call(member, kind, 2 * channels, forward)
+            return Message(member, label, call, Labels(label, label * size))
+        label = self._label(kind, member.number_of(self.layer)[0], forward)
+        return Message(member, label, self._call(member, kind, 2 * channels + 2, forward))
+
+    def sums(self, sums: Array, message: Message) -> Array:
         """`sums` added up over all members: an array of the same shape, dtype and device, to read.
 
-        `forward`: the number that `moments` gave. `statistics`: those of `with_labels`, from which
-        the sums were computed. `kind`: one of `KINDS`; where sums are differentiated, `forward` is
-        the number of the exchange that added up (`member.exchanges` after it). Raises
+        `sums`: `(2, C)`; `(2 C + 1,)` where a kernel has written the label behind them. Raises
         `ProtocolError` where members are in the backward of different calls, and the
         communicator's errors.
         """
         if type(self.communicator) is SingleCommunicator:
             return sums
-        member = self.member
-        if _stays_on_device(self.communicator, sums):
-            total = self._added_on_device(sums, forward, statistics, kind)
+        if message.labels is not None:
+            total = self._added_on_device(sums, message)
         else:
             row = np.zeros(math.prod(sums.shape) + 2)
-            row[1:-1] = _to_host(sums).reshape(-1)
-            row[-1] = self._label(kind, member.number_of(self.layer)[0], forward)
-            rows = self._gather(row, self._call(kind, len(row), forward))
+            row[1:-1], row[-1] = _to_host(sums).reshape(-1), message.label
+            rows = self._gather(row, message.call)
             with np.errstate(invalid="ignore", over="ignore"):
-                added = rows[:, 1:-1].sum(0).reshape(sums.shape)
-            arrays = None if isinstance(sums, np.ndarray) else arrays_of(sums)
-            total = added if arrays is None else arrays.from_host(added, sums)
-        member.exchanges += 1
+                total = _like(sums, rows[:, 1:-1].sum(0).reshape(sums.shape))
+        message.member.exchanges += 1
         return total
 
     def sums_of_graph(self, sums: Array) -> Array:
@@ -245,34 +272,25 @@ class Exchange(NamedTuple):
         """
         own = label_of(len(KINDS) * sums[-1:] + BACKWARD, self.communicator.size)
         sums[-1:] = own
-        call = self._call(BACKWARD, len(sums))
+        call = self._call(self.member, BACKWARD, len(sums))
         total = self._add_up(sums, call)
         total[-1:] -= own * self.communicator.size
         self._look_later(total[-1:], 0, call)
         self.member.exchanges += 1
         return total
 
-    def with_labels(self, statistics: Any, forward: int) -> Any:
-        """The statistics for backward; on a device with the labels that kernels write and check."""
-        stays = isinstance(statistics, DeviceStatistics) and forward
-        if not (stays and _stays_on_device(self.communicator, statistics.packed)):
-            return statistics
-        size = self.communicator.size
-        label = label_of(_key(BACKWARD, forward), size)
-        return statistics._replace(label=label, label_of_total=label * size)
-
     def _label(self, kind: int, number: int, extra: int) -> float:
         dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else 0
         numbers = extra % _EXTRAS * _NUMBERS + 1 + number % (_NUMBERS - 1)
         return float((numbers * 8 + kind) * 4 + dtype)
 
-    def _call(self, kind: int, size: int, forward: int = 0) -> CollectiveCall:
+    def _call(self, member: Member, kind: int, size: int, forward: int = 0) -> CollectiveCall:
         return CollectiveCall(
             lambda: f"{KINDS[kind]} of {self._title()}",
             f"forward in call {forward}" if forward else "",
             f"{size} numbers, {self.dtype}",
             REMEDY,
-            self.member.exchanges + 1,
+            member.exchanges + 1,
         )
 
     def _title(self) -> str:
@@ -289,15 +307,12 @@ class Exchange(NamedTuple):
         self._compare(rows[:, -1].tolist(), float(row[-1]), call)
         return rows
 
-    def _on_device(
-        self, own: DeviceMoments, label: float, new: bool, call: CollectiveCall
-    ) -> DeviceMoments:
+    def _on_device(self, own: Array, message: Message) -> Array:
         """The rows of all members `(P, 2 C + 2)`."""
-        place = own.rows[:, -1]
-        (arrays_of(place) or NumpyArrays).fill(place, label)
-        rows = self.communicator.all_gather(own.rows.reshape(-1), call)
-        copy = (arrays_of(rows) or NumpyArrays).copy_to_host(rows[:, -1])
-        if copy is not None and new:
+        label, call = message.label, message.call
+        rows = self.communicator.all_gather(own.reshape(-1), call)
+        copy = _arrays(rows).copy_to_host(rows[:, -1])
+        if copy is not None and message.new:
             wait = getattr(self.communicator, "wait_until", None)  # with a deadline
             if wait is not None:
                 wait(copy.done)
@@ -305,18 +320,15 @@ class Exchange(NamedTuple):
             self._compare(labels, label, call, all(label >= _NAME for label in labels))
         elif copy is not None:
             _processes(self).look_later(lambda: _are_all(label, copy), call)
-        return own.with_rows(rows, None)
+        return rows
 
-    def _added_on_device(self, sums: Array, forward: int, statistics: Any, kind: int) -> Array:
+    def _added_on_device(self, sums: Array, message: Message) -> Array:
         """The sums of all members, NaN if their labels differ; a later call then raises."""
-        label = label_of(_key(kind, forward), self.communicator.size)
-        of_total = label * self.communicator.size
-        by_kernels = isinstance(statistics, DeviceStatistics) and statistics.label is not None
-        arrays = arrays_of(sums) or NumpyArrays
-        message = sums if by_kernels else arrays.with_label(sums, label)
-        call = self._call(kind, len(message) - 1, forward)
-        total = self._add_up(message, call)
-        self._look_later(total[-1:], of_total, call)
+        assert message.labels is not None
+        by_kernels, of_total = len(sums.shape) == 1, message.labels.total
+        sent = sums if by_kernels else _arrays(sums).with_label(sums, message.label)
+        total = self._add_up(sent, message.call)
+        self._look_later(total[-1:], of_total, message.call)
         if by_kernels:
             return total
         same = total[-1:] == of_total
@@ -329,7 +341,7 @@ class Exchange(NamedTuple):
 
     def _look_later(self, found: Array, expected: float, call: CollectiveCall) -> None:
         """Let a later call raise `ProtocolError` if the number in `found`, `(1,)`, is another."""
-        copy = (arrays_of(found) or NumpyArrays).copy_to_host(found)
+        copy = _arrays(found).copy_to_host(found)
 
         def is_right() -> bool | None:
             assert copy is not None
@@ -470,27 +482,19 @@ def _further(call: CollectiveCall) -> CollectiveCall:
 
 def _stays_on_device(communicator: Communicator, values: Array) -> bool:
     """Whether the group sends these values without the host."""
-    if not getattr(communicator, "on_device", False):
+    if isinstance(values, np.ndarray) or not getattr(communicator, "on_device", False):
         return False
     return is_on_device(values) or bool(getattr(values, "is_cuda", False))  # of CuPy or torch
 
 
+def _arrays(values: Array) -> MessageArrays:
+    return arrays_of(values) or NumpyArrays()
+
+
 def _to_host(values: Array) -> Array:
-    """`values` as a NumPy array."""
-    if isinstance(values, np.ndarray):
-        return values
-    arrays = arrays_of(values)
-    return np.asarray(values) if arrays is None else arrays.to_host(values)
+    return values if isinstance(values, np.ndarray) else _arrays(values).to_host(values)
 
 
-def _like(total: Moments, part: PartMoments) -> PartMoments:
-    """`total` in the form, and as arrays of the library and device, of `part`."""
-    like = part.rows if isinstance(part, DeviceMoments) else part.mean
-    arrays = None if isinstance(like, np.ndarray) else arrays_of(like)
-    if isinstance(part, DeviceMoments):
-        row = np.concatenate([[total.count], total.mean, total.m2, [0]])[None]
-        return part.with_rows(arrays.from_host(row, like) if arrays else row, total.count)
-    if arrays is None:
-        return total
-    mean, m2 = (arrays.from_host(values, like) for values in (total.mean, total.m2))
-    return Moments(total.count, mean, m2)
+def _like(like: Array, values: Array) -> Array:
+    """NumPy's `values` as an array of the library and device of `like`."""
+    return values if isinstance(like, np.ndarray) else _arrays(like).from_host(values, like)

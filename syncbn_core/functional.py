@@ -170,14 +170,16 @@ def batch_norm_forward(
     else:
         with device_of(x):
             mask, x, valid, fill = _filled(x, mask)
-            total = without_filled(operations.moments(x), valid, fill)
+            total = without_filled(_library(x), operations.moments(x), valid, fill)
     if communicator is not None:
         exchange = exchange or _without_layer(communicator, x)
-        total, call = exchange.moments(total)
-    count = total.known_count
+        message = exchange.begin(x.shape[1])
+        total, call = exchange.moments(operations.merge([total], message.label), message)
+    count = total.count
     require_more_than_one_value(count, shape, _size_of(communicator))
     statistics = operations.statistics(total, rule)
-    y, statistics, _ = operations.forward(x, statistics, affine, rule, updated, out)
+    y = operations.forward(x, statistics, affine, rule, updated, out)
+    statistics = statistics._replace(rows=None)
     _zero(y, mask)
     known = UNKNOWN if count is None else count
     kept = affine.for_backward(rule)
@@ -234,7 +236,7 @@ def batch_norm_eval(
     if mask is not None:
         with device_of(x):
             mask, x, *_ = _filled(x, mask)
-    y, statistics, _ = operations.forward_eval(x, running, affine, rule, out)
+    y, statistics = operations.forward_eval(x, running, affine, rule, out)
     _zero(y, mask)
     kept = affine.for_backward(rule)
     saved = Saved(x, statistics, kept, rule, None, operations, mask=mask, caller=caller)
@@ -285,15 +287,17 @@ def batch_norm_backward(
             dy = _library(x).where(saved.mask, dy, 0)
     # Constant statistics: no gradient flows through them, and nothing is exchanged.
     group = None if saved.count is None else communicator
+    labels = None
     if group is not None:
         exchange = exchange or _without_layer(group, x)
-        statistics = exchange.with_labels(statistics, saved.call)
-    sums = operations.backward_reduce(x, dy, statistics, affine, rule)
+        message = exchange.begin_sums(statistics.table, saved.call)
+        labels = message.labels
+    sums = operations.backward_reduce(x, dy, statistics, affine, rule, labels)
     total = None if saved.count is None else sums.exchange
     if group is not None:
         assert exchange is not None
-        total = exchange.sums(sums.exchange, saved.call, statistics)
-    dx = operations.backward_input(x, dy, statistics, affine, rule, total, out)
+        total = exchange.sums(sums.exchange, message)
+    dx = operations.backward_input(x, dy, statistics, affine, rule, total, out, labels)
     _zero(dx, saved.mask)
     return _converted(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.backends.plain import Namespace, axes_of
-from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import DTypeError, ShapeError
 from syncbn_core.moments import Moments
 
@@ -63,20 +62,15 @@ def filling(space: Namespace, x: Array, mask: Array, count: Any) -> Array:
     return space.cast(sums / (count + (count == 0)), x.dtype)
 
 
-def without_filled(part: Any, count: Any, fill: Array) -> Any:
-    """The moments of `count` values of `part`, `Moments` or `DeviceMoments`; all others are `fill`.
+def without_filled(xp: Any, part: Moments, count: Any, fill: Array) -> Moments:
+    """The moments of `count` values of `part`, of one row; all others are `fill`.
 
-    `fill`: `(C,)`, of the library of the moments; `count`: an int, or an array `()` of it.
+    `xp`: the library of the moments and of `fill` `(C,)`. `count`: an int, or an array `()`.
     """
-    if isinstance(part, DeviceMoments):
-        row, channels = part.rows[0], part.num_features
-        inner = Moments(row[:1], row[1 : 1 + channels], row[1 + channels : -1])
-        new = without_filled(inner, row[:1] * 0 + count, fill)
-        known = count if isinstance(count, int) else None
-        return part.with_rows(part.join([*new, row[-1:]]).reshape(1, -1), known)
-    total, mean, m2 = part
-    on_host = isinstance(mean, np.ndarray)
-    with np.errstate(invalid="ignore", over="ignore") if on_host else nullcontext():
-        delta = (mean - fill) * (total / (count + (count == 0)))
-        m2 = m2 - count * (total - count) / (total + (total == 0)) * delta * delta
-        return Moments(count, (fill + delta) * (count > 0), m2 * (m2 > 0))
+    row = part.rows[0]
+    total, mean, m2, n = row[:1], part.mean, part.m2, row[:1] * 0 + count
+    with np.errstate(invalid="ignore", over="ignore") if xp is np else nullcontext():
+        delta = (mean - fill) * (total / (n + (n == 0)))
+        m2 = m2 - n * (total - n) / (total + (total == 0)) * delta * delta
+        new = xp.concatenate([n, (fill + delta) * (n > 0), m2 * (m2 > 0), row[-1:]])
+    return Moments(new.reshape(1, -1), count if isinstance(count, int) else None)

@@ -33,9 +33,12 @@ __all__ = [
     "Statistics",
     "averaging_factor",
     "blend",
+    "columns",
     "mean_gradients",
     "merged",
+    "merged_rows",
     "require_more_than_one_value",
+    "total_count",
 ]
 
 EpsMode = Literal["plus", "clamp"]
@@ -77,51 +80,82 @@ class NormRule(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The moments of one part of the batch.
+    """The moments of P parts of the batch; those of one part until members exchange them.
 
     Attributes:
-        count: values per channel, an int; an array `()` if the array library traces the code.
-        mean: `(C,)` float64.
-        m2: `(C,)` float64, the sum of squared deviations from `mean`.
-
-    An empty part has count 0 and zeros, and merges like any other.
+        rows: `(P, 2 C + 2)` of any array library, float64, or the widest floating dtype of the
+            device. Each row holds count, mean `(C,)`, m2 `(C,)` (the sum of squared deviations from
+            that mean), and a place for the label that members send with it (`exchange`). An empty
+            part has zeros, and merges like any other.
+        count: values per channel in all parts; None if only the rows know it: the host would have
+            to wait for a device, or the array library traces the code.
     """
 
-    count: Any
-    mean: Array
-    m2: Array
+    rows: Array
+    count: Any  # a field `int | None` would differ from the method of tuples
 
     @classmethod
-    def empty(cls, num_features: int) -> Moments:
-        """The moments of an empty part, in NumPy."""
-        return cls(0, np.zeros(num_features), np.zeros(num_features))
-
-    @property
-    def known_count(self) -> int | None:
-        """`count` if it is an int, else None."""
-        return self.count if isinstance(self.count, int) else None
+    def of(cls, count: int, mean: Array, m2: Array) -> Moments:
+        """Those of one part, in NumPy."""
+        return cls(np.concatenate([[count], mean, m2, [0]])[None], count)
 
     @property
     def num_features(self) -> int:
         """The number of channels C."""
-        return int(self.mean.shape[0])
-
-    @property
-    def var(self) -> Array:
-        """The biased variance `m2 / count`, `(C,)`; zeros for an empty part."""
-        return self.m2 / max(self.count, 1)
-
-
-class Statistics(NamedTuple):
-    """Statistics of the whole batch: its `moments`, and `invstd` `(C,)`, both float64."""
-
-    moments: Moments
-    invstd: Array
+        return int(self.rows.shape[1]) // 2 - 1
 
     @property
     def mean(self) -> Array:
-        """Per channel, `(C,)` float64."""
-        return self.moments.mean
+        """`(C,)`, of the first part."""
+        return self.rows[0, 1 : 1 + self.num_features]
+
+    @property
+    def m2(self) -> Array:
+        """`(C,)`, of the first part."""
+        return self.rows[0, 1 + self.num_features : -1]
+
+
+class Statistics(NamedTuple):
+    """Statistics of the whole batch.
+
+    Attributes:
+        table: `(3 C + 1,)`, like a row of `Moments`: count, mean, m2, invstd.
+        count: as of `Moments`.
+        rows: those of the moments, where only `Operations.forward`, on a device, merges them and
+            fills the table; else None.
+    """
+
+    table: Array
+    count: Any
+    rows: Array | None = None
+
+    @property
+    def mean(self) -> Array:
+        """Per channel, `(C,)`."""
+        return self.table[1 : 1 + len(self.table) // 3]
+
+    @property
+    def m2(self) -> Array:
+        """`(C,)`."""
+        channels = len(self.table) // 3
+        return self.table[1 + channels : 1 + 2 * channels]
+
+    @property
+    def invstd(self) -> Array:
+        """`(C,)`."""
+        return self.table[1 + len(self.table) // 3 * 2 :]
+
+
+def total_count(parts: Sequence[Moments]) -> int | None:
+    """The count of all parts together, None if one is not known."""
+    counts = [part.count for part in parts if part.count is not None]
+    return sum(counts) if len(counts) == len(parts) else None
+
+
+def columns(rows: Array) -> tuple[Array, Array, Array]:
+    """Counts `(P, 1)`, means `(P, C)` and m2s `(P, C)` of `Moments.rows`."""
+    channels = rows.shape[1] // 2 - 1
+    return rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels : -1]
 
 
 def merged(counts: Array, means: Array, m2s: Array) -> tuple[Array, Array]:
@@ -142,6 +176,14 @@ def mean_gradients(sums: Array, count: int, clamped: Array | None) -> tuple[Arra
     """
     mean_dy, mean_dy_xhat = sums / max(count, 1)
     return mean_dy, mean_dy_xhat if clamped is None else np.where(clamped, 0.0, mean_dy_xhat)
+
+
+def merged_rows(rows: Array) -> tuple[Array, Array, Array]:
+    """Count `(1,)`, mean and m2 `(C,)` of all `Moments.rows` together."""
+    counts, means, m2s = columns(rows)
+    if len(rows) == 1:
+        return counts[0], means[0], m2s[0]
+    return counts.sum(0), *merged(counts, means, m2s)
 
 
 def averaging_factor(momentum: float | None, num_batches_tracked: Any | None) -> float:

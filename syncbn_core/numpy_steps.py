@@ -27,13 +27,15 @@ from syncbn_core.layout import layout_of_strides, writable_view
 from syncbn_core.moments import (
     Moments,
     NormRule,
+    Statistics,
     averaging_factor,
     mean_gradients,
     require_more_than_one_value,
+    total_count,
 )
-from syncbn_core.steps import Affine, Forward, Operations, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Labels, Operations, RunningStatistics, Sums
 
-__all__ = ["OPERATIONS", "HostStatistics", "NumpySteps"]
+__all__ = ["OPERATIONS", "NumpySteps"]
 
 Array = np.ndarray[Any, Any]
 
@@ -45,30 +47,6 @@ _BFLOAT16_BITS = np.dtype(np.uint16)
 _ABSENT: Array = np.empty(0)  # what kernels take for no weight and no bias
 _quiet = partial(np.errstate, invalid="ignore", over="ignore")
 _set_item: Any = setitem
-
-
-class HostStatistics(NamedTuple):
-    """Statistics of a batch of `count` values per channel; `table`: mean, m2, invstd (3, C)."""
-
-    count: Any  # an int
-    table: Array
-
-    @property
-    def moments(self) -> Moments:
-        """As members exchange them."""
-        return Moments(self.count, self.table[0], self.table[1])
-
-    @property
-    def mean(self) -> Array:
-        """Per channel, `(C,)`."""
-        mean: Array = self.table[0]
-        return mean
-
-    @property
-    def invstd(self) -> Array:
-        """`(C,)`."""
-        invstd: Array = self.table[2]
-        return invstd
 
 
 class NumpySteps(Operations):
@@ -86,43 +64,45 @@ class NumpySteps(Operations):
         return 1 if self._serial is self else most_threads()
 
     def moments(self, x: Array) -> Moments:
-        if 0 in x.shape:
-            return Moments.empty(x.shape[1])
-        mean, m2 = np.empty((2, x.shape[1]))
-        self._run("moments", [mean, m2], x)
-        return Moments(x.size // x.shape[1], mean, m2)
+        channels = x.shape[1]
+        rows = np.zeros((1, 2 * channels + 2))
+        row, count = rows[0], x.size // max(channels, 1)
+        if count:
+            row[0] = count
+            self._run("moments", [row[1 : 1 + channels], row[1 + channels : -1]], x)
+        return Moments(rows, count)
 
-    def merge(self, parts: Sequence[Moments]) -> Moments:
-        if len(parts) == 1:
-            return parts[0]
-        table = np.empty((2, parts[0].num_features))
-        counts, means, m2s = map(np.array, zip(*parts, strict=True))
-        channels.merge(counts, means, m2s, table)
-        return Moments(sum([part.count for part in parts]), *table)
+    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+        total = parts[0]
+        if len(parts) > 1:
+            rows = np.concatenate([part.rows for part in parts])
+            total = Moments(np.empty((1, rows.shape[1])), total_count(parts))
+            channels.merge(rows, total.rows[0])
+        total.rows[0, -1] = label
+        return total
 
-    def statistics(self, total: Moments, rule: NormRule) -> HostStatistics:
-        table = np.empty((3, total.num_features))
-        count, table[0], table[1] = total
-        channels.fill_invstd(table, count, rule.eps, rule.clamps)
-        return HostStatistics(count, table)
+    def statistics(self, total: Moments, rule: NormRule) -> Statistics:
+        table = np.empty(3 * total.num_features + 1)
+        channels.fill_table(np.ascontiguousarray(total.rows), table, rule.eps, rule.clamps)
+        return Statistics(table, total.count)
 
     def forward(
         self,
         x: Array,
-        statistics: HostStatistics,
+        statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         running: RunningStatistics | None = None,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> Array:
         y = np.empty_like(x) if out is None else out
         if 0 not in x.shape:
-            mean, _, invstd = statistics.table
+            mean, _, invstd = statistics.table[1:].reshape(3, -1)
             numbers = [mean, invstd, *map(_wide, affine), _act(rule)]
             self._run("normalize", numbers, x, target=y)
         if running is not None:
             self.update_running(running, statistics)
-        return Forward(y, statistics, running)
+        return y
 
     def forward_eval(
         self,
@@ -131,19 +111,25 @@ class NumpySteps(Operations):
         affine: Affine,
         rule: NormRule,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> tuple[Array, Statistics]:
         mean, var = map(_wide, running[:2])
-        statistics = self.statistics(Moments(1, mean, var), rule)
-        return self.forward(x, statistics, affine, rule, None, out)
+        statistics = self.statistics(Moments.of(1, mean, var), rule)
+        return self.forward(x, statistics, affine, rule, None, out), statistics
 
     def backward_reduce(
-        self, x: Array, dy: Array, statistics: HostStatistics, affine: Affine, rule: NormRule
+        self,
+        x: Array,
+        dy: Array,
+        statistics: Statistics,
+        affine: Affine,
+        rule: NormRule,
+        labels: Labels | None = None,
     ) -> Sums:
         weight, bias = map(_wide, affine)
         sums = np.zeros((2, x.shape[1]))
         sum_dy, sum_dy_xhat = sums
         if 0 not in x.shape:
-            mean, _, invstd = statistics.table
+            mean, _, invstd = statistics.table[1:].reshape(3, -1)
             numbers = [mean, invstd, weight, bias, _act(rule), sum_dy, sum_dy_xhat]
             self._run("backward_reduce", numbers, x, dy)
         dtype = x.dtype if affine.weight is None else affine.weight.dtype
@@ -156,38 +142,40 @@ class NumpySteps(Operations):
         self,
         x: Array,
         dy: Array,
-        statistics: HostStatistics,
+        statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         total: Array | None,
         out: Array | None = None,
+        labels: Labels | None = None,
     ) -> Array:
         dx = np.empty_like(x) if out is None else out
         if 0 not in x.shape:
-            mean, _, invstd = statistics.table
             if total is None:
                 total = np.zeros((2, x.shape[1]))
-            clamped = rule.clamped(statistics.moments.var) if rule.clamps else None
-            mean_dy, mean_dy_xhat = mean_gradients(total, statistics.count, clamped)
-            numbers = [mean, invstd, *map(_wide, affine), _act(rule), mean_dy, mean_dy_xhat]
+            count = max(int(statistics.table[0]), 1)
+            mean, m2, invstd = statistics.table[1:].reshape(3, -1)
+            clamped = rule.clamped(m2 / count) if rule.clamps else None
+            means = mean_gradients(total, count, clamped)
+            numbers = [mean, invstd, *map(_wide, affine), _act(rule), *means]
             self._run("backward_input", numbers, x, dy, dx)
         return dx
 
     def update_running(
-        self, running: RunningStatistics, statistics: HostStatistics
+        self, running: RunningStatistics, statistics: Statistics
     ) -> RunningStatistics:
-        count, table = statistics
-        require_more_than_one_value(count)
+        table = statistics.table
+        require_more_than_one_value(statistics.count)
         mean, var, counter, momentum = running
         factor = float(averaging_factor(momentum, counter))
         counted = np.zeros((), np.int64) if counter is None else counter
         held = [_bits_of(own) for own in (mean, var)]
         in_place = held[0] is not None and held[1] is not None and counted.flags.carray
         if in_place and counted.dtype == np.int64:
-            channels.update_running(*held, counted, table, count, factor)
+            channels.update_running(*held, counted, table, factor)
             return running
         wide, counted = [_wide(mean), _wide(var)], np.array(counted, np.int64)
-        channels.update_running(*wide, counted, table, count, factor)
+        channels.update_running(*wide, counted, table, factor)
         targets = [own for own in (mean, var, counter) if own is not None]
         with _quiet():
             vectors = zip(wide, (mean, var), strict=True)

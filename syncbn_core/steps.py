@@ -2,9 +2,9 @@
 
 A group of members normalizes one batch. Each member holds one part of it, x `(N, C, *spatial)`:
 
-    moments           x                      -> count, mean, m2 of this part
-                      (exchange: the moments of all parts, merged in rank order)
-    statistics        moments of the batch   -> mean, invstd
+    moments           x                      -> count, mean, m2 of this part: a row
+                      (exchange: the rows of all parts, in rank order)
+    statistics        rows of the batch      -> mean, invstd: a table
     forward           x, statistics          -> y; running statistics are updated
     backward_reduce   x, dy, statistics      -> sum(dy), sum(dy * xhat) of this part
                       (exchange: both sums, added up over all members)
@@ -25,13 +25,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from syncbn_core.moments import NormRule
+from syncbn_core.moments import Moments, NormRule, Statistics
 
-__all__ = ["Affine", "Forward", "Gradients", "Operations", "RunningStatistics", "Sums"]
+__all__ = ["Affine", "Gradients", "Labels", "Operations", "RunningStatistics", "Sums"]
 
 Array = Any
-PartMoments = Any  # `Moments` on the host, `DeviceMoments` on a device
-Statistics = Any  # what `statistics` and `forward` of the same backend return
 
 
 class Affine(NamedTuple):
@@ -60,27 +58,12 @@ class RunningStatistics(NamedTuple):
     momentum: float | None = 0.1
 
 
-class Forward(NamedTuple):
-    """The results of a forward.
-
-    Attributes:
-        y: shape, dtype and device of x.
-        statistics: what backward needs besides x.
-        running: the updated running statistics: the given arrays if the library writes in place,
-            else new ones; None if none were given.
-    """
-
-    y: Array
-    statistics: Statistics
-    running: RunningStatistics | None = None
-
-
 class Sums(NamedTuple):
     """The results of `backward_reduce`, over this member's part.
 
     Attributes:
         exchange: `(2, C)`: `sum(dy) * weight` and `sum(dy * xhat) * weight`, which the members
-            then add up.
+            then add up; `(2 C + 1,)` with a label.
         grad_weight: `(C,)`, this member's share, in the dtype of weight, else of x.
         grad_bias: like `grad_weight`.
     """
@@ -88,6 +71,17 @@ class Sums(NamedTuple):
     exchange: Array
     grad_weight: Array
     grad_bias: Array
+
+
+class Labels(NamedTuple):
+    """Labels of the sums of backward on a device (`exchange`).
+
+    `own`: what `backward_reduce` by kernels writes behind its sums, which then are `(2 C + 1,)`.
+    `total`: what has to stand behind the sums of all members; else `backward_input` gives NaN.
+    """
+
+    own: float
+    total: float
 
 
 class Gradients(NamedTuple):
@@ -107,16 +101,19 @@ class Operations(ABC):
         return self
 
     @abstractmethod
-    def moments(self, x: Array) -> PartMoments:
+    def moments(self, x: Array) -> Moments:
         """Moments of this member's part x; count 0 and zeros if x is empty."""
 
     @abstractmethod
-    def merge(self, parts: Sequence[PartMoments]) -> PartMoments:
-        """The moments of one or more parts together, merged in their order."""
+    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+        """The moments of one or more parts together, in one row, merged in their order.
+
+        `label`: what then stands at the end of the row.
+        """
 
     @abstractmethod
-    def statistics(self, total: PartMoments, rule: NormRule) -> Statistics:
-        """The statistics of the whole batch from its moments."""
+    def statistics(self, total: Moments, rule: NormRule) -> Statistics:
+        """The statistics of the whole batch from the moments of all its parts."""
 
     @abstractmethod
     def forward(
@@ -127,7 +124,7 @@ class Operations(ABC):
         rule: NormRule,
         running: RunningStatistics | None = None,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> Array:
         """`y = activation((x - mean) * invstd * weight + bias)`; updates `running` if given.
 
         `out`: an array like x to write y into, or None; may be x itself.
@@ -141,16 +138,23 @@ class Operations(ABC):
         affine: Affine,
         rule: NormRule,
         out: Array | None = None,
-    ) -> Forward:
-        """y from the running statistics, which do not change. `out` as in `forward`."""
+    ) -> tuple[Array, Statistics]:
+        """y from the running statistics, which do not change, and these. `out` as in `forward`."""
 
     @abstractmethod
     def backward_reduce(
-        self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
+        self,
+        x: Array,
+        dy: Array,
+        statistics: Statistics,
+        affine: Affine,
+        rule: NormRule,
+        labels: Labels | None = None,
     ) -> Sums:
         """`sum(dy)` and `sum(dy * xhat)` over this part, and the gradients of weight and bias.
 
         Here and in `backward_input`, dy counts as multiplied by the derivative of the activation.
+        `labels`: where they stay on a device.
         """
 
     @abstractmethod
@@ -163,14 +167,15 @@ class Operations(ABC):
         rule: NormRule,
         total: Array | None,
         out: Array | None = None,
+        labels: Labels | None = None,
     ) -> Array:
         """`dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)`.
 
         The last term is 0 in channels where eps_mode "clamp" made invstd a constant.
 
-        `total`: `Sums.exchange` added up over all members, `(2, C)`; None for constant statistics
-        (eval), where both sums count as 0. `out`: an array like x to write dx into, or None; may be
-        dy itself.
+        `total`: `Sums.exchange` added up over all members; None for constant statistics (eval),
+        where both sums count as 0. `out`: an array like x to write dx into, or None; may be dy
+        itself.
         """
 
     @abstractmethod
@@ -179,6 +184,7 @@ class Operations(ABC):
     ) -> RunningStatistics:
         """The running statistics after this batch: `(1 - factor) * old + factor * new`.
 
-        For callers that run `forward` without `running`. `new` is the mean and the unbiased
-        variance. An empty batch only increments the counter.
+        The given arrays if the library writes in place, else new ones. For callers that run
+        `forward` without `running`. `new` is the mean and the unbiased variance. An empty batch
+        only increments the counter.
         """

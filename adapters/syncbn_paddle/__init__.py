@@ -136,8 +136,9 @@ class SyncBatchNorm(paddle.nn.SyncBatchNorm):  # type: ignore[misc]
     def _update(self, saved: Any) -> None:
         """Blend the statistics of the batch into the running ones."""
         if saved.count:
-            moments, keep = saved.statistics.moments, self._momentum
-            for own, new in ((self._mean, moments.mean), (self._variance, moments.var)):
+            known, keep = saved.statistics, self._momentum
+            var = known.m2 / saved.count
+            for own, new in ((self._mean, known.mean), (self._variance, var)):
                 own.set_value((keep * own.numpy() + (1 - keep) * new).astype(own.numpy().dtype))
 
     @classmethod

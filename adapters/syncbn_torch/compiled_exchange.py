@@ -30,9 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import Communicator
-from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.exchange import COMPILED, FORWARD, Exchange
-from syncbn_core.moments import Moments, require_more_than_one_value
+from syncbn_core.moments import Moments, merged_rows, require_more_than_one_value
 from syncbn_torch._torch_private import (
     active_ddp,
     finished_work,
@@ -40,7 +39,6 @@ from syncbn_torch._torch_private import (
     register_group,
     resolve_group,
 )
-from syncbn_torch.backends import plain
 from syncbn_torch.layer_state import layer_of
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for, group_of
@@ -124,23 +122,25 @@ def _kind(group: str) -> int:
 
 
 def _moments(row: Any, sender: Exchange, kind: int) -> Any:
-    channels = len(row) // 2 - 1
-    part = Moments(int(row[0]), row[1 : 1 + channels], row[1 + channels : -1])
-    total: Any
-    total, number = sender.moments(part, kind)
-    require_more_than_one_value(total.known_count)
-    return np.concatenate([[total.count], total.mean, total.m2, [number]])
+    own = Moments(row[None], int(row[0]))
+    total, number = sender.moments(own, sender.begin(own.num_features, kind))
+    require_more_than_one_value(total.count)
+    count, mean, m2 = merged_rows(total.rows)
+    return np.concatenate([count, mean, m2, [number]])
 
 
 def _sums(row: Any, sender: Exchange) -> Any:
-    row[:-2] = sender.sums(row[:-2].copy(), int(row[-2]))
+    sums = row[:-2].reshape(2, -1)
+    row[:-2] = sender.sums(sums, sender.begin_sums(sums, int(row[-2]))).reshape(-1)
     return row
 
 
 def _moments_on_device(values: Tensor, sender: Exchange, kind: int) -> None:
-    total: Any
-    total, number = sender.moments(DeviceMoments(values.clone()[None], None, torch.cat), kind)
-    values.copy_(plain.OPERATIONS.row(plain.OPERATIONS.merge_rows(total.rows)))
+    own = Moments(values.clone()[None], None)
+    message = sender.begin(own.num_features, kind)
+    own.rows[:, -1:].fill_(message.label)
+    total, number = sender.moments(own, message)
+    values[:-1] = torch.cat(merged_rows(total.rows))
     values[-1:].fill_(number)
 
 

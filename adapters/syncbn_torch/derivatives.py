@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core.exchange import OF_MOMENTS, OF_SUMS, WITH_GRAPH
-from syncbn_core.moments import Moments
+from syncbn_core.moments import Moments, columns
 from syncbn_torch.processes import Processes
 
 __all__ = ["sum_over_processes", "total_moments"]
@@ -33,13 +33,16 @@ def sum_over_processes(
     return total
 
 
-def total_moments(part: Moments, total: Moments, processes: Processes, call: int) -> Moments:
-    """`total` as a differentiable function of `part`, the moments of this process in `call`."""
-    own = part.mean
+def total_moments(part: Moments, table: Tensor, processes: Processes, call: int) -> Moments:
+    """Those of the whole batch, with the given `table`, as a differentiable function of `part`.
+
+    `part`: of this process in `call`, of one row.
+    """
+    own = part.rows
     if not own.requires_grad:
         own = own.detach().requires_grad_()
-    mean, m2 = TotalMoments.apply(own, part.m2, part.count, total, processes, call)
-    return Moments(total.count, mean, m2)
+    total = table[: own.shape[1] - 1]
+    return Moments(TotalMoments.apply(own, total, processes, call), None)
 
 
 class SumOverProcesses(Function):
@@ -47,7 +50,7 @@ class SumOverProcesses(Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, processes: Processes, call: int, kind: int) -> Tensor:
-        total: Tensor = processes.sums(values, call, None, kind)
+        total: Tensor = processes.sums(values, processes.begin_sums(values, call, kind))
         ctx.processes, ctx.number = processes, processes.member.exchanges
         return total
 
@@ -57,34 +60,28 @@ class SumOverProcesses(Function):
 
 
 class TotalMoments(Function):
-    """Mean and m2 `(C,)` of the whole batch, as known from the forward, as functions of `part`.
+    """The row of the whole batch, as known from the forward, as a function of `own` `(1, 2 C + 2)`.
 
-    `part`: mean and m2 of this process, of `count` values. For n values in all,
+    For n values in all, and the n_i, mean_i and m2_i of `own`,
 
-        d mean / d mean_i = count / n
-        d m2 / d mean_i = 2 count (mean_i - mean)        d m2 / d m2_i = 1
+        d mean / d mean_i = n_i / n
+        d m2 / d mean_i = 2 n_i (mean_i - mean)        d m2 / d m2_i = 1
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        mean: Tensor,
-        m2: Tensor,
-        count: int,
-        total: Moments,
-        processes: Processes,
-        call: int,
-    ) -> tuple[Tensor, Tensor]:
-        total_mean, total_m2 = total.mean.clone(), total.m2.clone()
-        ctx.save_for_backward(mean, total_mean)
-        ctx.share, ctx.count = count / total.count if count else 0.0, count
+    def forward(ctx: Any, own: Tensor, total: Tensor, processes: Processes, call: int) -> Tensor:
+        row = torch.cat([total, total[:1] * 0])[None]
+        ctx.save_for_backward(own, row)
         ctx.processes, ctx.call = processes, call
-        return total_mean, total_m2
+        return row
 
     @staticmethod
-    def backward(ctx: Any, by_mean: Tensor, by_m2: Tensor) -> tuple[Any, ...]:
-        gradients = torch.stack([by_mean, by_m2])
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        own, row = ctx.saved_tensors
+        gradients = gradient[0, 1:-1].reshape(2, -1)
         by_mean, by_m2 = sum_over_processes(gradients, ctx.processes, ctx.call, OF_MOMENTS)
-        mean, total_mean = ctx.saved_tensors
-        by_mean = ctx.share * by_mean + 2 * ctx.count * (mean - total_mean) * by_m2
-        return by_mean, by_m2, None, None, None, None
+        (count, mean, _), (total, total_mean, _) = columns(own), columns(row)
+        share = torch.where(count > 0, count / total, 0)[0]
+        by_mean = share * by_mean + 2 * count[0] * (mean - total_mean)[0] * by_m2
+        zero = by_mean[:1] * 0
+        return torch.cat([zero, by_mean, by_m2, zero])[None], None, None, None

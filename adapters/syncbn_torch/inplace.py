@@ -247,11 +247,13 @@ class _InPlace(Function):
         activation: _Activation,
     ) -> Tensor:
         do = operations_for(x) if x.is_cpu else plain.OPERATIONS
-        total, number, members = do.merge([do.moments(x)]), 0, 1
+        total, number, members = do.moments(x), 0, 1
         if part.processes is not None:
-            total, number = part.processes.moments(total)
+            message = part.processes.begin(x.shape[1])
+            total = do.merge([total], message.label)
+            total, number = part.processes.moments(total, message)
             members = part.processes.communicator.size
-        require_more_than_one_value(total.known_count, x.shape, members)
+        require_more_than_one_value(total.count, x.shape, members)
         statistics = do.statistics(total, part.rule)
         rule = part.rule
         if activation.name == "leaky_relu":  # in the pass that normalizes
@@ -273,17 +275,18 @@ class _InPlace(Function):
         ones = torch.ones(y.shape[1], dtype=torch.float64, device=y.device)
         w = ones if weight is None else weight.detach().double()
         b = ones * 0 if bias is None else bias.detach().double()
-        on_device = isinstance(statistics.invstd, Tensor)
-        count, m2 = statistics.moments.count, statistics.moments.count * w * w
-        moments = Moments(count, *((b, m2) if on_device else (b.numpy(), m2.numpy())))
+        table = torch.as_tensor(statistics.table)
+        rows = torch.cat([table[:1], b, table[0] * w * w, table[:1]])[None]
+        on_device = isinstance(statistics.table, Tensor)
+        moments = Moments(rows if on_device else rows.numpy(), statistics.count)
         layer = do.statistics(moments, _ALIKE)
         sums = do.backward_reduce(z, dz, layer, Affine(weight), _ALIKE)
         total = sums.exchange
         if processes is not None:
-            total = processes.sums(total, number)
+            total = processes.sums(total, processes.begin_sums(total, number))
         factor = (w if on_device else w.numpy()) * statistics.invstd
         scaled = Affine(w * torch.as_tensor(factor))
-        clamped = rule.clamped(statistics.moments.m2 / count)
+        clamped = rule.clamped(statistics.m2 / statistics.table[0])
         if clamped is not None:  # there dx does not depend on the sum of dy * xhat
             space = torch if on_device else np
             factor = space.stack([factor, factor * ~clamped])

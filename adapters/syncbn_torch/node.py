@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import StateError
 from syncbn_core.masks import without_filled
-from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
+from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
 from syncbn_core.steps import Affine, Operations, RunningStatistics, Sums
+from syncbn_torch.arrays import as_tensor
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_unchanged, has_tangent_or_wrapper, refuse_transforms
 from syncbn_torch.derivatives import sum_over_processes, total_moments
@@ -62,7 +62,7 @@ class Part(NamedTuple):
     nodes: int = 0
     valid: Valid | None = None
 
-    def moments(self) -> Any:
+    def moments(self) -> Moments:
         """Those of x, of its valid values if there is a mask."""
         return _moments(self.operations, self.x, self.valid)
 
@@ -72,8 +72,7 @@ class Call(NamedTuple):
 
     `operations`, `rule`, `processes`, `context`: those of all parts. `number`: of the exchange.
     `moments`: of each part. `total`: those of the whole batch; `known`: its statistics on each
-    device. `statistics`: what backward needs, for each part. `kept`, `streams`, `valid`: those of
-    the parts.
+    device. `kept`, `streams`, `valid`: those of the parts.
     """
 
     operations: Operations
@@ -81,10 +80,9 @@ class Call(NamedTuple):
     processes: Processes | None
     context: Any
     number: int
-    moments: Sequence[Any]
-    total: Any
-    known: dict[torch.device, Any]
-    statistics: Sequence[Any]
+    moments: Sequence[Moments]
+    total: Moments
+    known: dict[torch.device, Statistics]
     kept: Sequence[Any]
     streams: Sequence[Any]
     valid: Sequence[Valid | None]
@@ -153,21 +151,21 @@ class BatchNormOfParts(Function):
 def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     first = parts[0]
     do, rule, processes = first.operations, first.rule, first.processes
+    message = None if processes is None else processes.begin(first.x.shape[1])
     moments, number, members = [part.moments() for part in parts], 0, 1
-    total = do.merge(moments)
-    if processes is not None:
-        total, number = processes.moments(total)
+    total = do.merge(moments, 0.0 if message is None else message.label)
+    if processes is not None and message is not None:
+        total, number = processes.moments(total, message)
         members = processes.communicator.size
-    require_more_than_one_value(total.known_count, first.x.shape, members)
-    statistics = do.statistics(total, rule)
+    require_more_than_one_value(total.count, first.x.shape, members)
     # copied to all devices here, where the streams of all replicas are current
-    known = {device: _on(device, statistics) for device in {part.x.device for part in parts}}
-    results = [do.forward(p.x, known[p.x.device], p.affine, rule, p.running) for p in parts]
+    known = {
+        device: do.statistics(_on(device, total), rule) for device in {p.x.device for p in parts}
+    }
+    ys = [do.forward(p.x, known[p.x.device], p.affine, rule, p.running) for p in parts]
     kept, streams = [part.kept for part in parts], [part.stream for part in parts]
-    each, valid = [result.statistics for result in results], [part.valid for part in parts]
-    of_parts = moments, total, known, each, kept, streams, valid
-    call = Call(do, rule, processes, first.context, number, *of_parts)
-    return [result.y for result in results], call
+    of_parts = moments, total, known, kept, streams, [part.valid for part in parts]
+    return ys, Call(do, rule, processes, first.context, number, *of_parts)
 
 
 def _backward(
@@ -178,7 +176,8 @@ def _backward(
     by_x: Sequence[bool],
 ) -> tuple[list[Tensor | None], list[Sums]]:
     """dx of each part that needs one, and the sums of each part."""
-    do, processes, statistics = call.operations, call.processes, call.statistics
+    do, processes = call.operations, call.processes
+    statistics = [call.known[x.device] for x in xs]
     # the loss may not use a y while others, or other processes, depend on its x
     filled = [torch.zeros_like(x) if dy is None else dy for x, dy in zip(xs, dys, strict=True)]
     for x, dy in zip(xs, filled, strict=True):
@@ -188,48 +187,50 @@ def _backward(
     graph = torch.is_grad_enabled()
     if graph or has_tangent_or_wrapper(*dys):
         do, statistics = plain.DIFFERENTIABLE, _differentiable(call, xs)
-    elif processes is not None and len(xs) == 1:
-        statistics = [processes.with_labels(statistics[0], call.number)]
+    message = labels = None
+    if processes is not None and not graph:
+        message = processes.begin_sums(statistics[0].table, call.number)
+        labels = message.labels if len(xs) == 1 else None
     operands = [
         (x, dy, known, own, call.rule)
         for x, dy, known, own in zip(xs, filled, statistics, affine, strict=True)
     ]
-    sums = [do.backward_reduce(*operand) for operand in operands]
+    sums = [do.backward_reduce(*operand, labels) for operand in operands]
     total = _added([one.exchange for one in sums])
-    if processes is not None and graph:
+    if processes is not None and message is None:
         total = sum_over_processes(total, processes, call.number)
-    elif processes is not None:
-        total = processes.sums(total, call.number, statistics[0])
+    elif processes is not None and message is not None:
+        total = processes.sums(total, message)
     totals = [total.to(x.device) if isinstance(total, Tensor) else total for x in xs]
     dxs = [
-        do.backward_input(*operand, of_all) if by else None
+        do.backward_input(*operand, of_all, None, labels) if by else None
         for operand, of_all, by in zip(operands, totals, by_x, strict=True)
     ]
     return dxs, sums
 
 
-def _moments(do: Operations, x: Tensor, valid: Valid | None) -> Any:
+def _moments(do: Operations, x: Tensor, valid: Valid | None) -> Moments:
     part = do.moments(x)
     if valid is None:
         return part
     count, fill = valid
-    on_host = isinstance(part, Moments) and isinstance(part.mean, np.ndarray)
-    return without_filled(part, count, fill.numpy() if on_host else fill)
+    on_host = isinstance(part.rows, np.ndarray)
+    return without_filled(np if on_host else torch, part, count, fill.numpy() if on_host else fill)
 
 
 def _name(call: Call) -> str:
     return str(call.context.name) if call.processes is None else call.processes.name()
 
 
-def _differentiable(call: Call, xs: Sequence[Tensor]) -> list[Any]:
+def _differentiable(call: Call, xs: Sequence[Tensor]) -> list[Statistics]:
     """The statistics as differentiable functions of `xs`."""
     do = plain.DIFFERENTIABLE
     total = do.merge([_moments(do, x, valid) for x, valid in zip(xs, call.valid, strict=True)])
     if call.processes is not None:
-        known = plain.plain_moments(call.statistics[0].moments, xs[0].device)
+        known = as_tensor(call.known[xs[0].device].table)
         total = total_moments(total, known, call.processes, call.number)
     statistics = do.statistics(total, call.rule)
-    return [plain.plain_statistics(statistics, x.device) for x in xs]
+    return [statistics._replace(table=statistics.table.to(x.device)) for x in xs]
 
 
 def _added(values: Sequence[Any]) -> Any:
@@ -241,11 +242,7 @@ def _added(values: Sequence[Any]) -> Any:
     return total
 
 
-def _on(device: torch.device, statistics: Any) -> Any:
-    """What `Operations.statistics` returned, on `device`."""
-    if isinstance(statistics, DeviceMoments):
-        rows = statistics.rows.contiguous().to(device)
-        return statistics.with_rows(rows, statistics.known_count)
-    if isinstance(statistics.invstd, Tensor) and statistics.invstd.device != device:
-        return plain.plain_statistics(statistics, device)
-    return statistics
+def _on(device: torch.device, moments: Moments) -> Moments:
+    """`moments` on `device`, unless NumPy holds them."""
+    rows = moments.rows
+    return moments._replace(rows=rows.to(device)) if isinstance(rows, Tensor) else moments

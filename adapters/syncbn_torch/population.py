@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import BatchSizeError
-from syncbn_core.moments import Moments, merged, require_more_than_one_value
+from syncbn_core.moments import Moments, merged_rows, require_more_than_one_value
 from syncbn_torch.conversion.convert import convert_model
 from syncbn_torch.conversion.replacement import modules_of
 from syncbn_torch.conversion.rules import convertible
@@ -31,13 +31,10 @@ class _Population(SingleCommunicator):
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
-        self.total = Moments.empty(num_features)
+        self.total = np.zeros(2 * num_features + 2)  # a row, as `Moments` has it
 
     def all_gather(self, values: Any, call: Any = None) -> Any:
-        channels = self.total.num_features
-        batch = values[0], values[1 : 1 + channels], values[1 + channels : -1]
-        count, means, m2s = (np.stack(pair) for pair in zip(self.total, batch, strict=True))
-        self.total = Moments(int(count.sum()), *merged(count[:, None], means, m2s))
+        self.total[:-1] = np.concatenate(merged_rows(np.stack([self.total, values])))
         return np.stack([values] * (2 if values[0] == 1 else 1))
 
 
@@ -109,7 +106,8 @@ def _update(model: nn.Module, loader: Iterable[Any], forward: Callable[..., Any]
     for total in totals:
         require_more_than_one_value(total.count)
     with torch.no_grad():
-        for layer, (count, mean, m2) in zip(layers, totals, strict=True):
+        for layer, total in zip(layers, totals, strict=True):
+            count, mean, m2 = merged_rows(total.rows)
             if count:
                 layer.running_mean.copy_(torch.from_numpy(mean))  # type: ignore[union-attr]
                 layer.running_var.copy_(torch.from_numpy(m2 / (count - 1)))  # type: ignore[union-attr]
@@ -129,7 +127,7 @@ def _of_all_processes(layer: LayerState, population: _Population) -> Moments:
         processes = processes_of(layer, layer.running_mean)  # type: ignore[arg-type]
     finally:
         layer.training, layer.process_group = training, group
-    total: Any = population.total
+    total = Moments(population.total[None], int(population.total[0]))
     if processes is not None:
-        total, _ = processes.moments(total)
-    return total  # type: ignore[no-any-return]
+        total, _ = processes.moments(total, processes.begin(total.num_features))
+    return total

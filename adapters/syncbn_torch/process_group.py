@@ -358,10 +358,6 @@ class TensorArrays:
         return torch.cat([values.reshape(-1), values.new_full((1,), label)])
 
     @staticmethod
-    def fill(values: Tensor, number: float) -> None:
-        values.fill_(number)
-
-    @staticmethod
     def copy_to_host(values: Tensor) -> HostCopy | None:
         if not _on_cuda(values):
             copy = values.detach().clone().numpy()

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from syncbn_core.exchange import BACKWARD, FORWARD, Exchange, PartMoments
+from syncbn_core.exchange import Exchange, Message
+from syncbn_core.moments import Moments
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
@@ -21,13 +22,13 @@ class Processes(Exchange):
 
     __slots__ = ()
 
-    def moments(self, own: PartMoments, kind: int = FORWARD) -> tuple[PartMoments, int]:
+    def moments(self, own: Moments, message: Message) -> tuple[Moments, int]:
         with record_function("syncbn.exchange"):
-            return super().moments(own, kind)
+            return super().moments(own, message)
 
-    def sums(self, sums: Any, forward: int, statistics: Any = None, kind: int = BACKWARD) -> Any:
+    def sums(self, sums: Any, message: Message) -> Any:
         with record_function("syncbn.exchange"):
-            return super().sums(sums, forward, statistics, kind)
+            return super().sums(sums, message)
 
 
 def processes_of(layer: LayerState, x: Tensor) -> Processes | None:

@@ -115,12 +115,12 @@ class TracedBatchNorm(Function):
         operations, affine, settings = plain.TRACED, Affine(weight, bias), NormRule(*rule)
         moments = operations.moments(x)
         if fill is not None:
-            moments = without_filled(moments, count, fill)
-        total = operations.row(moments)
+            moments = without_filled(torch, moments, count, fill)
+        total = moments.rows[0]
         if group:
             total = _exchange(torch.cat([total[:-1], number]), "moments", group)
-        statistics = operations.statistics(_moments(total), settings)
-        y: Tensor = operations.forward(x, statistics, affine, settings).y
+        statistics = operations.statistics(Moments(total[None], None), settings)
+        y: Tensor = operations.forward(x, statistics, affine, settings)
         # torch 2.11 takes gradients of an earlier operation that returned the same tensor, as `to`
         # may do: they are 0. Inductor copies nothing.
         y = y.clone()
@@ -133,7 +133,8 @@ class TracedBatchNorm(Function):
     def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
         operations, group, rule = plain.TRACED, ctx.group, NormRule(*ctx.rule)
         x, weight, bias, total, number = ctx.saved_tensors
-        affine, statistics = Affine(weight, bias), operations.statistics(_moments(total), rule)
+        affine = Affine(weight, bias)
+        statistics = operations.statistics(Moments(total[None], None), rule)
         sums = operations.backward_reduce(x, dy, statistics, affine, rule)
         of_all = sums.exchange
         if group:
@@ -165,7 +166,7 @@ def _in_graph(
     y, total = TracedBatchNorm.apply(x, *affine, number, *(valid or (None, None)), group, *rule)
     if running is not None:
         with torch.no_grad():
-            statistics = plain.TRACED.statistics(_moments(total), rule)
+            statistics = plain.TRACED.statistics(Moments(total[None], None), rule)
             plain.TRACED.update_running(running, statistics)
     return y
 
@@ -187,8 +188,3 @@ def _exchange(values: Tensor, direction: str, group: str) -> Tensor:
     name = f"{direction} {group}"
     result: Tensor = collectives.wait_tensor(collectives.all_reduce(values, "sum", name))
     return result
-
-
-def _moments(total: Tensor) -> Moments:
-    channels = total.shape[0] // 2 - 1
-    return Moments(total[0], total[1 : 1 + channels], total[1 + channels : -1])

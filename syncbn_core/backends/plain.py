@@ -27,11 +27,12 @@ from syncbn_core.moments import (
     Statistics,
     averaging_factor,
     blend,
-    merged,
+    merged_rows,
+    total_count,
 )
-from syncbn_core.steps import Affine, Forward, Operations, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Labels, Operations, RunningStatistics, Sums
 
-__all__ = ["Namespace", "PlainOperations", "axes_of", "column"]
+__all__ = ["Namespace", "PlainOperations", "axes_of", "column", "labelled"]
 
 Array = Any
 
@@ -149,11 +150,11 @@ class PlainOperations(Operations):
         count = math.prod([x.shape[axis] for axis in axes]) if x.shape[1] else 0
         if count == 0:
             zeros = space.sum(x, axes)
-            return Moments(0, zeros, zeros)
+            return self.of_one_part(0, zeros, zeros)
         shift = self._shift(x)
         deviations = space.difference(x, column(shift, x))
         mean, m2 = space.mean_and_m2(deviations, axes, count)
-        return Moments(count, self._wide(shift) + mean, m2)
+        return self.of_one_part(count, self._wide(shift) + mean, m2)
 
     def _shift(self, x: Array) -> Array:
         """A number near the mean of each channel, `(C,)` in the working dtype.
@@ -167,36 +168,26 @@ class PlainOperations(Operations):
         mean = self.xp.where(self.xp.isfinite(mean), mean, 0.0)
         return self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
 
-    def merge(self, parts: Sequence[Moments]) -> Moments:
+    def of_one_part(self, count: Any, mean: Array, m2: Array) -> Moments:
+        """Moments of one row; `count` may be traced."""
+        ends = [self.namespace.number(each, mean).reshape(1) for each in (count, 0)]
+        row = self.xp.concatenate([ends[0], mean, m2, ends[1]])
+        return Moments(row.reshape(1, -1), count if isinstance(count, int) else None)
+
+    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
         if len(parts) == 1:
-            return parts[0]
-        return self.merge_rows(self.xp.stack([self.row(part) for part in parts]), parts)
-
-    def row(self, part: Moments) -> Array:
-        """`part` as one row `(2 C + 2,)`: count, mean, m2, and 0 in the place of a label."""
-        count, label = (
-            self.namespace.number(each, part.mean).reshape(1) for each in (part.count, 0)
-        )
-        return self.xp.concatenate([count, part.mean, part.m2, label])
-
-    def merge_rows(self, rows: Array, parts: Sequence[Moments] = ()) -> Moments:
-        """Merge P parts, given as `rows` `(P, 2 C + 2)`.
-
-        `parts`: the same parts, if available: their counts are summed on the host if all
-        are plain numbers.
-        """
-        channels = rows.shape[1] // 2 - 1
-        counts = rows[:, :1]
-        mean, m2 = merged(counts, rows[:, 1 : 1 + channels], rows[:, 1 + channels : -1])
-        known = [part.count for part in parts if isinstance(part.count, int)]
-        all_known = len(known) == len(parts) > 0
-        return Moments(sum(known) if all_known else counts.sum(0).reshape(()), mean, m2)
+            return labelled(parts[0], label)
+        count, mean, m2 = merged_rows(self.xp.concatenate([part.rows for part in parts]))
+        known = total_count(parts)
+        return labelled(self.of_one_part(count if known is None else known, mean, m2), label)
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
-        var = self._var(total)
+        count, mean, m2 = merged_rows(total.rows)
+        var = m2 / self._at_least_one(count if total.count is None else total.count)
         # `where`, not `maximum`, whose gradient at var == eps is 1/2
         var = self.xp.where(var < rule.eps, rule.eps, var) if rule.clamps else var + rule.eps
-        return Statistics(total, 1.0 / self.xp.sqrt(var))
+        table = self.xp.concatenate([count, mean, m2, 1.0 / self.xp.sqrt(var)])
+        return Statistics(table, total.count)
 
     def forward(
         self,
@@ -206,7 +197,7 @@ class PlainOperations(Operations):
         rule: NormRule,
         running: RunningStatistics | None = None,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> Array:
         deviations, rest = self._deviations(x, statistics)
         scale = statistics.invstd
         if affine.weight is not None:
@@ -219,8 +210,9 @@ class PlainOperations(Operations):
         else:
             z = self._scaled(deviations, scale, shift, deviations.dtype)
             y = self.namespace.activated(z, rule)
-        new = None if running is None else self.update_running(running, statistics)
-        return Forward(self._result(y, x, out), statistics, new)
+        if running is not None:
+            self.update_running(running, statistics)
+        return self._result(y, x, out)
 
     def forward_eval(
         self,
@@ -229,13 +221,19 @@ class PlainOperations(Operations):
         affine: Affine,
         rule: NormRule,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> tuple[Array, Statistics]:
         mean, var = self._wide(running.mean), self._wide(running.var)
-        statistics = self.statistics(Moments(1, mean, var), rule)
-        return self.forward(x, statistics, affine, rule, None, out)
+        statistics = self.statistics(self.of_one_part(1, mean, var), rule)
+        return self.forward(x, statistics, affine, rule, None, out), statistics
 
     def backward_reduce(
-        self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
+        self,
+        x: Array,
+        dy: Array,
+        statistics: Statistics,
+        affine: Affine,
+        rule: NormRule,
+        labels: Labels | None = None,
     ) -> Sums:
         space, axes = self.namespace, axes_of(x)
         dy = self.by_z(x, dy, statistics, affine, rule)
@@ -257,8 +255,9 @@ class PlainOperations(Operations):
         rule: NormRule,
         total: Array | None,
         out: Array | None = None,
+        labels: Labels | None = None,
     ) -> Array:
-        moments, invstd = statistics
+        invstd = statistics.invstd
         dy = self.by_z(x, dy, statistics, affine, rule)
         scale = invstd
         if affine.weight is not None:
@@ -266,36 +265,36 @@ class PlainOperations(Operations):
         if total is None:
             of_dy = self.namespace.cast(scale, self.namespace.working(x))
             return self._result(self.namespace.multiple(dy, column(of_dy, x)), x, out)
-        mean_dy, mean_dy_xhat = total / self._at_least_one(moments.count)
+        count = self._at_least_one(_count(statistics))
+        mean_dy, mean_dy_xhat = total / count
         if rule.clamps:
-            mean_dy_xhat = self.xp.where(self._var(moments) < rule.eps, 0.0, mean_dy_xhat)
+            mean_dy_xhat = self.xp.where(statistics.m2 / count < rule.eps, 0.0, mean_dy_xhat)
         slope = mean_dy_xhat * invstd * invstd
         deviations, rest = self._deviations(x, statistics)
         values = self._scaled(deviations, -slope, rest * slope - mean_dy * invstd, deviations.dtype)
         dx = self.namespace.plus_scaled(values, dy, self._column(scale, values), x.dtype)
         return self._result(dx, x, out)
 
-    def by_z(self, x: Array, dy: Array, statistics: Any, affine: Affine, rule: NormRule) -> Array:
-        """The gradient by `z = xhat * weight + bias`, the input of the activation.
-
-        `statistics`: of any backend.
-        """
+    def by_z(
+        self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
+    ) -> Array:
+        """The gradient by `z = xhat * weight + bias`, the input of the activation."""
         if rule.activation is None:
             return dy
         wide = self.namespace.cast(x, self.namespace.working(x))
-        z = self.forward(wide, statistics, affine, rule._replace(activation=None)).y
+        z = self.forward(wide, statistics, affine, rule._replace(activation=None))
         return self.namespace.product(self.namespace.slope(z, rule), dy)
 
     def update_running(
         self, running: RunningStatistics, statistics: Statistics
     ) -> RunningStatistics:
         mean, var, tracked, momentum = running
-        total = statistics.moments
+        count = _count(statistics)
         if mean is not None and var is not None:
             factor = self._factor(momentum, tracked)
-            unbiased = total.m2 / self._at_least_one(total.count - 1)
-            mean = self._blended(mean, total.mean, total.count, factor)
-            var = self._blended(var, unbiased, total.count, factor)
+            unbiased = statistics.m2 / self._at_least_one(count - 1)
+            mean = self._blended(mean, statistics.mean, count, factor)
+            var = self._blended(var, unbiased, count, factor)
         counted = None if tracked is None else tracked + 1
         return RunningStatistics(mean, var, counted, momentum)
 
@@ -319,7 +318,7 @@ class PlainOperations(Operations):
 
     def _deviations(self, x: Array, statistics: Statistics) -> tuple[Array, Array]:
         """`x - r` in the working dtype, where r is the rounded mean, and `mean - r` `(C,)`."""
-        mean = statistics.moments.mean
+        mean = statistics.mean
         rounded = self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
         return self.namespace.difference(x, column(rounded, x)), mean - self._wide(rounded)
 
@@ -332,9 +331,6 @@ class PlainOperations(Operations):
         """`column`, in the dtype of `like`."""
         return column(self.namespace.cast(values, like.dtype), like)
 
-    def _var(self, moments: Moments) -> Array:
-        return moments.m2 / self._at_least_one(moments.count)
-
     def _at_least_one(self, count: Any) -> Any:
         return max(count, 1) if isinstance(count, int) else self.xp.where(count < 1, 1, count)
 
@@ -344,6 +340,18 @@ class PlainOperations(Operations):
             return result
         out[...] = result
         return out
+
+
+def labelled(own: Moments, label: float) -> Moments:
+    """`own`, a row of this member, with `label` at its end."""
+    if label:
+        own.rows[:, -1] = label
+    return own
+
+
+def _count(statistics: Statistics) -> Any:
+    """Values per channel: an int, or an array `()`."""
+    return statistics.table[0] if statistics.count is None else statistics.count
 
 
 def column(values: Array, like: Array) -> Array:

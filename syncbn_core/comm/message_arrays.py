@@ -77,9 +77,6 @@ class MessageArrays(Protocol):
     def with_label(self, values: Array, label: float) -> Array:
         """A new array `(n + 1,)`: the n values, flattened, then the label."""
 
-    def fill(self, values: Array, number: float) -> None:
-        """Write `number` to all of `values`."""
-
     def copy_to_host(self, values: Array) -> HostCopy | None:
         """Start to copy `values`; None while a CUDA graph is captured: nothing runs then."""
 
@@ -102,10 +99,6 @@ class NumpyArrays:
     @staticmethod
     def with_label(values: Array, label: float) -> Array:
         return np.append(values, label)
-
-    @staticmethod
-    def fill(values: Array, number: float) -> None:
-        values[...] = number
 
     @staticmethod
     def copy_to_host(values: Array) -> HostCopy:
@@ -142,11 +135,6 @@ class CupyArrays:
             message[:-1] = values.reshape(-1)
             message[-1:] = label
             return message
-
-    @staticmethod
-    def fill(values: Array, number: float) -> None:
-        with values.device:
-            values[...] = number
 
     @staticmethod
     def copy_to_host(values: Array) -> HostCopy | None:
@@ -189,14 +177,14 @@ def register_arrays(kind: type, arrays: MessageArrays) -> None:
 
 def arrays_of(values: Array) -> MessageArrays | None:
     """The `MessageArrays` for the type of `values`; None for an unknown type."""
-    if is_on_device(values):
-        return _CUPY
     kind: type = type(values)
     return _arrays_of_type(kind)
 
 
 @lru_cache(maxsize=64)
 def _arrays_of_type(kind: type) -> MessageArrays | None:
+    if _is_of_cupy(kind):
+        return _CUPY
     known = (_BY_TYPE[base] for base in kind.__mro__ if base in _BY_TYPE)
     return next(known, None)
 

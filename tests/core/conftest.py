@@ -159,7 +159,7 @@ def _run_steps(module: Steps, case: Case, parallel: bool = True) -> dict[str, Ar
     return {
         "count": np.array(moments.count),
         "mean": moments.mean,
-        "var": moments.var,
+        "var": moments.m2 / max(moments.count, 1),
         "y": module.normalize(x, mean, invstd, weight, bias, parallel=parallel),
         "sum_dy": sums[0],
         "sum_dy_xhat": sums[1],

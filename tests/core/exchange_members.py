@@ -19,7 +19,7 @@ import numpy as np
 from syncbn_core.backends.reference import OPERATIONS as REFERENCE
 from syncbn_core.comm import Communicator, local, run_in_threads, thread_group
 from syncbn_core.exchange import Exchange
-from syncbn_core.moments import Moments
+from syncbn_core.moments import Moments, merged_rows
 
 CHANNELS = (1, 2, 7, 64, 1000)
 SIZES = (3, 9)
@@ -29,11 +29,11 @@ def part_of(rank: int, channels: int) -> Moments:
     """Uneven parts: an empty one, one of a single value, means that differ by much."""
     count = (3, 0, 1000, 1, 77, 5, 12345, 2, 31)[rank]
     if count == 0:
-        return Moments.empty(channels)
+        return Moments.of(0, *np.zeros((2, channels)))
     rng = np.random.default_rng(100 * rank + channels)
     spread = 0.0 if count == 1 else 1.0
     mean = rng.normal(3, 10.0 ** rng.integers(-3, 6, channels))
-    return Moments(count, mean, spread * rng.uniform(0.1, 3, channels) * count)
+    return Moments.of(count, mean, spread * rng.uniform(0.1, 3, channels) * count)
 
 
 def bits_of(totals: list[Any]) -> bytes:
@@ -48,10 +48,12 @@ def take_part(communicator: Communicator) -> bytes:
     exchange = Exchange(communicator, lambda: "bn", "float32")
     sums = np.arange(6.0).reshape(2, 3) + communicator.rank  # small integers: exact in any order
     size = communicator.size
-    total = exchange.sums(sums, 7)
+    total = exchange.sums(sums, exchange.begin_sums(sums, 7))
     np.testing.assert_array_equal(total, (sums - communicator.rank + (size - 1) / 2) * size)
     parts = [part_of(communicator.rank, channels) for channels in CHANNELS]
-    return bits_of([exchange.moments(part)[0] for part in parts])
+    messages = (exchange.begin(part.num_features) for part in parts)
+    totals = [exchange.moments(*each)[0] for each in zip(parts, messages, strict=True)]
+    return bits_of([Moments.of(total.count, *merged_rows(total.rows)[1:]) for total in totals])
 
 
 def alone(folder: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from syncbn_core.comm import Communicator, ThreadCommunicator
 from syncbn_core.comm.message_arrays import NumpyArrays, arrays_of, register_arrays
-from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
 from syncbn_core.exchange import Exchange, LayerNames
 from syncbn_core.moments import Moments
@@ -34,7 +33,15 @@ def exchange(group: Any, dtype: str = "float32", layer: Any = None) -> Exchange:
 
 def part_of(rank: int, channels: int = 3) -> Moments:
     rng = np.random.default_rng(rank)
-    return Moments(rank + 2, rng.normal(size=channels), rng.uniform(size=channels))
+    return Moments.of(rank + 2, rng.normal(size=channels), rng.uniform(size=channels))
+
+
+def moments(own: Exchange, part: Moments) -> tuple[Moments, int]:
+    return own.moments(part, own.begin(part.num_features))
+
+
+def sums(own: Exchange, values: Any, forward: int) -> Any:
+    return own.sums(values, own.begin_sums(values, forward))
 
 
 # ------------------------------------------------------------------------ the same bits everywhere
@@ -104,11 +111,11 @@ def test_members_in_different_layers_are_told_and_can_go_on(in_group: InGroup) -
     def member(rank: int, own: ThreadCommunicator) -> Any:
         a, b = (exchange(own, layer=layer) for layer in layers[rank])
         for each in (a, b):
-            each.moments(part_of(rank))
+            moments(each, part_of(rank))
         told = r"ones in call 3 \(forward of bn, layer .*rank 1: forward of bn, layer 2; rank 2: f"
         with pytest.raises(ProtocolError, match=told):
-            (b if rank == 1 else a).moments(part_of(rank))
-        return b.moments(part_of(rank))[0].count
+            moments(b if rank == 1 else a, part_of(rank))
+        return moments(b, part_of(rank))[0].count
 
     assert in_group(3, member) == [9] * 3
 
@@ -116,15 +123,15 @@ def test_members_in_different_layers_are_told_and_can_go_on(in_group: InGroup) -
 def test_backward_tells_calls_and_directions_apart(in_group: InGroup) -> None:
     def member(rank: int, group: ThreadCommunicator) -> Any:
         own = exchange(group, layer=Layer())
-        calls = [own.moments(part_of(rank))[1] for _ in range(2)]
-        sums = np.full((2, 3), rank + 1.0)
+        calls = [moments(own, part_of(rank))[1] for _ in range(2)]
+        values = np.full((2, 3), rank + 1.0)
         told = "rank 0: backward of bn, layer 1, forward in call 1; rank 1: .*forward in call 2; r"
         with pytest.raises(ProtocolError, match=told):
-            own.sums(sums, calls[rank == 1])
+            sums(own, values, calls[rank == 1])
         told = "rank 0: forward of bn, layer 1; rank 1: backward of bn"
         with pytest.raises(ProtocolError, match=told):
-            own.moments(part_of(rank)) if rank == 0 else own.sums(sums, calls[0])
-        return own.sums(sums, calls[0]).tolist()
+            moments(own, part_of(rank)) if rank == 0 else sums(own, values, calls[0])
+        return sums(own, values, calls[0]).tolist()
 
     assert in_group(3, member) == [[[6.0] * 3] * 2] * 3
 
@@ -134,15 +141,15 @@ def test_inputs_of_different_dtypes_are_told_to_all(in_group: InGroup) -> None:
         dtype = "float16" if rank == 1 else "float32"
         told = r"{0: 'float32', 1: 'float16', 2: 'float32'} in call 1 \(forward of bn: 8 numbers, "
         with pytest.raises(DTypeError, match=told + dtype):
-            exchange(own, dtype).moments(part_of(rank))
-        return exchange(own).moments(part_of(rank))[0].count
+            moments(exchange(own, dtype), part_of(rank))
+        return moments(exchange(own), part_of(rank))[0].count
 
     assert in_group(3, member) == [9] * 3
 
 
 def test_members_with_different_channels_are_told_so(in_group: InGroup) -> None:
     def member(rank: int, own: ThreadCommunicator) -> None:
-        exchange(own).moments(part_of(rank, channels=2 + rank))
+        moments(exchange(own), part_of(rank, channels=2 + rank))
 
     with pytest.raises(ShapeError, match=r"same number of channels .* in forward of bn"):
         in_group(2, member)
@@ -171,10 +178,10 @@ def test_names_are_compared_in_the_first_call(case: str, in_group: InGroup) -> N
         each = Exchange(group, lambda: f"{own} (Layer)", "float32", Layer(), names)
         if not right:
             with pytest.raises(ProtocolError, match=rf"rank 1: forward of {own_names[1]} \(Layer"):
-                each.moments(part_of(rank))
+                moments(each, part_of(rank))
             return 5
-        each.moments(part_of(rank))
-        return each.moments(part_of(rank))[0].count
+        moments(each, part_of(rank))
+        return moments(each, part_of(rank))[0].count
 
     assert in_group(2, member) == [5] * 2
 
@@ -210,13 +217,13 @@ def test_a_communicator_of_the_user_exchanges_like_ours(in_group: InGroup) -> No
         own, layer = Described(group), Layer()
         assert isinstance(own, Communicator)
         each = exchange(own, layer=layer)
-        total, number = each.moments(part_of(rank))
-        each.sums(np.ones((2, 3)), number)
+        total, number = moments(each, part_of(rank))
+        sums(each, np.ones((2, 3)), number)
         forward, backward = own.calls
         assert forward.what() == "forward of bn, layer 1"
         assert forward.details == "8 numbers, float32"
         assert backward.name() == "backward of bn, layer 1"
-        again, _ = exchange(group, layer=layer).moments(part_of(rank))
+        again, _ = moments(exchange(group, layer=layer), part_of(rank))
         return total.count, total.m2.tobytes() == again.m2.tobytes()
 
     assert in_group(3, member) == [(9, True)] * 3
@@ -253,34 +260,13 @@ def test_arrays_of_a_registered_library_go_to_the_host_and_back(in_group: InGrou
 
     def member(rank: int, own: ThreadCommunicator) -> Any:
         part = part_of(rank)
-        foreign = Moments(part.count, Subclass(part.mean), Subclass(part.m2))
-        total, number = exchange(own).moments(foreign)
-        plain, _ = exchange(own).moments(part)
-        assert type(total.mean) is type(total.m2) is Subclass
-        np.testing.assert_array_equal(total.mean.values, plain.mean)
-        np.testing.assert_array_equal(total.m2.values, plain.m2)
-        sums = exchange(own).sums(Subclass(np.ones((2, 3))), number)
-        assert sums.values.tolist() == [[2.0] * 3] * 2
+        foreign = Moments(Subclass(part.rows), part.count)
+        total, number = moments(exchange(own), foreign)
+        plain, _ = moments(exchange(own), part)
+        assert type(total.rows) is Subclass
+        np.testing.assert_array_equal(total.rows.values, plain.rows)
+        added = sums(exchange(own), Subclass(np.ones((2, 3))), number)
+        assert added.values.tolist() == [[2.0] * 3] * 2
         return total.count
 
     assert in_group(2, member) == [5] * 2
-
-
-def on_device(rank: int) -> DeviceMoments:
-    """Moments as a device has them, in a NumPy array."""
-    part = part_of(rank)
-    row = np.concatenate([[part.count], part.mean, part.m2, [np.nan]])
-    return DeviceMoments(row[None], part.count, np.concatenate)
-
-
-def test_a_member_with_rows_on_a_device_goes_with_members_on_the_host(in_group: InGroup) -> None:
-    def member(rank: int, own: ThreadCommunicator) -> Any:
-        total, _ = exchange(own).moments(part_of(rank) if rank else on_device(rank))
-        if rank == 0:
-            assert isinstance(total, DeviceMoments)
-            assert total.known_count == 9
-            total = total.merged()
-        return total.count, total.mean.tobytes(), total.m2.tobytes()
-
-    results = in_group(3, member)
-    assert results == [results[0]] * 3

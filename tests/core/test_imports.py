@@ -23,7 +23,6 @@ PUBLIC = [
     "syncbn_core.layers",
     "syncbn_core.layout",
     "syncbn_core.moments",
-    "syncbn_core.device_moments",
 ]
 HEAVY = ["numba", "llvmlite", "cupy", "torch", "jax", "scipy", "mpi4py", "syncbn_torch"]
 

@@ -93,9 +93,9 @@ def test_members_may_hold_a_model_as_they_like_but_not_mix_up_its_layers(
     def call(member: int, index: int) -> int:
         layer = layers[member][index]
         own = Exchange(group[member], partial(name_of, layer), "float32", layer, LAYER_NAMES)
-        total, _ = own.moments(Moments(member + 1, np.ones(2), np.ones(2)))
-        assert isinstance(total, Moments)
-        return total.count
+        part = Moments.of(member + 1, np.ones(2), np.ones(2))
+        total, _ = own.moments(part, own.begin(2))
+        return int(total.count)
 
     def together(indices: Sequence[int]) -> list[int]:
         return run_in_threads([partial(call, i, index) for i, index in enumerate(indices)])
@@ -133,7 +133,7 @@ def test_layers_mixed_up_in_their_first_call_are_told(
     def call(member: int, index: int) -> None:
         layer = layers[member][index]
         own = Exchange(group[member], partial(name_of, layer), "float32", layer, LAYER_NAMES)
-        own.moments(Moments(1, np.ones(2), np.ones(2)))
+        own.moments(Moments.of(1, np.ones(2), np.ones(2)), own.begin(2))
 
     with pytest.raises(ProtocolError, match="same layer"):
         run_in_threads([partial(call, 0, first), partial(call, 1, second)])

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from world import close, equals_undivided, on_ranks, raises, rows_of, same_on_all_ranks, whole_batch
 
-from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import DTypeError, ProtocolError
 from syncbn_core.exchange import Exchange
 from syncbn_core.moments import Moments
@@ -174,18 +173,13 @@ def test_a_teacher_of_the_same_class_and_a_new_model_in_every_trial(rank: int, s
 # --------------------------------------------------- one format of messages, whatever computes
 
 
-def on_device(part: Moments) -> DeviceMoments:
-    """Moments as a device has them, in a tensor."""
-    row = torch.from_numpy(np.concatenate([[part.count], part.mean, part.m2, [np.nan]]))
-    return DeviceMoments(row[None], part.count, torch.cat)
-
-
 @on_ranks(3)
 def test_a_rank_with_rows_on_a_device_goes_with_ranks_without_kernels(rank: int, size: int) -> None:
     rng = np.random.default_rng(rank)
-    part = Moments(rank + 2, rng.normal(size=5), rng.uniform(size=5))
+    part = Moments.of(rank + 2, rng.normal(size=5), rng.uniform(size=5))
+    if rank == 0:  # as a device has them, in a tensor
+        part = Moments(torch.from_numpy(part.rows), part.count)
     exchange = Exchange(DistributedCommunicator(), lambda: "bn", "float32")
-    total, _ = exchange.moments(on_device(part) if rank == 0 else part)
-    merged = total.merged() if isinstance(total, DeviceMoments) else total
-    same_on_all_ranks(torch.as_tensor(np.asarray(merged.mean)))
-    same_on_all_ranks(torch.as_tensor(np.asarray(merged.m2)))
+    total, _ = exchange.moments(part, exchange.begin(5))
+    assert isinstance(total.rows, Tensor) == (rank == 0)
+    same_on_all_ranks(torch.as_tensor(total.rows))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from syncbn_core.numpy_steps import HostStatistics, NumpySteps
-from syncbn_core.steps import Affine, Forward, RunningStatistics, Sums
+from syncbn_core.moments import Statistics
+from syncbn_core.numpy_steps import NumpySteps
+from syncbn_core.steps import Affine, Labels, RunningStatistics, Sums
 from syncbn_torch.arrays import array_of, check_storage, empty_like, tensor_of
 
 __all__ = ["OPERATIONS"]
@@ -27,21 +28,27 @@ class TensorSteps(NumpySteps):
     def forward(
         self,
         x: Any,
-        statistics: HostStatistics,
+        statistics: Statistics,
         affine: Affine,
         rule: Any,
         running: RunningStatistics | None = None,
         out: Any = None,
-    ) -> Forward:
+    ) -> Any:
         y = empty_like(x) if out is None else out
         arrays = Affine(*map(array_of, affine))
         super().forward(array_of(x), statistics, arrays, rule, None, array_of(y))
         if running is not None:
             self.update_running(running, statistics)
-        return Forward(y, statistics, running)
+        return y
 
     def backward_reduce(
-        self, x: Any, dy: Any, statistics: HostStatistics, affine: Affine, rule: Any
+        self,
+        x: Any,
+        dy: Any,
+        statistics: Statistics,
+        affine: Affine,
+        rule: Any,
+        labels: Labels | None = None,
     ) -> Sums:
         dtype = x.dtype if affine.weight is None else affine.weight.dtype
         arrays = Affine(*map(array_of, affine))
@@ -54,11 +61,12 @@ class TensorSteps(NumpySteps):
         self,
         x: Any,
         dy: Any,
-        statistics: HostStatistics,
+        statistics: Statistics,
         affine: Affine,
         rule: Any,
         total: Any,
         out: Any = None,
+        labels: Labels | None = None,
     ) -> Any:
         dx = empty_like(x) if out is None else out
         arrays = Affine(*map(array_of, affine))
@@ -68,7 +76,7 @@ class TensorSteps(NumpySteps):
         return dx
 
     def update_running(
-        self, running: RunningStatistics, statistics: HostStatistics
+        self, running: RunningStatistics, statistics: Statistics
     ) -> RunningStatistics:
         mean, var, counter = [array_of(own, written=True) for own in running[:3]]
         super().update_running(RunningStatistics(mean, var, counter, running.momentum), statistics)

@@ -12,15 +12,12 @@ from torch import Tensor
 from syncbn_core.backends.plain import Namespace, PlainOperations
 from syncbn_core.moments import Moments, Statistics
 from syncbn_core.steps import RunningStatistics
-from syncbn_torch.arrays import as_tensor
 
 __all__ = [
     "DIFFERENTIABLE",
     "OPERATIONS",
     "TRACED",
     "TensorNamespace",
-    "plain_moments",
-    "plain_statistics",
 ]
 
 
@@ -115,15 +112,16 @@ class TracedNamespace(DifferentiableNamespace):
 class TensorOperations(PlainOperations):
     """Plain operations that update running statistics in place and merge parts across devices."""
 
-    def merge(self, parts: Sequence[Moments]) -> Moments:
-        device = parts[0].mean.device
-        return super().merge([plain_moments(part, device) for part in parts])
+    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+        device = parts[0].rows.device
+        return super().merge([part._replace(rows=part.rows.to(device)) for part in parts], label)
 
     def update_running(
         self, running: RunningStatistics, statistics: Statistics
     ) -> RunningStatistics:
         if running.mean is not None:
-            statistics = plain_statistics(statistics, running.mean.device)
+            table = statistics.table.to(running.mean.device)
+            statistics = statistics._replace(table=table)
         *old, _ = running
         *new, _ = super().update_running(running, statistics)
         pairs = [(o, n) for o, n in zip(old, new, strict=True) if o is not None]
@@ -135,17 +133,3 @@ class TensorOperations(PlainOperations):
 OPERATIONS = TensorOperations(TensorNamespace(torch))  # called by the nodes of `autograd`
 DIFFERENTIABLE = TensorOperations(DifferentiableNamespace(torch))  # torch differentiates these
 TRACED = TensorOperations(TracedNamespace(torch))  # torch.compile traces these
-
-
-def plain_moments(moments: Moments, device: torch.device) -> Moments:
-    """`moments` as tensors on `device`."""
-    return Moments(moments.count, _on(moments.mean, device), _on(moments.m2, device))
-
-
-def plain_statistics(statistics: Statistics, device: torch.device) -> Statistics:
-    """`statistics` as tensors on `device`."""
-    return Statistics(plain_moments(statistics.moments, device), _on(statistics.invstd, device))
-
-
-def _on(values: Any, device: torch.device) -> Tensor:
-    return as_tensor(values).to(device)

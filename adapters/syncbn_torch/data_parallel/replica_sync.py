@@ -12,8 +12,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from syncbn_core.comm import SlavePipe, SyncMaster
-from syncbn_core.device_moments import DeviceMoments
 from syncbn_core.errors import CheckpointError, CommAborted, ShapeError, StateError
+from syncbn_core.moments import Moments
 from syncbn_torch._torch_private import (
     raise_sequence_number,
     saving_runs_hooks,
@@ -106,7 +106,7 @@ class ReplicaSync:
                 "move them out of the checkpoint, or use one replica per process"
             )
 
-    def _earlier_call(self, moments: Any) -> Call:
+    def _earlier_call(self, moments: Moments) -> Call:
         found = [(one, graph) for seen, one, graph in self._history if _same_bits(seen, moments)]
         if not found:
             raise CheckpointError(
@@ -122,7 +122,7 @@ class ReplicaSync:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         call = found[0][0]
-        if moments.known_count == 0:  # for an empty part any statistics are right
+        if moments.count == 0:  # for an empty part any statistics are right
             return call
         if not all(_same_bits(call.total, other.total) for other, _ in found):
             raise CheckpointError(
@@ -153,7 +153,7 @@ class Recomputed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, statistics: Any, part: Part) -> Tensor:
         ctx.name = str(part.context.name)
-        y: Tensor = part.operations.forward(x, statistics, part.affine, part.rule).y
+        y: Tensor = part.operations.forward(x, statistics, part.affine, part.rule)
         return y
 
     @staticmethod
@@ -235,23 +235,15 @@ def _random_states(devices: list[torch.device]) -> list[bytes]:
     return [state.numpy().tobytes() for state in states]  # no operation of torch compares them
 
 
-def _same_bits(a: Any, b: Any) -> bool:
-    """Whether two moments have the same type and bits, so that NaN equals NaN."""
-    if type(a) is not type(b) or a.known_count != b.known_count:
+def _same_bits(a: Moments, b: Moments) -> bool:
+    """Whether two moments have the same type and bits, labels aside, so that NaN equals NaN."""
+    if type(a.rows) is not type(b.rows) or a.count != b.count or a.rows.shape != b.rows.shape:
         return False
-    if isinstance(a, DeviceMoments):
-        pairs = [tuple(one.rows[:, :-1].contiguous() for one in (a, b))]  # without labels
-    else:
-        pairs = [(a.mean, b.mean), (a.m2, b.m2)]
-    return all(
-        p.shape == q.shape
-        and (
-            torch.equal(p.view(torch.uint8), q.view(torch.uint8))
-            if isinstance(p, Tensor)
-            else p.tobytes() == q.tobytes()
-        )
-        for p, q in pairs
-    )
+    if isinstance(a.rows, Tensor):
+        one, other = (each.rows[:, :-1].contiguous().view(torch.uint8) for each in (a, b))
+        return torch.equal(one, other)
+    same: bool = a.rows[:, :-1].tobytes() == b.rows[:, :-1].tobytes()
+    return same
 
 
 class Unconnected:

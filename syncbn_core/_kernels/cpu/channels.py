@@ -1,6 +1,6 @@
 """Steps per channel, compiled: in NumPy they would take longer than the kernels of a small layer.
 
-Numbers per channel are float64 `(C,)`; `table` (3, C) holds the rows mean, m2 and invstd.
+Rows and tables are those of `syncbn_core.moments`, float64.
 """
 
 from __future__ import annotations
@@ -10,46 +10,53 @@ import numpy as np
 from syncbn_core._kernels.cpu.builds import from_python
 from syncbn_core._kernels.cpu.numerics import narrow, rounded, widen
 
-__all__ = ["fill_invstd", "merge", "update_running"]
+__all__ = ["fill_table", "merge", "update_running"]
 
 
 @from_python
-def merge(counts, means, m2s, table):
-    """Write mean and m2 of P parts, by the formulas of `syncbn_core.moments` and in their order.
+def merge(rows, total):
+    """Merge P parts by the formulas of `syncbn_core.moments`, in their order.
 
-    `counts`: `(P,)`; `means`, `m2s`: `(P, C)`; `table`: `(2, C)`.
+    `rows`: `(P, 2 C + 2)`. Writes count, mean and m2 of `total`, a row or a table `(3 C + 1,)`.
     """
-    total = max(1, counts.sum())
-    for c in range(table.shape[1]):
-        mean = counts[0] / total * means[0, c]
-        for part in range(1, counts.shape[0]):
-            mean += counts[part] / total * means[part, c]
-        m2 = 0.0
-        for part in range(counts.shape[0]):
-            deviation = means[part, c] - mean
-            m2 += m2s[part, c] + counts[part] * deviation * deviation
-        table[0, c], table[1, c] = mean, m2
+    channels = rows.shape[1] // 2 - 1
+    total[0] = rows[:, 0].sum()
+    values = max(1.0, total[0])
+    for c in range(1, channels + 1):
+        mean, m2 = rows[0, c], rows[0, c + channels]
+        if rows.shape[0] > 1:
+            mean = rows[0, 0] / values * mean
+            for part in range(1, rows.shape[0]):
+                mean += rows[part, 0] / values * rows[part, c]
+            m2 = 0.0
+            for part in range(rows.shape[0]):
+                deviation = rows[part, c] - mean
+                m2 += rows[part, c + channels] + rows[part, 0] * deviation * deviation
+        total[c], total[c + channels] = mean, m2
 
 
 @from_python
-def fill_invstd(table, count, eps, clamp):
-    """Write the last row of `table`, given the moments in the others; count 0 counts as 1."""
-    for c in range(table.shape[1]):
-        var = table[1, c] / max(count, 1)
+def fill_table(rows, table, eps, clamp):
+    """Write `table`: the moments of all `rows`, and invstd; count 0 counts as 1."""
+    merge(rows, table)
+    channels = table.shape[0] // 3
+    for c in range(1, channels + 1):
+        var = table[c + channels] / max(table[0], 1.0)
         positive = (eps if var < eps else var) if clamp else var + eps  # NaN stays NaN
-        table[2, c] = 1.0 / np.sqrt(positive)
+        table[c + 2 * channels] = 1.0 / np.sqrt(positive)
 
 
 @from_python
-def update_running(mean, var, counter, table, count, factor):
+def update_running(mean, var, counter, table, factor):
     """Update running statistics in place, as `syncbn_core.moments` says, and count the batch.
 
     `mean`, `var`: 16 bits as activations have them; `(0,)` for none. `counter`: `()`.
     One call writes all three, so no interrupt can come between them.
     """
+    count, channels = table[0], table.shape[0] // 3
     for c in range(mean.shape[0] if count > 0 else 0):
-        new_mean = (1.0 - factor) * np.float64(widen(mean[c])) + factor * table[0, c]
-        unbiased = table[1, c] / (count - 1)
+        new_mean = (1.0 - factor) * np.float64(widen(mean[c])) + factor * table[1 + c]
+        unbiased = table[1 + channels + c] / (count - 1)
         new_var = (1.0 - factor) * np.float64(widen(var[c])) + factor * unbiased
         mean[c], var[c] = narrow(rounded(new_mean, mean), mean), narrow(rounded(new_var, var), var)
     counter[()] += 1

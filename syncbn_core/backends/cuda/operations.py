@@ -18,10 +18,10 @@ from syncbn_core.backends.cuda.launcher import Launcher
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.backends.cuda.usable import give_up, usable
-from syncbn_core.device_moments import DeviceMoments, DeviceStatistics, join_rows
+from syncbn_core.backends.plain import labelled
 from syncbn_core.layout import Layout
-from syncbn_core.moments import NormRule
-from syncbn_core.steps import Affine, Forward, RunningStatistics, Sums
+from syncbn_core.moments import Moments, NormRule, Statistics, total_count
+from syncbn_core.steps import Affine, Labels, RunningStatistics, Sums
 
 __all__ = ["CudaOperations"]
 
@@ -77,49 +77,47 @@ class CudaOperations(PlainDeviceOperations):
         return Launcher(self.memory, index, self.counters)
 
     @_or_plain
-    def moments(self, x: Array) -> DeviceMoments:
+    def moments(self, x: Array) -> Moments:
         memory, index = self.memory, self.memory.device_of(x)
         channels = x.shape[1]
         with memory.on_device(index):
             shape = (1, 2 * channels + 2)
             if 0 in x.shape:
-                return DeviceMoments(memory.zeros(shape, "float64", index), 0, memory.join)
+                return Moments(memory.zeros(shape, "float64", index), 0)
             dense, layout = memory.dense(x)
             rows = memory.empty(shape, "float64", index)
             view = DeviceView(memory, dense, layout)
             grid.moments(self.launcher(index), view, memory.pointer(rows))
-            return DeviceMoments(rows, layout.outer * layout.inner, memory.join)
+            return Moments(rows, layout.outer * layout.inner)
 
     @_or_plain
-    def merge(self, parts: Sequence[DeviceMoments]) -> DeviceMoments:
-        joined = join_rows(parts)
-        if len(joined.rows) == 1:
-            return joined
-        memory, index = self.memory, self.memory.device_of(joined.rows)
+    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+        memory, index = self.memory, self.memory.device_of(parts[0].rows)
         with memory.on_device(index):
-            rows = memory.contiguous(joined.rows)
+            if len(parts) == 1:
+                return labelled(parts[0], label)
+            rows = memory.contiguous(memory.join([part.rows for part in parts]))
             one = memory.empty((1, rows.shape[1]), "float64", index)
             run, pointers = self.launcher(index), (memory.pointer(rows), memory.pointer(one))
-            grid.merge_parts(run, pointers[0], len(rows), joined.num_features, pointers[1])
-        return joined.with_rows(one, joined.known_count)
+            grid.merge_parts(run, pointers[0], len(rows), parts[0].num_features, pointers[1])
+            return labelled(Moments(one, total_count(parts)), label)
 
     @_or_plain
     def forward(
         self,
         x: Array,
-        statistics: DeviceMoments,
+        statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         running: RunningStatistics | None = None,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> Array:
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
-            rows = memory.contiguous(statistics.rows)
+            rows: Any = statistics.rows
             dense, layout = memory.dense(x)
             view, run = DeviceView(memory, dense, layout), self.launcher(index)
             in_kernel = None if running is None else self._in_kernel(running, index)
-            packed = memory.empty((3 * view.channels + 1,), "float64", index)
             y = memory.target(dense, layout, out)
             parameters, _kept = self._parameters(affine)
             grid.normalize(
@@ -129,20 +127,19 @@ class CudaOperations(PlainDeviceOperations):
                 parameters,
                 memory.pointer(rows),
                 len(rows),
-                memory.pointer(packed),
+                memory.pointer(statistics.table),
                 rule=rule,
                 running=in_kernel or grid.NO_RUNNING,
             )
-            known = DeviceStatistics(packed)
             if running is not None and in_kernel is None:
-                self.update_running(running, known)
+                self.update_running(running, statistics)
             elif running is not None:
                 memory.mark_written(*(own for own in running[:3] if own is not None))
                 if running.momentum is None:
                     counter: Any = running.num_batches_tracked
                     counter += 1  # not in the kernel, where many blocks read it
             self._activate(y, rule)
-            return Forward(memory.cast_to_output(y, out), known, running)
+            return memory.cast_to_output(y, out)
 
     @_or_plain
     def forward_eval(
@@ -152,7 +149,7 @@ class CudaOperations(PlainDeviceOperations):
         affine: Affine,
         rule: NormRule,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> tuple[Array, Statistics]:
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
             mean, var = running.mean, running.var
@@ -165,7 +162,7 @@ class CudaOperations(PlainDeviceOperations):
             constant = grid.Running(memory.pointer(mean), memory.pointer(var), code)
             dense, layout = memory.dense(x)
             view, y = DeviceView(memory, dense, layout), memory.target(dense, layout, out)
-            packed = memory.empty((3 * x.shape[1] + 1,), "float64", index)
+            table = memory.empty((3 * x.shape[1] + 1,), "float64", index)
             parameters, _kept = self._parameters(affine)
             grid.normalize(
                 self.launcher(index),
@@ -174,45 +171,50 @@ class CudaOperations(PlainDeviceOperations):
                 parameters,
                 0,
                 0,
-                memory.pointer(packed),
+                memory.pointer(table),
                 rule=rule,
                 running=constant,
             )
             self._activate(y, rule)
-            return Forward(memory.cast_to_output(y, out), DeviceStatistics(packed))
+            return memory.cast_to_output(y, out), Statistics(table, None)
 
     @_or_plain
     def backward_reduce(
-        self, x: Array, dy: Array, statistics: DeviceStatistics, affine: Affine, rule: NormRule
+        self,
+        x: Array,
+        dy: Array,
+        statistics: Statistics,
+        affine: Affine,
+        rule: NormRule,
+        labels: Labels | None = None,
     ) -> Sums:
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
             if 0 in x.shape:
                 dtype = memory.dtype_name(x if affine.weight is None else affine.weight)
                 exchange = memory.zeros((2, x.shape[1]), "float64", index)
-                if statistics.label is not None:
+                if labels is not None:
                     exchange = memory.zeros((2 * x.shape[1] + 1,), "float64", index)
-                    exchange[-1:] = statistics.label
+                    exchange[-1:] = labels.own
                 return Sums(exchange, *memory.zeros((2, x.shape[1]), dtype, index))
             pair = self._pair(x, memory.plain.by_z(x, dy, statistics, affine, rule))
             parameters, _kept = self._parameters(affine)
             shape = (2, pair.x.channels)
             dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
-            labelled = statistics.label is not None
-            size = (2 * pair.x.channels + 1,) if labelled else shape
+            size = shape if labels is None else (2 * pair.x.channels + 1,)
             exchange = memory.empty(size, "float64", index)
             grad_weight, grad_bias = memory.empty(shape, dtype, index)
             grid.backward_reduce(
                 self.launcher(index),
                 pair.x,
                 pair.dy,
-                memory.pointer(statistics.packed),
+                memory.pointer(statistics.table),
                 parameters,
                 memory.pointer(exchange),
                 memory.pointer(grad_weight),
                 memory.pointer(grad_bias),
                 code=grid.CODES[dtype],
-                label=grid.NO_LABEL if statistics.label is None else statistics.label,
+                label=grid.NO_LABEL if labels is None else labels.own,
             )
             return Sums(exchange, grad_weight, grad_bias)
 
@@ -221,11 +223,12 @@ class CudaOperations(PlainDeviceOperations):
         self,
         x: Array,
         dy: Array,
-        statistics: DeviceStatistics,
+        statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         total: Array | None,
         out: Array | None = None,
+        labels: Labels | None = None,
     ) -> Array:
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
@@ -238,11 +241,11 @@ class CudaOperations(PlainDeviceOperations):
                 pair.x,
                 pair.dy,
                 pair.x.beside(memory, dx),
-                memory.pointer(statistics.packed),
+                memory.pointer(statistics.table),
                 parameters,
                 0 if total is None else memory.pointer(total),
                 rule=rule,
-                label=grid.NO_LABEL if statistics.label is None else statistics.label_of_total,
+                label=grid.NO_LABEL if labels is None else labels.total,
             )
             return memory.cast_to_output(dx, out)
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from syncbn_core.backends.cuda.memory import DeviceMemory
-from syncbn_core.device_moments import DeviceMoments, DeviceStatistics, join_rows
 from syncbn_core.moments import Moments, NormRule, Statistics
-from syncbn_core.steps import Affine, Forward, Operations, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Labels, Operations, RunningStatistics, Sums
 
 __all__ = ["PlainDeviceOperations"]
 
@@ -26,40 +25,38 @@ class PlainDeviceOperations(Operations):
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
 
-    def moments(self, x: Array) -> DeviceMoments:
-        memory, plain = self.memory, self.memory.plain
-        with memory.on_device(memory.device_of(x)):
-            part = plain.moments(x)
-            return DeviceMoments(plain.row(part).reshape(1, -1), part.count, memory.join)
+    def moments(self, x: Array) -> Moments:
+        with self.memory.on_device(self.memory.device_of(x)):
+            return self.memory.plain.moments(x)
 
-    def merge(self, parts: Sequence[DeviceMoments]) -> DeviceMoments:
-        joined = join_rows(parts)
-        if len(joined.rows) == 1:
-            return joined
-        memory, plain = self.memory, self.memory.plain
-        with memory.on_device(memory.device_of(joined.rows)):
-            row = plain.row(_total(plain, joined))
-            return joined.with_rows(row.reshape(1, -1), joined.known_count)
+    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+        memory = self.memory
+        with memory.on_device(memory.device_of(parts[0].rows)):
+            return memory.plain.merge(parts, label)
 
-    def statistics(self, total: DeviceMoments, rule: NormRule) -> DeviceMoments:
-        return total  # `forward` merges the parts and computes invstd
+    def statistics(self, total: Moments, rule: NormRule) -> Statistics:
+        memory, index = self.memory, self.memory.device_of(total.rows)
+        with memory.on_device(index):
+            table = memory.empty((3 * total.num_features + 1,), "float64", index)
+            return Statistics(table, total.count, memory.contiguous(total.rows))
 
     def forward(
         self,
         x: Array,
-        statistics: DeviceMoments,
+        statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         running: RunningStatistics | None = None,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> Array:
         memory, plain = self.memory, self.memory.plain
         with memory.on_device(memory.device_of(x)):
-            known = plain.statistics(_total(plain, statistics), rule)
-            done = plain.forward(x, known, affine, rule, None, out)
-            held = self._packed(known)
-            new = None if running is None else self.update_running(running, held)
-            return Forward(done.y, held, new)
+            known = plain.statistics(Moments(statistics.rows, statistics.count), rule)
+            statistics.table[...] = known.table
+            y = plain.forward(x, known, affine, rule, None, out)
+            if running is not None:
+                self.update_running(running, known)
+            return y
 
     def forward_eval(
         self,
@@ -68,59 +65,50 @@ class PlainDeviceOperations(Operations):
         affine: Affine,
         rule: NormRule,
         out: Array | None = None,
-    ) -> Forward:
+    ) -> tuple[Array, Statistics]:
         memory = self.memory
         with memory.on_device(memory.device_of(x)):
-            done = memory.plain.forward_eval(x, running, affine, rule, out)
-            return Forward(done.y, self._packed(done.statistics))
+            return memory.plain.forward_eval(x, running, affine, rule, out)
 
     def backward_reduce(
-        self, x: Array, dy: Array, statistics: DeviceStatistics, affine: Affine, rule: NormRule
+        self,
+        x: Array,
+        dy: Array,
+        statistics: Statistics,
+        affine: Affine,
+        rule: NormRule,
+        labels: Labels | None = None,
     ) -> Sums:
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
-            sums = memory.plain.backward_reduce(x, dy, statistics.as_plain(), affine, rule)
-            if statistics.label is None:
+            sums = memory.plain.backward_reduce(x, dy, statistics, affine, rule)
+            if labels is None:
                 return sums
-            label = memory.zeros((1,), "float64", index) + statistics.label
+            label = memory.zeros((1,), "float64", index) + labels.own
             return sums._replace(exchange=memory.join([sums.exchange.reshape(-1), label]))
 
     def backward_input(
         self,
         x: Array,
         dy: Array,
-        statistics: DeviceStatistics,
+        statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         total: Array | None,
         out: Array | None = None,
+        labels: Labels | None = None,
     ) -> Array:
-        memory, known = self.memory, statistics.as_plain()
+        memory = self.memory
         with memory.on_device(memory.device_of(x)):
-            if total is not None and statistics.label is not None:
-                wrong = total[-1:] != statistics.label_of_total
+            if total is not None and labels is not None:
+                wrong = total[-1:] != labels.total
                 total = memory.plain.xp.where(wrong, math.nan, total[:-1]).reshape(2, -1)
-            return memory.plain.backward_input(x, dy, known, affine, rule, total, out)
+            return memory.plain.backward_input(x, dy, statistics, affine, rule, total, out)
 
     def update_running(
-        self, running: RunningStatistics, statistics: DeviceStatistics
+        self, running: RunningStatistics, statistics: Statistics
     ) -> RunningStatistics:
-        new = self.memory.plain.update_running(running, statistics.as_plain())
+        new = self.memory.plain.update_running(running, statistics)
         pairs = [(own, n) for own, n in zip(running[:3], new[:3], strict=True) if own is not None]
         self.memory.assign([own for own, _ in pairs], [value for _, value in pairs])
         return running
-
-    def _packed(self, known: Statistics) -> DeviceStatistics:
-        row = self.memory.plain.row(known.moments)
-        return DeviceStatistics(self.memory.join([row[:-1], known.invstd]))
-
-
-def _total(plain: Any, statistics: DeviceMoments) -> Moments:
-    """The moments of all parts together; the count is an array `()` if only the device knows it."""
-    rows, channels = statistics.rows, statistics.num_features
-    if len(rows) > 1:
-        merged: Moments = plain.merge_rows(rows)
-    else:
-        merged = Moments(rows[0, 0], rows[0, 1 : 1 + channels], rows[0, 1 + channels : -1])
-    known = statistics.known_count
-    return merged if known is None else merged._replace(count=known)
