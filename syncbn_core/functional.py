@@ -166,11 +166,13 @@ def batch_norm_forward(
     updated = running if caller is NO_CONVERSION else None
     call, shape = 0, x.shape
     if mask is None:
-        total = operations.moments(x)
+        own = operations.take(x)
+        total = operations.moments(own)
     else:
         with device_of(x):
             mask, x, valid, fill = _filled(x, mask)
-            total = without_filled(_library(x), operations.moments(x), valid, fill)
+            own = operations.take(x)
+            total = without_filled(_library(x), operations.moments(own), valid, fill)
     if communicator is not None:
         exchange = exchange or _without_layer(communicator, x)
         message = exchange.begin(x.shape[1])
@@ -178,7 +180,7 @@ def batch_norm_forward(
     count = total.count
     require_more_than_one_value(count, shape, _size_of(communicator))
     statistics = operations.statistics(total, rule)
-    y = operations.forward(x, statistics, affine, rule, updated, out)
+    y = operations.forward(own, statistics, affine, rule, updated, out)
     statistics = statistics._replace(rows=None)
     _zero(y, mask)
     known = UNKNOWN if count is None else count
@@ -236,7 +238,8 @@ def batch_norm_eval(
     if mask is not None:
         with device_of(x):
             mask, x, *_ = _filled(x, mask)
-    y, statistics = operations.forward_eval(x, running, affine, rule, out)
+    own = operations.take(x)
+    y, statistics = operations.forward_eval(own, running, affine, rule, out)
     _zero(y, mask)
     kept = affine.for_backward(rule)
     saved = Saved(x, statistics, kept, rule, None, operations, mask=mask, caller=caller)
@@ -292,12 +295,13 @@ def batch_norm_backward(
         exchange = exchange or _without_layer(group, x)
         message = exchange.begin_sums(statistics.table, saved.call)
         labels = message.labels
-    sums = operations.backward_reduce(x, dy, statistics, affine, rule, labels)
+    taken = *operations.take_pair(x, dy), statistics, affine, rule
+    sums = operations.backward_reduce(*taken, labels)
     total = None if saved.count is None else sums.exchange
     if group is not None:
         assert exchange is not None
         total = exchange.sums(sums.exchange, message)
-    dx = operations.backward_input(x, dy, statistics, affine, rule, total, out, labels)
+    dx = operations.backward_input(*taken, total, out, labels)
     _zero(dx, saved.mask)
     return _converted(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
 

@@ -69,11 +69,6 @@ class NormRule(NamedTuple):
         """Whether variances less than eps are replaced by eps."""
         return self.mode == "clamp"
 
-    def invstd(self, var: Array) -> Array:
-        """`1 / sqrt(var + eps)` or `1 / sqrt(max(var, eps))`, `(C,)`; NaN stays NaN."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return 1.0 / np.sqrt(np.maximum(var, self.eps) if self.clamps else var + self.eps)
-
     def clamped(self, var: Array) -> Array | None:
         """`(C,)` bool: channels whose invstd is constant, without a gradient; None for "plus"."""
         return var < self.eps if self.clamps else None

@@ -35,7 +35,7 @@ from syncbn_core.moments import (
 )
 from syncbn_core.steps import Affine, Labels, Operations, RunningStatistics, Sums
 
-__all__ = ["OPERATIONS", "NumpySteps"]
+__all__ = ["OPERATIONS", "Dense", "NumpySteps", "rounded"]
 
 Array = np.ndarray[Any, Any]
 
@@ -47,6 +47,19 @@ _BFLOAT16_BITS = np.dtype(np.uint16)
 _ABSENT: Array = np.empty(0)  # what kernels take for no weight and no bias
 _quiet = partial(np.errstate, invalid="ignore", over="ignore")
 _set_item: Any = setitem
+
+
+class Dense(NamedTuple):
+    """An activation as kernels take it.
+
+    `given`: the array of the caller. `array`: that or a dense copy, maybe in another dtype.
+    `flat`: its memory as kernels index it, see `view`; both are None for an empty array.
+    """
+
+    given: Any
+    array: Array
+    view: _View | None
+    flat: Any
 
 
 class NumpySteps(Operations):
@@ -63,10 +76,28 @@ class NumpySteps(Operations):
         """How many threads a large array is worth."""
         return 1 if self._serial is self else most_threads()
 
-    def moments(self, x: Array) -> Moments:
-        channels = x.shape[1]
+    array: Any = staticmethod(lambda values: values)  # NumPy's, of what the caller gives, or None
+    empty_like: Any = staticmethod(np.empty_like)
+    rounded: Any = staticmethod(lambda values, like: rounded(values, like.dtype))
+
+    def take(self, x: Any) -> Dense:
+        return _dense(x, self.array(x))
+
+    def take_pair(self, x: Any, dy: Any) -> tuple[Dense, Dense]:
+        array, gradient = self.array(x), self.array(dy)
+        if gradient.dtype != array.dtype and array.dtype.itemsize == 2:
+            array = array.astype(np.float32)  # a wider dy must not lose digits, or overflow
+        own = _dense(x, array)
+        if own.view is None:
+            return own, own
+        if _view_of(gradient) != own.view:
+            gradient = _like(gradient, own.array)
+        return own, Dense(dy, gradient, own.view, own.view.of(gradient))
+
+    def moments(self, x: Dense) -> Moments:
+        channels = x.array.shape[1]
         rows = np.zeros((1, 2 * channels + 2))
-        row, count = rows[0], x.size // max(channels, 1)
+        row, count = rows[0], x.array.size // max(channels, 1)
         if count:
             row[0] = count
             self._run("moments", [row[1 : 1 + channels], row[1 + channels : -1]], x)
@@ -88,77 +119,79 @@ class NumpySteps(Operations):
 
     def forward(
         self,
-        x: Array,
+        x: Dense,
         statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         running: RunningStatistics | None = None,
-        out: Array | None = None,
-    ) -> Array:
-        y = np.empty_like(x) if out is None else out
-        if 0 not in x.shape:
+        out: Any = None,
+    ) -> Any:
+        y = self.empty_like(x.given) if out is None else out
+        target, *vectors = map(self.array, (y, *affine))
+        if x.view is not None:
             mean, _, invstd = statistics.table[1:].reshape(3, -1)
-            numbers = [mean, invstd, *map(_wide, affine), _act(rule)]
-            self._run("normalize", numbers, x, target=y)
+            numbers = [mean, invstd, *map(_wide, vectors), _act(rule)]
+            self._run("normalize", numbers, x, target=target)
         if running is not None:
             self.update_running(running, statistics)
         return y
 
     def forward_eval(
         self,
-        x: Array,
+        x: Dense,
         running: RunningStatistics,
         affine: Affine,
         rule: NormRule,
-        out: Array | None = None,
-    ) -> tuple[Array, Statistics]:
-        mean, var = map(_wide, running[:2])
+        out: Any = None,
+    ) -> tuple[Any, Statistics]:
+        mean, var = map(_wide, map(self.array, running[:2]))
         statistics = self.statistics(Moments.of(1, mean, var), rule)
         return self.forward(x, statistics, affine, rule, None, out), statistics
 
     def backward_reduce(
         self,
-        x: Array,
-        dy: Array,
+        x: Dense,
+        dy: Dense,
         statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         labels: Labels | None = None,
     ) -> Sums:
-        weight, bias = map(_wide, affine)
-        sums = np.zeros((2, x.shape[1]))
+        weight, bias = map(_wide, [*map(self.array, affine)])
+        sums = np.zeros((2, x.array.shape[1]))
         sum_dy, sum_dy_xhat = sums
-        if 0 not in x.shape:
+        if x.view is not None:
             mean, _, invstd = statistics.table[1:].reshape(3, -1)
             numbers = [mean, invstd, weight, bias, _act(rule), sum_dy, sum_dy_xhat]
             self._run("backward_reduce", numbers, x, dy)
-        dtype = x.dtype if affine.weight is None else affine.weight.dtype
+        like = x.given if affine.weight is None else affine.weight
         with _quiet():
-            grad_weight, grad_bias = _rounded(sum_dy_xhat, dtype), _rounded(sum_dy, dtype)
+            grad_weight, grad_bias = self.rounded(sum_dy_xhat, like), self.rounded(sum_dy, like)
             exchange = sums if affine.weight is None else sums * weight
             return Sums(exchange, grad_weight, grad_bias)
 
     def backward_input(
         self,
-        x: Array,
-        dy: Array,
+        x: Dense,
+        dy: Dense,
         statistics: Statistics,
         affine: Affine,
         rule: NormRule,
         total: Array | None,
-        out: Array | None = None,
+        out: Any = None,
         labels: Labels | None = None,
-    ) -> Array:
-        dx = np.empty_like(x) if out is None else out
-        if 0 not in x.shape:
+    ) -> Any:
+        dx = self.empty_like(x.given) if out is None else out
+        target, *vectors = map(self.array, (dx, *affine))
+        if x.view is not None:
             if total is None:
-                total = np.zeros((2, x.shape[1]))
+                total = np.zeros((2, x.array.shape[1]))
             count = max(int(statistics.table[0]), 1)
             mean, m2, invstd = statistics.table[1:].reshape(3, -1)
             clamped = rule.clamped(m2 / count) if rule.clamps else None
             means = mean_gradients(total, count, clamped)
-            numbers = [mean, invstd, *map(_wide, affine), _act(rule), *means]
-            self._run("backward_input", numbers, x, dy, dx)
+            numbers = [mean, invstd, *map(_wide, vectors), _act(rule), *means]
+            self._run("backward_input", numbers, x, dy, target)
         return dx
 
     def update_running(
@@ -179,7 +212,7 @@ class NumpySteps(Operations):
         targets = [own for own in (mean, var, counter) if own is not None]
         with _quiet():
             vectors = zip(wide, (mean, var), strict=True)
-            values = [_rounded(new, own.dtype) for new, own in vectors if own is not None]
+            values = [rounded(new, own.dtype) for new, own in vectors if own is not None]
         # one C call writes all, so that KeyboardInterrupt can't come between two writes
         deque(map(_set_item, targets, repeat(...), [*values, counted]), maxlen=0)
         return running
@@ -188,32 +221,24 @@ class NumpySteps(Operations):
         self,
         step: str,
         numbers: list[Any],
-        x: Array,
-        dy: Array | None = None,
+        x: Dense,
+        dy: Dense | None = None,
         target: Array | None = None,
     ) -> None:
         """Run a kernel on x and dy; it writes `target`, else some of `numbers` per channel."""
-        if dy is not None and dy.dtype != x.dtype and x.dtype.itemsize == 2:
-            x = x.astype(np.float32)  # a wider dy must not lose digits or overflow in 16 bits
-        view = _view_of(x)
-        if view is None:
-            native = x.dtype.newbyteorder("=")
-            x = np.array(x, np.float32 if _kernel_dtype(native) is None else native, order="K")
-            view = _view_of(x)
-            assert view is not None
-        arrays = [view.of(x)]
-        if dy is not None:
-            arrays.append(view.of(dy if _view_of(dy) == view else _like(dy, x)))
-        threads = self.threads() if x.size >= PARALLEL_SIZE else 1
-        sizes = (view.inner, threads) if view.inner else ()
+        view = x.view
+        assert view is not None
+        threads = self.threads() if x.array.size >= PARALLEL_SIZE else 1
+        arrays = [x.flat] if dy is None else [x.flat, dy.flat]
+        before = [*arrays, *((view.inner, threads) if view.inner else ()), *numbers]
         kernel = view.kernels[step]
         if target is None:
-            launch(kernel, threads > 1, *arrays, *sizes, *numbers)
+            launch(kernel, threads > 1, *before)
         elif _view_of(target) == view and not any(map(_overlaps, arrays, repeat(target))):
-            launch(kernel, threads > 1, *arrays, *sizes, *numbers, view.of(target))
+            launch(kernel, threads > 1, *before, view.of(target))
         else:
-            result = np.empty_like(x)
-            launch(kernel, threads > 1, *arrays, *sizes, *numbers, view.of(result))
+            result = np.empty_like(x.array)
+            launch(kernel, threads > 1, *before, view.of(result))
             with _quiet():  # too large for float16: infinite
                 np.copyto(target, result, casting="unsafe")
 
@@ -241,6 +266,19 @@ _ROWS = {step: getattr(rows, f"rows_{step}") for step in _STEPS}
 def _view_of(x: Array) -> _View | None:
     """None where kernels can't use the array in place."""
     return _view(x.shape, x.strides, x.dtype) if x.flags.aligned else None
+
+
+def _dense(given: Any, array: Array) -> Dense:
+    if 0 in array.shape:
+        return Dense(given, array, None, None)
+    view = _view_of(array)
+    if view is None:
+        native = array.dtype.newbyteorder("=")
+        dtype = np.float32 if _kernel_dtype(native) is None else native
+        array = np.array(array, dtype, order="K")
+        view = _view_of(array)
+        assert view is not None
+    return Dense(given, array, view, view.of(array))
 
 
 @lru_cache(maxsize=1024)
@@ -306,7 +344,7 @@ def _wide(values: Array | None) -> Array:
     return values.astype(np.float64)
 
 
-def _rounded(values: Array, dtype: np.dtype[Any]) -> Array:
+def rounded(values: Array, dtype: np.dtype[Any]) -> Array:
     """A copy of float64 `values` in `dtype`."""
     if dtype != _BFLOAT16_BITS:
         return values.astype(dtype)

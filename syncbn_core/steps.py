@@ -12,6 +12,8 @@ A group of members normalizes one batch. Each member holds one part of it, x `(N
 
 `syncbn_core.functional` states the formulas.
 
+x and dy are first taken as the kernels need them (`take`, `take_pair`).
+
 A backend handles the arrays of one library on one kind of device. It is chosen once per call and
 passed on. It allocates results, and knows nothing of members or communication. It checks nothing:
 callers have checked shapes, dtypes and devices.
@@ -99,6 +101,14 @@ class Operations(ABC):
     def serial(self) -> Operations:
         """The same steps, computed in the calling thread only; for members that are threads."""
         return self
+
+    def take(self, x: Array) -> Any:
+        """x as the steps take it; once in a forward, before anything is sent."""
+        return x
+
+    def take_pair(self, x: Array, dy: Array) -> tuple[Any, Any]:
+        """x and dy as the steps of backward take them."""
+        return x, dy
 
     @abstractmethod
     def moments(self, x: Array) -> Moments:

@@ -18,6 +18,7 @@ from syncbn_core.errors import StateError
 from syncbn_torch._torch_private import function_transforms_active
 
 __all__ = [
+    "DTYPES",
     "FLOATS",
     "HALVES",
     "PLAIN_CLASSES",
@@ -42,7 +43,7 @@ Array = np.ndarray[Any, Any]
 # which FSDP does; `numpy.from_dlpack` takes three times as long, and no bfloat16.
 _START = 1  # NumPy takes an address of 0 for none
 _MEMORY: Any = (ctypes.c_byte * (1 << 62)).from_address(_START)
-_DTYPES = {
+DTYPES = {
     getattr(torch, name): np.dtype(name)
     for name in ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
 } | {torch.bfloat16: np.dtype("uint16")}
@@ -84,7 +85,7 @@ def array_of(tensor: Tensor | None, written: bool = False) -> Any:
     whole = contiguous and not tensor.storage_offset()
     if not (whole and tensor.untyped_storage().nbytes() == tensor.nbytes):
         _check_extent(tensor)
-    dtype = _DTYPES[tensor.dtype]
+    dtype = DTYPES[tensor.dtype]
     # torch negates some views on each read, and some zeros have no memory
     if tensor.is_neg() or tensor._is_zerotensor():
         if written:

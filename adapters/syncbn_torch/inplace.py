@@ -247,7 +247,8 @@ class _InPlace(Function):
         activation: _Activation,
     ) -> Tensor:
         do = operations_for(x) if x.is_cpu else plain.OPERATIONS
-        total, number, members = do.moments(x), 0, 1
+        own = do.take(x)
+        total, number, members = do.moments(own), 0, 1
         if part.processes is not None:
             message = part.processes.begin(x.shape[1])
             total = do.merge([total], message.label)
@@ -258,7 +259,7 @@ class _InPlace(Function):
         rule = part.rule
         if activation.name == "leaky_relu":  # in the pass that normalizes
             rule = rule._replace(activation="leaky_relu", negative_slope=activation.param)
-        do.forward(x, statistics, Affine(weight, bias), rule, part.running, x)
+        do.forward(own, statistics, Affine(weight, bias), rule, part.running, x)
         if rule.activation is None:
             activation.apply_(x)
         ctx.mark_dirty(x)
@@ -280,7 +281,8 @@ class _InPlace(Function):
         on_device = isinstance(statistics.table, Tensor)
         moments = Moments(rows if on_device else rows.numpy(), statistics.count)
         layer = do.statistics(moments, _ALIKE)
-        sums = do.backward_reduce(z, dz, layer, Affine(weight), _ALIKE)
+        pair = do.take_pair(z, dz)
+        sums = do.backward_reduce(*pair, layer, Affine(weight), _ALIKE)
         total = sums.exchange
         if processes is not None:
             total = processes.sums(total, processes.begin_sums(total, number))
@@ -290,6 +292,6 @@ class _InPlace(Function):
         if clamped is not None:  # there dx does not depend on the sum of dy * xhat
             space = torch if on_device else np
             factor = space.stack([factor, factor * ~clamped])
-        dx: Tensor = do.backward_input(z, dz, layer, scaled, _ALIKE, total * factor)
+        dx: Tensor = do.backward_input(*pair, layer, scaled, _ALIKE, total * factor)
         grad_weight = None if weight is None else sums.grad_weight
         return dx.to(y.dtype), grad_weight, None if bias is None else sums.grad_bias, None, None

@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
     def moments(self) -> Moments:
         """Those of x, of its valid values if there is a mask."""
-        return _moments(self.operations, self.x, self.valid)
+        return _moments(self.operations, self.operations.take(self.x), self.valid)
 
 
 class Call(NamedTuple):
@@ -152,7 +152,8 @@ def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     first = parts[0]
     do, rule, processes = first.operations, first.rule, first.processes
     message = None if processes is None else processes.begin(first.x.shape[1])
-    moments, number, members = [part.moments() for part in parts], 0, 1
+    xs, number, members = [do.take(part.x) for part in parts], 0, 1
+    moments = [_moments(do, x, part.valid) for x, part in zip(xs, parts, strict=True)]
     total = do.merge(moments, 0.0 if message is None else message.label)
     if processes is not None and message is not None:
         total, number = processes.moments(total, message)
@@ -162,7 +163,8 @@ def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     known = {
         device: do.statistics(_on(device, total), rule) for device in {p.x.device for p in parts}
     }
-    ys = [do.forward(p.x, known[p.x.device], p.affine, rule, p.running) for p in parts]
+    operands = [(known[part.x.device], part.affine, rule, part.running) for part in parts]
+    ys = [do.forward(x, *others) for x, others in zip(xs, operands, strict=True)]
     kept, streams = [part.kept for part in parts], [part.stream for part in parts]
     of_parts = moments, total, known, kept, streams, [part.valid for part in parts]
     return ys, Call(do, rule, processes, first.context, number, *of_parts)
@@ -192,7 +194,7 @@ def _backward(
         message = processes.begin_sums(statistics[0].table, call.number)
         labels = message.labels if len(xs) == 1 else None
     operands = [
-        (x, dy, known, own, call.rule)
+        (*do.take_pair(x, dy), known, own, call.rule)
         for x, dy, known, own in zip(xs, filled, statistics, affine, strict=True)
     ]
     sums = [do.backward_reduce(*operand, labels) for operand in operands]
@@ -209,7 +211,7 @@ def _backward(
     return dxs, sums
 
 
-def _moments(do: Operations, x: Tensor, valid: Valid | None) -> Moments:
+def _moments(do: Operations, x: Any, valid: Valid | None) -> Moments:
     part = do.moments(x)
     if valid is None:
         return part

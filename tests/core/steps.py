@@ -21,7 +21,8 @@ class Steps:
         return self.operations if parallel else self.operations.serial
 
     def moments(self, x: Array, *, parallel: bool = True) -> Moments:
-        moments: Moments = self.chosen(parallel).moments(x)
+        chosen = self.chosen(parallel)
+        moments: Moments = chosen.moments(chosen.take(x))
         return moments
 
     def normalize(
@@ -38,7 +39,8 @@ class Steps:
         """`y = (x - mean) * invstd * weight + bias`."""
         affine = Affine(weight, bias)
         known = self.known(mean, invstd)
-        y: Array = self.chosen(parallel).forward(x, known, affine, RULE, None, out)
+        chosen = self.chosen(parallel)
+        y: Array = chosen.forward(chosen.take(x), known, affine, RULE, None, out)
         return y
 
     def backward_reduce(
@@ -46,7 +48,8 @@ class Steps:
     ) -> tuple[Array, Array]:
         """`(sum(dy), sum(dy * xhat))`."""
         operations = self.chosen(parallel)
-        sums = operations.backward_reduce(x, dy, self.known(mean, invstd), Affine(), RULE)
+        pair = operations.take_pair(x, dy)
+        sums = operations.backward_reduce(*pair, self.known(mean, invstd), Affine(), RULE)
         return sums.exchange[0], sums.exchange[1]
 
     def backward_input(
@@ -64,8 +67,9 @@ class Steps:
     ) -> Array:
         """`dx = invstd * (weight * dy - mean_dy - xhat * mean_dy_xhat)`."""
         total = np.stack([mean_dy, mean_dy_xhat])  # over a count of 1
-        operands = (x, dy, self.known(mean, invstd), Affine(weight), RULE, total, out)
-        dx: Array = self.chosen(parallel).backward_input(*operands)
+        chosen = self.chosen(parallel)
+        operands = (self.known(mean, invstd), Affine(weight), RULE, total, out)
+        dx: Array = chosen.backward_input(*chosen.take_pair(x, dy), *operands)
         return dx
 
     def known(self, mean: Array, invstd: Array) -> Statistics:

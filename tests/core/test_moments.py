@@ -131,14 +131,15 @@ def test_not_a_number_and_infinity_pass_through_without_a_warning() -> None:
         assert total.mean[3] == 2.0
         assert total.m2[3] == 2.0 + 2.0 + 4.0 * 2
         for mode in ("plus", "clamp"):
-            invstd = NormRule(1e-5, mode).invstd(var_of(total))
+            invstd = OPERATIONS.statistics(total, NormRule(1e-5, mode)).invstd
             np.testing.assert_array_equal(np.isnan(invstd), [True, True, True, False])
 
 
 def test_invstd_adds_eps_or_clamps_at_it(close: Close) -> None:
     moments = Moments.of(10, np.zeros(3), np.array([0.0, 0.4, 40.0]))  # var 0, 0.04, 4
-    close(NormRule(0.25).invstd(var_of(moments)), 1 / np.sqrt([0.25, 0.29, 4.25]))
-    close(NormRule(0.25, "clamp").invstd(var_of(moments)), 1 / np.sqrt([0.25, 0.25, 4.0]))
+    close(OPERATIONS.statistics(moments, NormRule(0.25)).invstd, 1 / np.sqrt([0.25, 0.29, 4.25]))
+    clamp = NormRule(0.25, "clamp")
+    close(OPERATIONS.statistics(moments, clamp).invstd, 1 / np.sqrt([0.25, 0.25, 4.0]))
 
 
 def test_only_a_count_of_one_is_refused() -> None:

@@ -10,8 +10,8 @@ from syncbn_core.numpy_steps import OPERATIONS
 from syncbn_core.steps import Affine, RunningStatistics
 
 for dtype in (np.float64, np.float32):
-    x = np.ones((2, 3, 4, 4), dtype)
     steps, affine, rule = OPERATIONS.serial, Affine(), NormRule(1e-5, "plus")
+    x = steps.take(np.ones((2, 3, 4, 4), dtype))
     running = RunningStatistics(np.zeros(3, dtype), np.zeros(3, dtype), np.zeros((), np.int64))
     statistics = steps.statistics(steps.moments(x), rule)
     steps.forward(x, statistics, affine, rule, running)

@@ -153,7 +153,8 @@ class Recomputed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, statistics: Any, part: Part) -> Tensor:
         ctx.name = str(part.context.name)
-        y: Tensor = part.operations.forward(x, statistics, part.affine, part.rule)
+        do = part.operations
+        y: Tensor = do.forward(do.take(x), statistics, part.affine, part.rule)
         return y
 
     @staticmethod
