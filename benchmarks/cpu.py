@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from syncbn_core.backends import operations_for
 from syncbn_core.comm import run_in_threads, thread_group
 from syncbn_core.moments import NormRule
-from syncbn_core.steps import Affine
+from syncbn_core.steps import Affine, Norm
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.arrays import huge_pages_on_request
 from syncbn_torch.batchnorm import always_ours
@@ -231,16 +231,17 @@ def steps(x: Any, dy: Any, parallel: bool) -> tuple[Step, Step]:
     channels = x.shape[1]
     operations = operations_for(x) if parallel else operations_for(x).serial
     weight, sums = np.ones(channels, np.float32), np.zeros((2, channels))
-    affine, rule = Affine(weight, weight), NormRule()
-    statistics = operations.statistics(operations.moments(x), rule)
+    own, affine, _ = operations.take(x, Affine(weight, weight), None)
+    pair, rule = operations.take_pair(x, dy), NormRule()
+    norm = Norm(operations.statistics(operations.moments(own), rule), affine, rule)
 
     def forward(into: Any) -> None:
-        operations.moments(x)
-        operations.forward(x, statistics, affine, rule, None, into)
+        operations.moments(own)
+        operations.forward(own, norm, None, into)
 
     def backward(into: Any) -> None:
-        operations.backward_reduce(x, dy, statistics, affine, rule)
-        operations.backward_input(x, dy, statistics, affine, rule, sums, into)
+        operations.backward_reduce(*pair, norm)
+        operations.backward_input(*pair, norm, sums, into)
 
     return forward, backward
 

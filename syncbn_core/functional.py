@@ -44,6 +44,7 @@ from typing import Any
 
 import numpy as np
 
+from syncbn_core import order
 from syncbn_core.backends import operations_for
 from syncbn_core.backends.devices import device_of
 from syncbn_core.backends.plain import Namespace, column
@@ -60,9 +61,9 @@ from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, readable, writable
 from syncbn_core.errors import ArgumentError
 from syncbn_core.exchange import Exchange
-from syncbn_core.masks import filling, mask_shape, valid_count, without_filled
-from syncbn_core.moments import EpsMode, NormRule, require_more_than_one_value
-from syncbn_core.steps import Affine, Gradients, Operations, RunningStatistics
+from syncbn_core.masks import Valid, filling, mask_shape, valid_count
+from syncbn_core.moments import EpsMode, Statistics
+from syncbn_core.steps import Affine, Gradients, Norm, RunningStatistics
 
 __all__ = [
     "Gradients",
@@ -80,25 +81,24 @@ UNKNOWN = -1  # only the device knows the count; reading it would make the host 
 class Saved:
     """What `batch_norm_backward` needs of a forward: x itself and O(C) numbers.
 
+    `x`: NumPy's or CuPy's, over the memory that was given; with a mask a filled copy.
     `count`: values per channel over all members, -1 where only the device knows; None when the
     statistics were constants (running statistics in eval), through which no gradient flows.
-    `call`: the number of the forward's exchange, which the sums of backward carry, so that members
-    notice different calls; 0 if the communicator counts none. `members`: how many there were.
-    `operations`: the implementation that computed the forward. `caller`: how results become arrays
-    of the library of x; `x` and `affine` are NumPy's or CuPy's, over the memory that was given.
-    `mask`: in a shape that broadcasts against x; x then is a filled copy.
+    `known`: what else the steps need. `mask`: in a shape that broadcasts against x.
+    `caller`: how results become arrays of the library of x. `members`: how many there were.
     """
 
     x: Array
-    statistics: Any
-    affine: Affine
-    rule: NormRule
     count: int | None
-    operations: Operations
-    call: int = 0
+    known: order.Forward
     mask: Array | None = None
     caller: Caller = NO_CONVERSION
     members: int = 1
+
+    @property
+    def statistics(self) -> Statistics:
+        """Those of the whole batch, NumPy's or CuPy's."""
+        return self.known.norms[0].statistics
 
     @property
     def mean(self) -> Array:
@@ -164,29 +164,18 @@ def batch_norm_forward(
     running = RunningStatistics(running_mean, running_var, num_batches_tracked, momentum)
     # Another library may refuse y. Then running statistics must not have changed.
     updated = running if caller is NO_CONVERSION else None
-    call, shape = 0, x.shape
-    if mask is None:
-        own = operations.take(x)
-        total = operations.moments(own)
-    else:
+    valid = None
+    if mask is not None:
         with device_of(x):
-            mask, x, valid, fill = _filled(x, mask)
-            own = operations.take(x)
-            total = without_filled(_library(x), operations.moments(own), valid, fill)
+            mask, x, valid = _filled(x, mask)
     if communicator is not None:
         exchange = exchange or _without_layer(communicator, x)
-        message = exchange.begin(x.shape[1])
-        total, call = exchange.moments(operations.merge([total], message.label), message)
-    count = total.count
-    require_more_than_one_value(count, shape, _size_of(communicator))
-    statistics = operations.statistics(total, rule)
-    y = operations.forward(own, statistics, affine, rule, updated, out)
-    statistics = statistics._replace(rows=None)
+    part = order.Part(x, affine, updated, valid, out)
+    (y,), known = order.forward(operations, [part], rule, exchange)
     _zero(y, mask)
-    known = UNKNOWN if count is None else count
-    kept = affine.for_backward(rule)
-    members = _size_of(communicator)
-    saved = Saved(x, statistics, kept, rule, known, operations, call, mask, caller, members)
+    statistics = known.norms[0].statistics
+    count = UNKNOWN if statistics.count is None else statistics.count
+    saved = Saved(x, count, known, mask, caller, _size_of(communicator))
     if caller is not NO_CONVERSION or original_out is not out:
         y = caller.give(y, original_out)
     if caller is not NO_CONVERSION:
@@ -234,15 +223,14 @@ def batch_norm_eval(
     if not parallel:
         operations = operations.serial
     running = RunningStatistics(running_mean, running_var)
-    affine = Affine(weight, bias)
     if mask is not None:
         with device_of(x):
-            mask, x, *_ = _filled(x, mask)
-    own = operations.take(x)
+            mask, x, _ = _filled(x, mask)
+    own, affine, running = operations.take(x, Affine(weight, bias), running)
     y, statistics = operations.forward_eval(own, running, affine, rule, out)
     _zero(y, mask)
-    kept = affine.for_backward(rule)
-    saved = Saved(x, statistics, kept, rule, None, operations, mask=mask, caller=caller)
+    known = order.Forward(operations, [Norm(statistics, affine, rule)])
+    saved = Saved(x, None, known, mask, caller)
     if caller is not NO_CONVERSION or original_out is not out:
         y = caller.give(y, original_out)
     return y, saved
@@ -269,9 +257,7 @@ def batch_norm_backward(
 
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """
-    x, statistics, affine, rule = saved.x, saved.statistics, saved.affine, saved.rule
-    operations = saved.operations
-    original_out = out
+    x, known, original_out = saved.x, saved.known, out
     if type(dy) not in NATIVE_TYPES or type(out) not in NATIVE_TYPES:
         (dy,) = readable(dy=dy)
         (out,) = writable(out=out)
@@ -283,25 +269,16 @@ def batch_norm_backward(
     operations_for(dy)
     check_dy(x, dy)
     check_out(x, out)
-    if not parallel:
-        operations = operations.serial
     if saved.mask is not None:
         with device_of(x):
             dy = _library(x).where(saved.mask, dy, 0)
-    # Constant statistics: no gradient flows through them, and nothing is exchanged.
-    group = None if saved.count is None else communicator
-    labels = None
-    if group is not None:
-        exchange = exchange or _without_layer(group, x)
-        message = exchange.begin_sums(statistics.table, saved.call)
-        labels = message.labels
-    taken = *operations.take_pair(x, dy), statistics, affine, rule
-    sums = operations.backward_reduce(*taken, labels)
-    total = None if saved.count is None else sums.exchange
-    if group is not None:
-        assert exchange is not None
-        total = exchange.sums(sums.exchange, message)
-    dx = operations.backward_input(*taken, total, out, labels)
+    if saved.count is None or communicator is None:  # constants, of which nothing is exchanged
+        exchange = None
+    else:
+        exchange = exchange or _without_layer(communicator, x)
+    steps = known.steps if parallel else known.steps.serial
+    known = known._replace(steps=steps, exchange=exchange)
+    (dx,), (sums,) = order.backward(known, [x], [dy], out=out)
     _zero(dx, saved.mask)
     return _converted(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
 
@@ -314,8 +291,8 @@ def _converted(caller: Caller, gradients: Gradients, out: Array | None) -> Gradi
     return Gradients(caller.give(dx, out), caller.give(dweight), caller.give(dbias))
 
 
-def _filled(x: Array, mask: Array) -> tuple[Array, Array, Any, Array]:
-    """`(mask that broadcasts, filled x, number of valid values, K)`, see `masks`."""
+def _filled(x: Array, mask: Array) -> tuple[Array, Array, Valid]:
+    """`(mask that broadcasts, filled x, what is known of it)`, see `masks`."""
     check_same_device("mask", mask, x)
     mask = mask.reshape(mask_shape(mask.shape, x.shape, str(mask.dtype)))
     count = valid_count(mask, x.shape)
@@ -328,7 +305,7 @@ def _filled(x: Array, mask: Array) -> tuple[Array, Array, Any, Array]:
         like = x.copy(order="K")
         like[...] = filled
         filled = like
-    return mask, filled, count, fill.astype(np.float64)
+    return mask, filled, (count, fill.astype(np.float64))
 
 
 def _library(x: Array) -> Any:

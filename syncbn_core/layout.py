@@ -87,11 +87,9 @@ class _Interface:
 
 
 def writable_view(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A writable view of `array`, which may be read-only; do not write to it.
+    """A writable view of a read-only array; do not write to it.
 
     Numba treats read-only arrays as another type and would compile every kernel a second time.
     """
-    if array.flags.writeable:
-        return array
     # the interface has no name for bfloat16: it comes as 16-bit void
     return np.asarray(_Interface(array)).view(array.dtype)

@@ -22,9 +22,10 @@ from syncbn_core.backends.plain import Namespace, axes_of
 from syncbn_core.errors import DTypeError, ShapeError
 from syncbn_core.moments import Moments
 
-__all__ = ["filling", "mask_shape", "valid_count", "without_filled"]
+__all__ = ["Valid", "filling", "mask_shape", "valid_count", "without_filled"]
 
 Array = Any
+Valid = tuple[Any, Array]  # how many values per channel, and K `(C,)` in all other places
 
 
 def mask_shape(mask: Sequence[int], x: Sequence[int], dtype: str) -> tuple[int, ...]:

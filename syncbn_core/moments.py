@@ -87,7 +87,7 @@ class Moments(NamedTuple):
     """
 
     rows: Array
-    count: Any  # a field `int | None` would differ from the method of tuples
+    count: Any  # an int or None; tuples have a method of this name, of another type
 
     @classmethod
     def of(cls, count: int, mean: Array, m2: Array) -> Moments:
@@ -139,6 +139,10 @@ class Statistics(NamedTuple):
     def invstd(self) -> Array:
         """`(C,)`."""
         return self.table[1 + len(self.table) // 3 * 2 :]
+
+    def as_moments(self) -> Moments:
+        """Those of the whole batch, as one part; with any number in the place of a label."""
+        return Moments(self.table[None, : 2 + len(self.table) // 3 * 2], self.count)
 
 
 def total_count(parts: Sequence[Moments]) -> int | None:

@@ -9,11 +9,9 @@ channel are float64 `(C,)`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import repeat
-from operator import setitem
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,10 +28,9 @@ from syncbn_core.moments import (
     Statistics,
     averaging_factor,
     mean_gradients,
-    require_more_than_one_value,
     total_count,
 )
-from syncbn_core.steps import Affine, Labels, Operations, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Labels, Norm, Operations, RunningStatistics, Sums, assign
 
 __all__ = ["OPERATIONS", "Dense", "NumpySteps", "rounded"]
 
@@ -46,7 +43,6 @@ NEAR = 1 << 22  # bytes that stay in the last cache; from more, planes far apart
 _BFLOAT16_BITS = np.dtype(np.uint16)
 _ABSENT: Array = np.empty(0)  # what kernels take for no weight and no bias
 _quiet = partial(np.errstate, invalid="ignore", over="ignore")
-_set_item: Any = setitem
 
 
 class Dense(NamedTuple):
@@ -60,6 +56,14 @@ class Dense(NamedTuple):
     array: Array
     view: _View | None
     flat: Any
+
+
+class _Wide(NamedTuple):
+    """Weight and bias in float64, `(0,)` for none; and the dtype of their gradients."""
+
+    weight: Array
+    bias: Array
+    dtype: Any
 
 
 class NumpySteps(Operations):
@@ -78,10 +82,14 @@ class NumpySteps(Operations):
 
     array: Any = staticmethod(lambda values: values)  # NumPy's, of what the caller gives, or None
     empty_like: Any = staticmethod(np.empty_like)
-    rounded: Any = staticmethod(lambda values, like: rounded(values, like.dtype))
+    rounded: Any = staticmethod(lambda values, dtype: rounded(values, dtype))
+    running: Any = staticmethod(lambda running: running)  # in NumPy
 
-    def take(self, x: Any) -> Dense:
-        return _dense(x, self.array(x))
+    def take(self, x: Any, affine: Affine, running: RunningStatistics | None) -> Any:
+        array, weight, bias = [self.array(own) for own in (x, *affine)]
+        held = None if running is None else self.running(running)
+        dtype = (x if affine.weight is None else affine.weight).dtype
+        return _dense(x, array), _Wide(_wide(weight), _wide(bias), dtype), held
 
     def take_pair(self, x: Any, dy: Any) -> tuple[Dense, Dense]:
         array, gradient = self.array(x), self.array(dy)
@@ -118,104 +126,76 @@ class NumpySteps(Operations):
         return Statistics(table, total.count)
 
     def forward(
-        self,
-        x: Dense,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        running: RunningStatistics | None = None,
-        out: Any = None,
+        self, x: Dense, norm: Norm, running: RunningStatistics | None = None, out: Any = None
     ) -> Any:
         y = self.empty_like(x.given) if out is None else out
-        target, *vectors = map(self.array, (y, *affine))
         if x.view is not None:
-            mean, _, invstd = statistics.table[1:].reshape(3, -1)
-            numbers = [mean, invstd, *map(_wide, vectors), _act(rule)]
-            self._run("normalize", numbers, x, target=target)
+            target = self.array(y)
+            self._run("normalize", _numbers(norm), x, target=target)
         if running is not None:
-            self.update_running(running, statistics)
+            self.update_running(running, norm.statistics)
         return y
 
     def forward_eval(
         self,
         x: Dense,
         running: RunningStatistics,
-        affine: Affine,
+        affine: Any,
         rule: NormRule,
         out: Any = None,
     ) -> tuple[Any, Statistics]:
-        mean, var = map(_wide, map(self.array, running[:2]))
-        statistics = self.statistics(Moments.of(1, mean, var), rule)
-        return self.forward(x, statistics, affine, rule, None, out), statistics
+        statistics = self.statistics(Moments.of(1, _wide(running.mean), _wide(running.var)), rule)
+        return self.forward(x, Norm(statistics, affine, rule), None, out), statistics
 
     def backward_reduce(
-        self,
-        x: Dense,
-        dy: Dense,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        labels: Labels | None = None,
+        self, x: Dense, dy: Dense, norm: Norm, labels: Labels | None = None
     ) -> Sums:
-        weight, bias = map(_wide, [*map(self.array, affine)])
+        weight, _, dtype = norm.affine
         sums = np.zeros((2, x.array.shape[1]))
-        sum_dy, sum_dy_xhat = sums
         if x.view is not None:
-            mean, _, invstd = statistics.table[1:].reshape(3, -1)
-            numbers = [mean, invstd, weight, bias, _act(rule), sum_dy, sum_dy_xhat]
-            self._run("backward_reduce", numbers, x, dy)
-        like = x.given if affine.weight is None else affine.weight
+            self._run("backward_reduce", [*_numbers(norm), *sums], x, dy)
         with _quiet():
-            grad_weight, grad_bias = self.rounded(sum_dy_xhat, like), self.rounded(sum_dy, like)
-            exchange = sums if affine.weight is None else sums * weight
-            return Sums(exchange, grad_weight, grad_bias)
+            grad_bias, grad_weight = self.rounded(sums, dtype)
+            return Sums(sums * weight if weight.size else sums, grad_weight, grad_bias)
 
     def backward_input(
         self,
         x: Dense,
         dy: Dense,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
+        norm: Norm,
         total: Array | None,
         out: Any = None,
         labels: Labels | None = None,
     ) -> Any:
         dx = self.empty_like(x.given) if out is None else out
-        target, *vectors = map(self.array, (dx, *affine))
         if x.view is not None:
+            target = self.array(dx)
             if total is None:
                 total = np.zeros((2, x.array.shape[1]))
+            statistics, _, rule = norm
             count = max(int(statistics.table[0]), 1)
-            mean, m2, invstd = statistics.table[1:].reshape(3, -1)
-            clamped = rule.clamped(m2 / count) if rule.clamps else None
-            means = mean_gradients(total, count, clamped)
-            numbers = [mean, invstd, *map(_wide, vectors), _act(rule), *means]
+            clamped = rule.clamped(statistics.m2 / count) if rule.clamps else None
+            numbers = [*_numbers(norm), *mean_gradients(total, count, clamped)]
             self._run("backward_input", numbers, x, dy, target)
         return dx
 
-    def update_running(
-        self, running: RunningStatistics, statistics: Statistics
-    ) -> RunningStatistics:
+    def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
         table = statistics.table
-        require_more_than_one_value(statistics.count)
-        mean, var, counter, momentum = running
+        mean, var, counter, momentum = running[:4]
         factor = float(averaging_factor(momentum, counter))
         counted = np.zeros((), np.int64) if counter is None else counter
         held = [_bits_of(own) for own in (mean, var)]
         in_place = held[0] is not None and held[1] is not None and counted.flags.carray
         if in_place and counted.dtype == np.int64:
             channels.update_running(*held, counted, table, factor)
-            return running
+            return
         wide, counted = [_wide(mean), _wide(var)], np.array(counted, np.int64)
         channels.update_running(*wide, counted, table, factor)
         targets = [own for own in (mean, var, counter) if own is not None]
         with _quiet():
             vectors = zip(wide, (mean, var), strict=True)
             values = [rounded(new, own.dtype) for new, own in vectors if own is not None]
-        # one C call writes all, so that KeyboardInterrupt can't come between two writes
-        deque(map(_set_item, targets, repeat(...), [*values, counted]), maxlen=0)
-        return running
+        assign(targets, [*values, counted])
 
     def _run(
         self,
@@ -255,7 +235,8 @@ class _View(NamedTuple):
     def of(self, array: Array) -> Array:
         if array.dtype != self.dtype:
             array = array.view(self.dtype)
-        return writable_view(array.transpose(self.axes).reshape(self.shape))
+        flat = array.transpose(self.axes).reshape(self.shape)
+        return flat if flat.flags.writeable else writable_view(flat)
 
 
 _STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
@@ -309,8 +290,11 @@ def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     return np.dtype(np.int16) if has_half() else None
 
 
-def _act(rule: NormRule) -> Any:
-    return activation_of(rule.activation, rule.negative_slope)
+def _numbers(norm: Norm) -> list[Any]:
+    """What all kernels but that of moments take per channel, and the activation."""
+    (table, _, _), (weight, bias, _), rule = norm
+    mean, _, invstd = table[1:].reshape(3, -1)
+    return [mean, invstd, weight, bias, activation_of(rule.activation, rule.negative_slope)]
 
 
 def _like(other: Array, x: Array) -> Array:

@@ -12,26 +12,40 @@ A group of members normalizes one batch. Each member holds one part of it, x `(N
 
 `syncbn_core.functional` states the formulas.
 
-x and dy are first taken as the kernels need them (`take`, `take_pair`).
+Arrays are first taken as the kernels need them (`take`, `take_pair`); `order` has the order.
 
 A backend handles the arrays of one library on one kind of device. It is chosen once per call and
 passed on. It allocates results, and knows nothing of members or communication. It checks nothing:
 callers have checked shapes, dtypes and devices.
 
-Settings are passed in `NormRule` and `Affine`, so that a new setting changes no signature.
+Settings are passed in `Norm`, so that a new setting changes no signature.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
+from operator import setitem
 from typing import Any, NamedTuple
 
 from syncbn_core.moments import Moments, NormRule, Statistics
 
-__all__ = ["Affine", "Gradients", "Labels", "Operations", "RunningStatistics", "Sums"]
+__all__ = [
+    "Affine",
+    "Gradients",
+    "Labels",
+    "Norm",
+    "Operations",
+    "RunningStatistics",
+    "Sums",
+    "assign",
+]
 
 Array = Any
+
+_set_item: Any = setitem
 
 
 class Affine(NamedTuple):
@@ -43,6 +57,20 @@ class Affine(NamedTuple):
     def for_backward(self, rule: NormRule) -> Affine:
         """What backward needs: the weight, and the bias for the derivative of an activation."""
         return self if self.bias is None or rule.activation else Affine(self.weight)
+
+
+class Norm(NamedTuple):
+    """What y is computed by from x, and dx from x and dy: a layer in one call.
+
+    Attributes:
+        statistics: of the whole batch.
+        affine: as `Operations.take` gave it.
+        rule: the settings.
+    """
+
+    statistics: Statistics
+    affine: Any
+    rule: NormRule
 
 
 class RunningStatistics(NamedTuple):
@@ -102,13 +130,22 @@ class Operations(ABC):
         """The same steps, computed in the calling thread only; for members that are threads."""
         return self
 
-    def take(self, x: Array) -> Any:
-        """x as the steps take it; once in a forward, before anything is sent."""
-        return x
+    def take(
+        self, x: Array, affine: Affine, running: RunningStatistics | None
+    ) -> tuple[Any, Any, Any]:
+        """The three as the steps take them; once in a forward, before anything is sent.
+
+        Raises an error for arrays that can't be read, or written, by the steps.
+        """
+        return x, affine, running
 
     def take_pair(self, x: Array, dy: Array) -> tuple[Any, Any]:
         """x and dy as the steps of backward take them."""
         return x, dy
+
+    def near(self, values: Array, like: Array) -> Array:
+        """`values` on the device of `like`; those of a host stay there."""
+        return values
 
     @abstractmethod
     def moments(self, x: Array) -> Moments:
@@ -127,13 +164,7 @@ class Operations(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        x: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        running: RunningStatistics | None = None,
-        out: Array | None = None,
+        self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
     ) -> Array:
         """`y = activation((x - mean) * invstd * weight + bias)`; updates `running` if given.
 
@@ -153,13 +184,7 @@ class Operations(ABC):
 
     @abstractmethod
     def backward_reduce(
-        self,
-        x: Array,
-        dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        labels: Labels | None = None,
+        self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
         """`sum(dy)` and `sum(dy * xhat)` over this part, and the gradients of weight and bias.
 
@@ -172,11 +197,9 @@ class Operations(ABC):
         self,
         x: Array,
         dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
+        norm: Norm,
         total: Array | None,
-        out: Array | None = None,
+        out: Any = None,
         labels: Labels | None = None,
     ) -> Array:
         """`dx = invstd * (weight * dy - sum_dy / n - xhat * sum_dy_xhat / n)`.
@@ -189,12 +212,14 @@ class Operations(ABC):
         """
 
     @abstractmethod
-    def update_running(
-        self, running: RunningStatistics, statistics: Statistics
-    ) -> RunningStatistics:
-        """The running statistics after this batch: `(1 - factor) * old + factor * new`.
+    def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
+        """Write `(1 - factor) * old + factor * new`, with the mean and the unbiased variance.
 
-        The given arrays if the library writes in place, else new ones. For callers that run
-        `forward` without `running`. `new` is the mean and the unbiased variance. An empty batch
-        only increments the counter.
+        For callers that run `forward` without `running`. An empty batch only increments the
+        counter.
         """
+
+
+def assign(targets: Sequence[Array], values: Sequence[Array]) -> None:
+    """Write all in one C call, so that KeyboardInterrupt can't come between two writes."""
+    deque(map(_set_item, targets, repeat(...), values), maxlen=0)

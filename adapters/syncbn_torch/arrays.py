@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from syncbn_core.errors import StateError
-from syncbn_torch._torch_private import function_transforms_active
 
 __all__ = [
     "DTYPES",
@@ -24,7 +23,6 @@ __all__ = [
     "PLAIN_CLASSES",
     "array_of",
     "as_tensor",
-    "check_storage",
     "empty_like",
     "huge_pages_on_request",
     "supports",
@@ -104,23 +102,6 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
     if dtype is torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(dtype)
     return torch.from_numpy(array)
-
-
-def check_storage(*tensors: Tensor | None) -> None:
-    """Raise `StateError` if torch would read or write beyond the memory of a tensor.
-
-    Checks only plain CPU tensors, and nothing under torch.compile or function transforms.
-    """
-    if torch.compiler.is_compiling() or function_transforms_active():
-        return
-    for tensor in tensors:
-        if (
-            tensor is not None
-            and type(tensor) in PLAIN_CLASSES
-            and tensor.is_cpu
-            and tensor.layout is torch.strided
-        ):
-            _check_extent(tensor)
 
 
 def _check_extent(tensor: Tensor) -> None:

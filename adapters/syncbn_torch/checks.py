@@ -18,7 +18,7 @@ from syncbn_torch._torch_private import (
     function_transforms_active,
     is_wrapped,
 )
-from syncbn_torch.arrays import FLOATS, HALVES, PLAIN_CLASSES, check_storage
+from syncbn_torch.arrays import FLOATS, HALVES, PLAIN_CLASSES
 from syncbn_torch.layer_state import LayerState
 
 __all__ = [
@@ -78,14 +78,12 @@ def check_operands(
             f"expected input of dtype {dtype}, the layer's dtype, got {x.dtype}; convert one with "
             f"input.to({dtype}) or layer.to({x.dtype})"
         )
-    if sends:
-        if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            plain = "x.to_local()" if hasattr(x, "to_local") else "a plain tensor"
-            raise DTypeError(
-                "expected a tensor with values of its own, because the layer synchronizes over "
-                f"processes, got {type(x).__name__}; pass {plain}"
-            )
-        check_storage(*(tensor for _, tensor in tensors))
+    if sends and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        plain = "x.to_local()" if hasattr(x, "to_local") else "a plain tensor"
+        raise DTypeError(
+            "expected a tensor with values of its own, because the layer synchronizes over "
+            f"processes, got {type(x).__name__}; pass {plain}"
+        )
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     inference = x.is_inference() or (affine.weight is not None and affine.weight.is_inference())

@@ -12,13 +12,13 @@ still gives the nodes inputs that need one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from syncbn_core.exchange import OF_MOMENTS, OF_SUMS, WITH_GRAPH
+from syncbn_core.exchange import OF_MOMENTS, OF_SUMS, WITH_GRAPH, Message
 from syncbn_core.moments import Moments, columns
 from syncbn_torch.processes import Processes
 
@@ -31,6 +31,20 @@ def sum_over_processes(
     """`sums` (2, C) of the backward of `call`, added up over all processes; differentiable."""
     total: Tensor = SumOverProcesses.apply(sums, processes, call, kind)
     return total
+
+
+class DifferentiableSums(NamedTuple):
+    """An `Exchange` of the sums of the backward of `call`, in a graph that autograd derives."""
+
+    processes: Processes
+    call: int
+
+    def begin_sums(self, like: Any, forward: int) -> Message:
+        """No label: `SumOverProcesses` has a message of its own."""
+        return self.processes.begin_sums(like, forward, WITH_GRAPH)
+
+    def sums(self, sums: Tensor, message: Message) -> Tensor:
+        return sum_over_processes(sums, self.processes, self.call)
 
 
 def total_moments(part: Moments, table: Tensor, processes: Processes, call: int) -> Moments:

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from syncbn_core import order
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError, StateError
-from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
-from syncbn_core.steps import Affine
+from syncbn_core.moments import Moments, NormRule
+from syncbn_core.steps import Affine, Norm
 from syncbn_torch._torch_private import records_a_graph, untraced
 from syncbn_torch.arrays import HALVES
 from syncbn_torch.backends import plain
@@ -247,51 +247,42 @@ class _InPlace(Function):
         activation: _Activation,
     ) -> Tensor:
         do = operations_for(x) if x.is_cpu else plain.OPERATIONS
-        own = do.take(x)
-        total, number, members = do.moments(own), 0, 1
-        if part.processes is not None:
-            message = part.processes.begin(x.shape[1])
-            total = do.merge([total], message.label)
-            total, number = part.processes.moments(total, message)
-            members = part.processes.communicator.size
-        require_more_than_one_value(total.count, x.shape, members)
-        statistics = do.statistics(total, part.rule)
+        own = order.Part(x, Affine(weight, bias), part.running, None, x)
         rule = part.rule
         if activation.name == "leaky_relu":  # in the pass that normalizes
             rule = rule._replace(activation="leaky_relu", negative_slope=activation.param)
-        do.forward(own, statistics, Affine(weight, bias), rule, part.running, x)
+        _, known = order.forward(do, [own], rule, part.processes)
         if rule.activation is None:
             activation.apply_(x)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias)
-        ctx.kept = do, part.processes, number, statistics, activation, part.rule
+        ctx.known, ctx.activation = known, activation
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         y, weight, bias = ctx.saved_tensors
-        do, processes, number, statistics, activation, rule = ctx.kept
-        z, dz = activation.inverted(y, dy)
-        ones = torch.ones(y.shape[1], dtype=torch.float64, device=y.device)
+        known: order.Forward = ctx.known
+        z, dz = ctx.activation.inverted(y, dy)
+        statistics, _, rule = known.norms[0]
+        arrays = statistics.table[:1], statistics.m2, statistics.invstd
+        count, m2, invstd = map(torch.as_tensor, arrays)
+        ones = torch.ones_like(m2)
         w = ones if weight is None else weight.detach().double()
         b = ones * 0 if bias is None else bias.detach().double()
-        table = torch.as_tensor(statistics.table)
-        rows = torch.cat([table[:1], b, table[0] * w * w, table[:1]])[None]
-        on_device = isinstance(statistics.table, Tensor)
-        moments = Moments(rows if on_device else rows.numpy(), statistics.count)
-        layer = do.statistics(moments, _ALIKE)
-        pair = do.take_pair(z, dz)
-        sums = do.backward_reduce(*pair, layer, Affine(weight), _ALIKE)
-        total = sums.exchange
-        if processes is not None:
-            total = processes.sums(total, processes.begin_sums(total, number))
-        factor = (w if on_device else w.numpy()) * statistics.invstd
-        scaled = Affine(w * torch.as_tensor(factor))
-        clamped = rule.clamped(statistics.m2 / statistics.table[0])
-        if clamped is not None:  # there dx does not depend on the sum of dy * xhat
-            space = torch if on_device else np
-            factor = space.stack([factor, factor * ~clamped])
-        dx: Tensor = do.backward_input(*pair, layer, scaled, _ALIKE, total * factor)
+        factor = w * invstd
+        clamped = rule.clamped(m2 / count)
+        # where clamped, dx does not depend on the sum of dy * xhat
+        scale = torch.stack([factor, factor if clamped is None else factor * ~clamped])
+        rows = torch.cat([count, b, count * w * w, count])[None]
+        numbers: Any = (rows, scale)
+        if not isinstance(statistics.table, Tensor):
+            numbers = rows.numpy(), scale.numpy()
+        layer = known.steps.statistics(Moments(numbers[0], statistics.count), _ALIKE)
+        _, affine, _ = known.steps.take(z, Affine(ones if weight is None else weight), None)
+        known = known._replace(norms=[Norm(layer, affine, _ALIKE)], scale=numbers[1])
+        (dx,), (sums,) = order.backward(known, [z], [dz])
+        assert dx is not None
         grad_weight = None if weight is None else sums.grad_weight
         return dx.to(y.dtype), grad_weight, None if bias is None else sums.grad_bias, None, None

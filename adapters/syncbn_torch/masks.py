@@ -13,9 +13,7 @@ from syncbn_core.backends.plain import column
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError
 from syncbn_torch.backends import plain
 
-__all__ = ["Valid", "checked_mask", "filled", "mask_of_lengths", "zeroed"]
-
-Valid = tuple[Any, Tensor]  # how many values per channel, and K `(C,)` in all other places
+__all__ = ["checked_mask", "filled", "mask_of_lengths", "zeroed"]
 
 
 def mask_of_lengths(lengths: Tensor | Sequence[int], size: int) -> Tensor:
@@ -48,7 +46,7 @@ def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     return mask.reshape(shape)
 
 
-def filled(x: Tensor, mask: Tensor, on_host: bool) -> tuple[Tensor, Valid]:
+def filled(x: Tensor, mask: Tensor, on_host: bool) -> tuple[Tensor, masks.Valid]:
     """x with K where the mask is False. `on_host`: whether the host may read how many are valid."""
     space = plain.TRACED.namespace
     count: Any = masks.valid_count(mask, x.shape)

@@ -2,9 +2,6 @@
 
     x_1 ... x_N, weight_1 ... weight_N, bias_1 ... bias_N  ->  y_1 ... y_N
 
-    forward    moments of each part, merged; exchanged; y of each part
-    backward   sums of each part, added; exchanged; dx of each part
-
 One node serves a layer alone (one part), replicas (a part each), and a rank of a process group,
 which exchanges one message per direction. Backward computes by plain differentiable operations if
 its result must be differentiable (`create_graph=True`), or, in a layer alone, dy has a tangent or
@@ -17,20 +14,19 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from syncbn_core import order
 from syncbn_core.errors import StateError
-from syncbn_core.masks import without_filled
-from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
-from syncbn_core.steps import Affine, Operations, RunningStatistics, Sums
+from syncbn_core.masks import Valid
+from syncbn_core.moments import NormRule
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 from syncbn_torch.arrays import as_tensor
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_unchanged, has_tangent_or_wrapper, refuse_transforms
-from syncbn_torch.derivatives import sum_over_processes, total_moments
-from syncbn_torch.masks import Valid
+from syncbn_torch.derivatives import DifferentiableSums, total_moments
 from syncbn_torch.processes import Processes
 from syncbn_torch.streams import of_node
 
@@ -62,27 +58,17 @@ class Part(NamedTuple):
     nodes: int = 0
     valid: Valid | None = None
 
-    def moments(self) -> Moments:
-        """Those of x, of its valid values if there is a mask."""
-        return _moments(self.operations, self.operations.take(self.x), self.valid)
-
 
 class Call(NamedTuple):
     """What a forward leaves for its backward and for recomputations, besides tensors it saves.
 
-    `operations`, `rule`, `processes`, `context`: those of all parts. `number`: of the exchange.
-    `moments`: of each part. `total`: those of the whole batch; `known`: its statistics on each
-    device. `kept`, `streams`, `valid`: those of the parts.
+    `known`: as `order.forward` leaves it. `processes`, `context`: those of all parts. `kept`,
+    `streams`, `valid`: those of the parts.
     """
 
-    operations: Operations
-    rule: NormRule
+    known: order.Forward
     processes: Processes | None
     context: Any
-    number: int
-    moments: Sequence[Moments]
-    total: Moments
-    known: dict[torch.device, Statistics]
     kept: Sequence[Any]
     streams: Sequence[Any]
     valid: Sequence[Valid | None]
@@ -150,24 +136,11 @@ class BatchNormOfParts(Function):
 
 def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     first = parts[0]
-    do, rule, processes = first.operations, first.rule, first.processes
-    message = None if processes is None else processes.begin(first.x.shape[1])
-    xs, number, members = [do.take(part.x) for part in parts], 0, 1
-    moments = [_moments(do, x, part.valid) for x, part in zip(xs, parts, strict=True)]
-    total = do.merge(moments, 0.0 if message is None else message.label)
-    if processes is not None and message is not None:
-        total, number = processes.moments(total, message)
-        members = processes.communicator.size
-    require_more_than_one_value(total.count, first.x.shape, members)
-    # copied to all devices here, where the streams of all replicas are current
-    known = {
-        device: do.statistics(_on(device, total), rule) for device in {p.x.device for p in parts}
-    }
-    operands = [(known[part.x.device], part.affine, rule, part.running) for part in parts]
-    ys = [do.forward(x, *others) for x, others in zip(xs, operands, strict=True)]
+    own = [order.Part(p.x, p.affine, p.running, p.valid, None, p.x.device) for p in parts]
+    ys, known = order.forward(first.operations, own, first.rule, first.processes)
     kept, streams = [part.kept for part in parts], [part.stream for part in parts]
-    of_parts = moments, total, known, kept, streams, [part.valid for part in parts]
-    return ys, Call(do, rule, processes, first.context, number, *of_parts)
+    valid = [part.valid for part in parts]
+    return ys, Call(known, first.processes, first.context, kept, streams, valid)
 
 
 def _backward(
@@ -178,73 +151,35 @@ def _backward(
     by_x: Sequence[bool],
 ) -> tuple[list[Tensor | None], list[Sums]]:
     """dx of each part that needs one, and the sums of each part."""
-    do, processes = call.operations, call.processes
-    statistics = [call.known[x.device] for x in xs]
     # the loss may not use a y while others, or other processes, depend on its x
     filled = [torch.zeros_like(x) if dy is None else dy for x, dy in zip(xs, dys, strict=True)]
     for x, dy in zip(xs, filled, strict=True):
         check_unchanged(x, dy)
-    if call.context is not None or processes is not None:
+    if call.context is not None or call.processes is not None:
         refuse_transforms(lambda: _name(call), *dys)
-    graph = torch.is_grad_enabled()
-    if graph or has_tangent_or_wrapper(*dys):
-        do, statistics = plain.DIFFERENTIABLE, _differentiable(call, xs)
-    message = labels = None
-    if processes is not None and not graph:
-        message = processes.begin_sums(statistics[0].table, call.number)
-        labels = message.labels if len(xs) == 1 else None
-    operands = [
-        (*do.take_pair(x, dy), known, own, call.rule)
-        for x, dy, known, own in zip(xs, filled, statistics, affine, strict=True)
-    ]
-    sums = [do.backward_reduce(*operand, labels) for operand in operands]
-    total = _added([one.exchange for one in sums])
-    if processes is not None and message is None:
-        total = sum_over_processes(total, processes, call.number)
-    elif processes is not None and message is not None:
-        total = processes.sums(total, message)
-    totals = [total.to(x.device) if isinstance(total, Tensor) else total for x in xs]
-    dxs = [
-        do.backward_input(*operand, of_all, None, labels) if by else None
-        for operand, of_all, by in zip(operands, totals, by_x, strict=True)
-    ]
-    return dxs, sums
-
-
-def _moments(do: Operations, x: Any, valid: Valid | None) -> Moments:
-    part = do.moments(x)
-    if valid is None:
-        return part
-    count, fill = valid
-    on_host = isinstance(part.rows, np.ndarray)
-    return without_filled(np if on_host else torch, part, count, fill.numpy() if on_host else fill)
+    known = call.known
+    if torch.is_grad_enabled() or has_tangent_or_wrapper(*dys):
+        known = _differentiable(call, xs, affine)
+    return order.backward(known, xs, filled, by_x)
 
 
 def _name(call: Call) -> str:
     return str(call.context.name) if call.processes is None else call.processes.name()
 
 
-def _differentiable(call: Call, xs: Sequence[Tensor]) -> list[Statistics]:
-    """The statistics as differentiable functions of `xs`."""
-    do = plain.DIFFERENTIABLE
-    total = do.merge([_moments(do, x, valid) for x, valid in zip(xs, call.valid, strict=True)])
-    if call.processes is not None:
-        known = as_tensor(call.known[xs[0].device].table)
-        total = total_moments(total, known, call.processes, call.number)
-    statistics = do.statistics(total, call.rule)
-    return [statistics._replace(table=statistics.table.to(x.device)) for x in xs]
-
-
-def _added(values: Sequence[Any]) -> Any:
-    """The sums of all parts, in their order; tensors on the device of the first."""
-    total, *others = values
-    with np.errstate(invalid="ignore", over="ignore"):
-        for value in others:
-            total = total + (value.to(total.device) if isinstance(value, Tensor) else value)
-    return total
-
-
-def _on(device: torch.device, moments: Moments) -> Moments:
-    """`moments` on `device`, unless NumPy holds them."""
-    rows = moments.rows
-    return moments._replace(rows=rows.to(device)) if isinstance(rows, Tensor) else moments
+def _differentiable(call: Call, xs: Sequence[Tensor], affine: Sequence[Affine]) -> order.Forward:
+    """What the forward knows, as differentiable functions of `xs` and `affine`."""
+    do, processes, known = plain.DIFFERENTIABLE, call.processes, call.known
+    moments = [order.moments_of(do, x, valid) for x, valid in zip(xs, call.valid, strict=True)]
+    total, sums = do.merge(moments), None
+    if processes is not None:
+        table = as_tensor(known.norms[0].statistics.table)
+        total = total_moments(total, table, processes, known.number)
+        sums = DifferentiableSums(processes, known.number)
+    rule = known.norms[0].rule
+    statistics = do.statistics(total, rule)
+    norms = [
+        Norm(statistics._replace(table=do.near(statistics.table, x)), own, rule)
+        for x, own in zip(xs, affine, strict=True)
+    ]
+    return known._replace(steps=do, norms=norms, exchange=sums)

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import StateError
-from syncbn_core.masks import without_filled
+from syncbn_core.masks import Valid, without_filled
 from syncbn_core.moments import Moments, NormRule
-from syncbn_core.steps import Affine, RunningStatistics
+from syncbn_core.steps import Affine, Norm, RunningStatistics
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
     constant_while_tracing,
@@ -31,7 +31,7 @@ from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_operands, checked_running
 from syncbn_torch.forward import batch_norm, eval_batch_norm, uses_running_statistics
 from syncbn_torch.layer_state import LayerState
-from syncbn_torch.masks import Valid, checked_mask, filled, zeroed
+from syncbn_torch.masks import checked_mask, filled, zeroed
 from syncbn_torch.process_group import is_communicator
 
 __all__ = ["traced_batch_norm"]
@@ -51,7 +51,7 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     if layer.training and has_group and not alone:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
     if not group and not rule.clamps and mask is None:
-        y = _BatchNorm.forward(layer, x)  # type: ignore[arg-type] # in-place layers are none
+        y = _BatchNorm.forward(layer, x)  # type: ignore[arg-type] # in-place ones are no `_BatchNorm`
         return activated(y, layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
     check_operands(layer, x, affine, running)
@@ -120,7 +120,7 @@ class TracedBatchNorm(Function):
         if group:
             total = _exchange(torch.cat([total[:-1], number]), "moments", group)
         statistics = operations.statistics(Moments(total[None], None), settings)
-        y: Tensor = operations.forward(x, statistics, affine, settings)
+        y: Tensor = operations.forward(x, Norm(statistics, affine, settings))
         # torch 2.11 takes gradients of an earlier operation that returned the same tensor, as `to`
         # may do: they are 0. Inductor copies nothing.
         y = y.clone()
@@ -133,14 +133,14 @@ class TracedBatchNorm(Function):
     def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
         operations, group, rule = plain.TRACED, ctx.group, NormRule(*ctx.rule)
         x, weight, bias, total, number = ctx.saved_tensors
-        affine = Affine(weight, bias)
         statistics = operations.statistics(Moments(total[None], None), rule)
-        sums = operations.backward_reduce(x, dy, statistics, affine, rule)
+        norm = Norm(statistics, Affine(weight, bias), rule)
+        sums = operations.backward_reduce(x, dy, norm)
         of_all = sums.exchange
         if group:
             message = torch.cat([of_all.reshape(-1), total[-1:], number])
             of_all = _exchange(message, "sums", group)[:-2].reshape(2, -1)
-        dx = operations.backward_input(x, dy, statistics, affine, rule, of_all)
+        dx = operations.backward_input(x, dy, norm, of_all)
         _, by_weight, by_bias, *_ = ctx.needs_input_grad
         grad_weight = sums.grad_weight if by_weight else None
         grad_bias = sums.grad_bias if by_bias else None

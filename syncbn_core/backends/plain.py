@@ -30,7 +30,7 @@ from syncbn_core.moments import (
     merged_rows,
     total_count,
 )
-from syncbn_core.steps import Affine, Labels, Operations, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Labels, Norm, Operations, RunningStatistics, Sums, assign
 
 __all__ = ["Namespace", "PlainOperations", "axes_of", "column", "labelled"]
 
@@ -104,6 +104,10 @@ class Namespace:
         with np.errstate(over="ignore"):  # exp gives infinity, as wanted
             return 1 / (1 + self.xp.exp(-z))
 
+    def assign(self, targets: Sequence[Array], values: Sequence[Array]) -> None:
+        """Write `values` into `targets`."""
+        assign(targets, values)
+
     def activated(self, z: Array, rule: NormRule) -> Array:
         """The activation of z."""
         where = self.xp.where
@@ -139,7 +143,7 @@ class Namespace:
 
 
 class PlainOperations(Operations):
-    """The steps for the library of `namespace`. Returns new arrays as running statistics."""
+    """The steps for the library of `namespace`."""
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -190,14 +194,9 @@ class PlainOperations(Operations):
         return Statistics(table, total.count)
 
     def forward(
-        self,
-        x: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        running: RunningStatistics | None = None,
-        out: Array | None = None,
+        self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
     ) -> Array:
+        statistics, affine, rule = norm
         deviations, rest = self._deviations(x, statistics)
         scale = statistics.invstd
         if affine.weight is not None:
@@ -224,19 +223,14 @@ class PlainOperations(Operations):
     ) -> tuple[Array, Statistics]:
         mean, var = self._wide(running.mean), self._wide(running.var)
         statistics = self.statistics(self.of_one_part(1, mean, var), rule)
-        return self.forward(x, statistics, affine, rule, None, out), statistics
+        return self.forward(x, Norm(statistics, affine, rule), None, out), statistics
 
     def backward_reduce(
-        self,
-        x: Array,
-        dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        labels: Labels | None = None,
+        self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
+        statistics, affine, _ = norm
         space, axes = self.namespace, axes_of(x)
-        dy = self.by_z(x, dy, statistics, affine, rule)
+        dy = self.by_z(x, dy, norm)
         sum_dy = space.sum(dy, axes)
         deviations, rest = self._deviations(x, statistics)
         sum_dy_deviations = space.sum(space.product(deviations, dy), axes) - rest * sum_dy
@@ -250,15 +244,14 @@ class PlainOperations(Operations):
         self,
         x: Array,
         dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
+        norm: Norm,
         total: Array | None,
-        out: Array | None = None,
+        out: Any = None,
         labels: Labels | None = None,
     ) -> Array:
+        statistics, affine, rule = norm
         invstd = statistics.invstd
-        dy = self.by_z(x, dy, statistics, affine, rule)
+        dy = self.by_z(x, dy, norm)
         scale = invstd
         if affine.weight is not None:
             scale = scale * self._wide(affine.weight)
@@ -275,19 +268,16 @@ class PlainOperations(Operations):
         dx = self.namespace.plus_scaled(values, dy, self._column(scale, values), x.dtype)
         return self._result(dx, x, out)
 
-    def by_z(
-        self, x: Array, dy: Array, statistics: Statistics, affine: Affine, rule: NormRule
-    ) -> Array:
+    def by_z(self, x: Array, dy: Array, norm: Norm) -> Array:
         """The gradient by `z = xhat * weight + bias`, the input of the activation."""
+        rule = norm.rule
         if rule.activation is None:
             return dy
         wide = self.namespace.cast(x, self.namespace.working(x))
-        z = self.forward(wide, statistics, affine, rule._replace(activation=None))
+        z = self.forward(wide, norm._replace(rule=rule._replace(activation=None)))
         return self.namespace.product(self.namespace.slope(z, rule), dy)
 
-    def update_running(
-        self, running: RunningStatistics, statistics: Statistics
-    ) -> RunningStatistics:
+    def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
         mean, var, tracked, momentum = running
         count = _count(statistics)
         if mean is not None and var is not None:
@@ -295,8 +285,9 @@ class PlainOperations(Operations):
             unbiased = statistics.m2 / self._at_least_one(count - 1)
             mean = self._blended(mean, statistics.mean, count, factor)
             var = self._blended(var, unbiased, count, factor)
-        counted = None if tracked is None else tracked + 1
-        return RunningStatistics(mean, var, counted, momentum)
+        new = mean, var, None if tracked is None else tracked + 1
+        pairs = [(o, n) for o, n in zip(running, new, strict=False) if o is not None]
+        self.namespace.assign([own for own, _ in pairs], [value for _, value in pairs])
 
     def _factor(self, momentum: float | None, tracked: Array | None) -> Any:
         if momentum is None and tracked is not None:

@@ -6,23 +6,16 @@ They are many times slower, and give the same results up to rounding.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from functools import cache
-from itertools import repeat
-from operator import setitem
 from typing import Any
 
 import numpy as np
 
 from syncbn_core.backends.plain import Namespace, PlainOperations
-from syncbn_core.moments import Statistics
-from syncbn_core.steps import RunningStatistics
 
 __all__ = ["OPERATIONS", "PlainArrayOperations", "kernels_forbidden"]
 
 Array = np.ndarray[Any, Any]
-
-_set_item: Any = setitem
 
 
 @cache
@@ -45,25 +38,14 @@ _quiet = np.errstate(invalid="ignore", over="ignore")  # kernels do not warn eit
 
 
 class PlainArrayOperations(PlainOperations):
-    """Plain operations that update running statistics in place."""
+    """Plain operations without warnings of NumPy's."""
 
     moments: Any = _quiet(PlainOperations.moments)
     statistics: Any = _quiet(PlainOperations.statistics)
     forward: Any = _quiet(PlainOperations.forward)
     backward_reduce: Any = _quiet(PlainOperations.backward_reduce)
     backward_input: Any = _quiet(PlainOperations.backward_input)
-
-    @_quiet
-    def update_running(
-        self, running: RunningStatistics, statistics: Statistics
-    ) -> RunningStatistics:
-        """Update `running` in place, and return it."""
-        new = super().update_running(running, statistics)
-        targets = [own for own in running[:3] if own is not None]
-        values = [value for value in new[:3] if value is not None]
-        # one C call writes all, so that KeyboardInterrupt can't come between two writes
-        deque(map(_set_item, targets, repeat(...), values), maxlen=0)
-        return running
+    update_running: Any = _quiet(PlainOperations.update_running)
 
 
 OPERATIONS = PlainArrayOperations(Namespace(np))

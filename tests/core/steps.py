@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.moments import Moments, NormRule, Statistics
-from syncbn_core.steps import Affine, Operations
+from syncbn_core.steps import Affine, Norm, Operations
 
 Array = np.ndarray[Any, Any]
 RULE = NormRule()
@@ -22,7 +22,7 @@ class Steps:
 
     def moments(self, x: Array, *, parallel: bool = True) -> Moments:
         chosen = self.chosen(parallel)
-        moments: Moments = chosen.moments(chosen.take(x))
+        moments: Moments = chosen.moments(chosen.take(x, Affine(), None)[0])
         return moments
 
     def normalize(
@@ -37,10 +37,9 @@ class Steps:
         parallel: bool = True,
     ) -> Array:
         """`y = (x - mean) * invstd * weight + bias`."""
-        affine = Affine(weight, bias)
-        known = self.known(mean, invstd)
         chosen = self.chosen(parallel)
-        y: Array = chosen.forward(chosen.take(x), known, affine, RULE, None, out)
+        own, affine, _ = chosen.take(x, Affine(weight, bias), None)
+        y: Array = chosen.forward(own, self.norm(mean, invstd, affine), None, out)
         return y
 
     def backward_reduce(
@@ -48,8 +47,8 @@ class Steps:
     ) -> tuple[Array, Array]:
         """`(sum(dy), sum(dy * xhat))`."""
         operations = self.chosen(parallel)
-        pair = operations.take_pair(x, dy)
-        sums = operations.backward_reduce(*pair, self.known(mean, invstd), Affine(), RULE)
+        pair, (_, affine, _) = operations.take_pair(x, dy), operations.take(x, Affine(), None)
+        sums = operations.backward_reduce(*pair, self.norm(mean, invstd, affine))
         return sums.exchange[0], sums.exchange[1]
 
     def backward_input(
@@ -68,10 +67,12 @@ class Steps:
         """`dx = invstd * (weight * dy - mean_dy - xhat * mean_dy_xhat)`."""
         total = np.stack([mean_dy, mean_dy_xhat])  # over a count of 1
         chosen = self.chosen(parallel)
-        operands = (self.known(mean, invstd), Affine(weight), RULE, total, out)
+        _, affine, _ = chosen.take(x, Affine(weight), None)
+        operands = (self.norm(mean, invstd, affine), total, out)
         dx: Array = chosen.backward_input(*chosen.take_pair(x, dy), *operands)
         return dx
 
-    def known(self, mean: Array, invstd: Array) -> Statistics:
-        """Statistics of one value per channel."""
-        return Statistics(np.concatenate([[1], mean, np.zeros_like(mean), invstd], dtype=float), 1)
+    def norm(self, mean: Array, invstd: Array, affine: Any) -> Norm:
+        """By statistics of one value per channel."""
+        table = np.concatenate([[1], mean, np.zeros_like(mean), invstd], dtype=float)
+        return Norm(Statistics(table, 1), affine, RULE)

@@ -7,13 +7,13 @@ import numpy as np
 
 from syncbn_core.moments import NormRule
 from syncbn_core.numpy_steps import OPERATIONS
-from syncbn_core.steps import Affine, RunningStatistics
+from syncbn_core.steps import Affine, Norm, RunningStatistics
 
 for dtype in (np.float64, np.float32):
-    steps, affine, rule = OPERATIONS.serial, Affine(), NormRule(1e-5, "plus")
-    x = steps.take(np.ones((2, 3, 4, 4), dtype))
-    running = RunningStatistics(np.zeros(3, dtype), np.zeros(3, dtype), np.zeros((), np.int64))
-    statistics = steps.statistics(steps.moments(x), rule)
-    steps.forward(x, statistics, affine, rule, running)
-    sums = steps.backward_reduce(x, x, statistics, affine, rule)
-    steps.backward_input(x, x, statistics, affine, rule, sums.exchange)
+    steps, rule = OPERATIONS.serial, NormRule(1e-5, "plus")
+    given = RunningStatistics(np.zeros(3, dtype), np.zeros(3, dtype), np.zeros((), np.int64))
+    x, affine, running = steps.take(np.ones((2, 3, 4, 4), dtype), Affine(), given)
+    norm = Norm(steps.statistics(steps.moments(x), rule), affine, rule)
+    steps.forward(x, norm, running)
+    sums = steps.backward_reduce(x, x, norm)
+    steps.backward_input(x, x, norm, sums.exchange)

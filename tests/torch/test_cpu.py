@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.moments import NormRule
-from syncbn_core.steps import Affine
+from syncbn_core.steps import Affine, Norm
 from syncbn_torch import SyncBatchNorm
 from syncbn_torch.backends import cpu
 from syncbn_torch.forward import always_ours
@@ -69,15 +69,15 @@ def test_any_memory_gives_what_dense_memory_gives(which: str, kind: str) -> None
     results = []
     for operands in (given, dense):
         x, dy, weight = operands["x"], operands["dy"], operands["weight"]
-        affine = Affine(weight, weight)
-        own, pair = OURS.take(x), OURS.take_pair(x, dy)
+        (own, affine, _), pair = OURS.take(x, Affine(weight, weight), None), OURS.take_pair(x, dy)
         statistics = OURS.statistics(OURS.moments(own), RULE)
-        y = OURS.forward(own, statistics, affine, RULE)
-        alone = OURS.backward_reduce(*pair, statistics, affine, RULE)
-        sums = OURS.serial.backward_reduce(*pair, statistics, affine, RULE)
+        norm = Norm(statistics, affine, RULE)
+        y = OURS.forward(own, norm)
+        alone = OURS.backward_reduce(*pair, norm)
+        sums = OURS.serial.backward_reduce(*pair, norm)
         exchanged = np.array(sums.exchange)
-        dx = OURS.serial.backward_input(*pair, statistics, affine, RULE, exchanged)
-        again = OURS.serial.forward(own, statistics, affine, RULE)
+        dx = OURS.serial.backward_input(*pair, norm, exchanged)
+        again = OURS.serial.forward(own, norm)
         np.testing.assert_array_equal(alone.exchange, sums.exchange)
         torch.testing.assert_close(again, y)
         np.testing.assert_allclose(OURS.serial.moments(own).mean, statistics.mean)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.moments import NormRule
-from syncbn_core.steps import Affine, RunningStatistics
+from syncbn_core.steps import Affine, Norm, RunningStatistics
 from syncbn_torch.backends import cuda, plain
 from syncbn_torch.backends.plain import OPERATIONS
 
@@ -105,15 +105,15 @@ def step(x: Tensor, dy: Tensor) -> dict[str, Traffic]:
     found = {}
     with counted(x) as found["moments"]:
         moments = OPERATIONS.moments(x)
-    statistics = OPERATIONS.statistics(moments, RULE)
+    norm = Norm(OPERATIONS.statistics(moments, RULE), affine, RULE)
     with counted(x) as found["forward"]:
-        OPERATIONS.forward(x, statistics, affine, RULE)
+        OPERATIONS.forward(x, norm)
     with counted(x) as found["backward_reduce"]:
-        sums = OPERATIONS.backward_reduce(x, dy, statistics, affine, RULE)
+        sums = OPERATIONS.backward_reduce(x, dy, norm)
     with counted(x) as found["backward_input"]:
-        OPERATIONS.backward_input(x, dy, statistics, affine, RULE, sums.exchange)
+        OPERATIONS.backward_input(x, dy, norm, sums.exchange)
     with counted(x) as found["backward_input, eval"]:
-        OPERATIONS.backward_input(x, dy, statistics, affine, RULE, None)
+        OPERATIONS.backward_input(x, dy, norm, None)
     return found
 
 
@@ -138,10 +138,10 @@ def results(operations: Any, x: Tensor, dy: Tensor, rule: NormRule = RULE) -> li
     running = RunningStatistics(
         torch.zeros(channels).double(), torch.ones(channels).double(), None, 1.0
     )
-    known = operations.statistics(operations.moments(x), rule)
-    y = operations.forward(x, known, affine, rule, running)
-    sums = operations.backward_reduce(x, dy, known, affine, rule)
-    dx = operations.backward_input(x, dy, known, affine, rule, sums.exchange)
+    norm = Norm(operations.statistics(operations.moments(x), rule), affine, rule)
+    y = operations.forward(x, norm, running)
+    sums = operations.backward_reduce(x, dy, norm)
+    dx = operations.backward_input(x, dy, norm, sums.exchange)
     return [y, dx, sums.grad_weight, sums.grad_bias, running.mean, running.var]
 
 
@@ -215,10 +215,10 @@ def test_the_host_does_not_wait_in_a_fallback(known: bool) -> None:
         parts = steps.merge([steps.moments(x[:2]), steps.moments(x[2:])])
         if not known:
             parts = parts._replace(count=None)
-        statistics = steps.statistics(parts, RULE)
-        steps.forward(x, statistics, Affine(), RULE, running)
-        sums = steps.backward_reduce(x, dy, statistics, Affine(), RULE)
-        dx = steps.backward_input(x, dy, statistics, Affine(), RULE, sums.exchange)
+        norm = Norm(steps.statistics(parts, RULE), Affine(), RULE)
+        steps.forward(x, norm, running)
+        sums = steps.backward_reduce(x, dy, norm)
+        dx = steps.backward_input(x, dy, norm, sums.exchange)
     wanted = results(OPERATIONS, x.double(), dy.double())
     close([running.var], [0.9 + 0.1 * wanted[-1]], 1e-6)
     assert dx.shape == x.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -205,10 +205,6 @@ class TensorDeviceMemory:
         for array in arrays:
             if not array.is_inference():  # inference: no version
                 increment_version(array)  # autograd must notice if a graph has saved it
-
-    def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
 
 
 OPERATIONS = CudaOperations(TensorDeviceMemory())

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from syncbn_core.backends.plain import Namespace, PlainOperations
-from syncbn_core.moments import Moments, Statistics
-from syncbn_core.steps import RunningStatistics
+from syncbn_core.moments import Moments
 
 __all__ = [
     "DIFFERENTIABLE",
@@ -60,6 +59,10 @@ class TensorNamespace(Namespace):
         self, values: Tensor, other: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> Tensor:
         return torch.addcmul(values, other, scale, out=_room(values, dtype))
+
+    def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        # one C call writes all, so that KeyboardInterrupt can't come between two writes
+        deque(map(Tensor.copy_, targets, values), maxlen=0)
 
     def sigmoid(self, z: Tensor) -> Tensor:
         return z.sigmoid()
@@ -110,24 +113,15 @@ class TracedNamespace(DifferentiableNamespace):
 
 
 class TensorOperations(PlainOperations):
-    """Plain operations that update running statistics in place and merge parts across devices."""
+    """Plain operations that merge parts across devices."""
+
+    def near(self, values: Tensor, like: Tensor) -> Tensor:
+        return values.to(like.device)
 
     def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
-        device = parts[0].rows.device
-        return super().merge([part._replace(rows=part.rows.to(device)) for part in parts], label)
-
-    def update_running(
-        self, running: RunningStatistics, statistics: Statistics
-    ) -> RunningStatistics:
-        if running.mean is not None:
-            table = statistics.table.to(running.mean.device)
-            statistics = statistics._replace(table=table)
-        *old, _ = running
-        *new, _ = super().update_running(running, statistics)
-        pairs = [(o, n) for o, n in zip(old, new, strict=True) if o is not None]
-        # one C call writes all, so that KeyboardInterrupt can't come between two writes
-        deque(map(Tensor.copy_, *zip(*pairs, strict=True)) if pairs else (), maxlen=0)
-        return running
+        first = parts[0].rows
+        near = [part._replace(rows=self.near(part.rows, first)) for part in parts]
+        return super().merge(near, label)
 
 
 OPERATIONS = TensorOperations(TensorNamespace(torch))  # called by the nodes of `autograd`

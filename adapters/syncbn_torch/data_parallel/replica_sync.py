@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
+from syncbn_core import order
 from syncbn_core.comm import SlavePipe, SyncMaster
 from syncbn_core.errors import CheckpointError, CommAborted, ShapeError, StateError
 from syncbn_core.moments import Moments
+from syncbn_core.steps import Norm
 from syncbn_torch._torch_private import (
     raise_sequence_number,
     saving_runs_hooks,
@@ -23,12 +25,21 @@ from syncbn_torch._torch_private import (
 from syncbn_torch.backends import plain
 from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
 from syncbn_torch.module_names import name_of
-from syncbn_torch.node import Call, Part, batch_norm
+from syncbn_torch.node import Part, batch_norm
 from syncbn_torch.streams import of_replicas, stream_of
 
 __all__ = ["ReplicaSync", "Unconnected", "shared_forward"]
 
 _OURS = "master of the layer"  # among the attributes of a context: no name that one could have
+
+
+class _Earlier(NamedTuple):
+    """A call by a replica. `shared`: whether others were on its device. `graph`: gradients on."""
+
+    moments: Moments
+    norm: Norm
+    shared: bool
+    graph: bool
 
 
 class ReplicaSync:
@@ -42,8 +53,7 @@ class ReplicaSync:
             shared.begin(_OURS, self.master)
         else:
             self.pipe: SlavePipe = shared.master(_OURS).register_slave(copy_id)
-        self._history: list[tuple[Any, Call, bool]] = []
-        self._index = 0  # of this replica's part among all
+        self._history: list[_Earlier] = []
 
     def check(self) -> None:
         """Raise `CommAborted` if the caller has given up this replica's forward."""
@@ -63,19 +73,19 @@ class ReplicaSync:
         part = part._replace(context=self.shared)
         if over:
             with torch.no_grad(), without_dispatch_modes():
-                call = self._earlier_call(part.moments())
-                known = call.known[x.device]
-                if part.running is not None:  # before x is saved, where a checkpoint may end
-                    part.operations.update_running(part.running, known)
+                do = part.operations
+                own, _, running = do.take(x, part.affine, part.running)
+                earlier = self._earlier(order.moments_of(do, own, part.valid))
+                if running is not None:  # before x is saved, where a checkpoint may end
+                    do.update_running(running, earlier.norm.statistics)
         kept: list[Any] = [] if graph and saving_runs_hooks() else [None]
         if not kept:
             x = SaveInput.apply(x, kept)
         if over:
             with without_dispatch_modes():
-                recomputed: Tensor = Recomputed.apply(x, *part.affine, known, part)
+                recomputed: Tensor = Recomputed.apply(x, *part.affine, earlier.norm, part)
             # a GPU of one replica alone has a generator of its own, which the checkpoint restores
-            shared = len(call.known) < len(call.moments)
-            devices = [torch.device("cpu"), *[x.device] * shared]
+            devices = [torch.device("cpu"), *[x.device] * earlier.shared]
             states = _random_states(devices)
             watch_saving(lambda: self._check_random_states(states, devices))
             return recomputed
@@ -87,10 +97,12 @@ class ReplicaSync:
             nodes=raise_sequence_number(),
         )
         exchange = self.master.run_master if self.is_master else self.pipe.run_slave
-        result: tuple[Tensor, Call, int, int] = exchange(part)
-        y, call, self._index, nodes = result
+        result: tuple[Tensor, order.Forward, int, int] = exchange(part)
+        y, known, index, nodes = result
         raise_sequence_number(nodes)
-        self._history.append((call.moments[self._index], call, graph))
+        norm = known.norms[index]
+        shared = len([1 for other in known.norms if other.statistics is norm.statistics]) > 1
+        self._history.append(_Earlier(known.moments[index], norm, shared, graph))
         return y
 
     def _check_random_states(self, states: list[bytes], devices: list[torch.device]) -> None:
@@ -106,8 +118,9 @@ class ReplicaSync:
                 "move them out of the checkpoint, or use one replica per process"
             )
 
-    def _earlier_call(self, moments: Moments) -> Call:
-        found = [(one, graph) for seen, one, graph in self._history if _same_bits(seen, moments)]
+    def _earlier(self, moments: Moments) -> _Earlier:
+        """The call in which the part of this replica had these moments."""
+        found = [one for one in self._history if _same_part(one.moments, moments)]
         if not found:
             raise CheckpointError(
                 f"{self.shared.name} of a replica was called after the forward of its "
@@ -115,22 +128,23 @@ class ReplicaSync:
                 "this is a checkpoint, remove random operations (dropout) from it: replicas share "
                 "one random number generator"
             )
-        if torch.is_grad_enabled() and not all(graph for _, graph in found):
+        if torch.is_grad_enabled() and not all(one.graph for one in found):
             raise CheckpointError(
                 f"{self.shared.name} was recomputed by a reentrant checkpoint, which runs one "
                 "replica at a time and can't be synchronized; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        call = found[0][0]
+        first = found[0]
         if moments.count == 0:  # for an empty part any statistics are right
-            return call
-        if not all(_same_bits(call.total, other.total) for other, _ in found):
+            return first
+        tables = [one.norm.statistics.table for one in found]
+        if not all(_same_bits(tables[0], other) for other in tables[1:]):
             raise CheckpointError(
                 f"{self.shared.name} was recomputed with an input that this replica had in "
                 "several calls with different statistics over all replicas; use a separate layer "
                 "for each of these calls, or do not checkpoint them"
             )
-        return call
+        return first
 
 
 class SaveInput(Function):
@@ -151,11 +165,12 @@ class Recomputed(Function):
     """x, weight, bias -> y of an earlier call, while a checkpoint fills in what it has saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, statistics: Any, part: Part) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, norm: Norm, part: Part) -> Any:
         ctx.name = str(part.context.name)
         do = part.operations
-        y: Tensor = do.forward(do.take(x), statistics, part.affine, part.rule)
-        return y
+        own, affine, _ = do.take(x, part.affine, None)
+        statistics = do.statistics(norm.statistics.as_moments(), norm.rule)
+        return do.forward(own, Norm(statistics, affine, norm.rule))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -167,7 +182,7 @@ class Recomputed(Function):
 
 
 def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """The `SyncMaster` callback: turns each `Part` into `(y, call, index, nodes)`.
+    """The `SyncMaster` callback: turns each `Part` into `(y, what it leaves, index, nodes)`.
 
     Settings come from the first part, the master's. Raises `BatchSizeError` for one value per
     channel in all, `ShapeError` for unequal channels.
@@ -201,7 +216,7 @@ def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Has
         record(ys)
     nodes = raise_sequence_number()
     indexed = enumerate(zip(messages, ys, strict=True))
-    return [(identifier, (y, call, n, nodes)) for n, ((identifier, _), y) in indexed]
+    return [(identifier, (y, call.known, n, nodes)) for n, ((identifier, _), y) in indexed]
 
 
 def _without_hooks(context: SharedForward) -> Any:
@@ -236,14 +251,19 @@ def _random_states(devices: list[torch.device]) -> list[bytes]:
     return [state.numpy().tobytes() for state in states]  # no operation of torch compares them
 
 
-def _same_bits(a: Moments, b: Moments) -> bool:
-    """Whether two moments have the same type and bits, labels aside, so that NaN equals NaN."""
-    if type(a.rows) is not type(b.rows) or a.count != b.count or a.rows.shape != b.rows.shape:
+def _same_part(a: Moments, b: Moments) -> bool:
+    """Whether two moments are alike, labels aside."""
+    return a.count == b.count and _same_bits(a.rows[:, :-1], b.rows[:, :-1])
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    """Whether two arrays have the same type, shape and bits, so that NaN equals NaN."""
+    if type(a) is not type(b) or a.shape != b.shape:
         return False
-    if isinstance(a.rows, Tensor):
-        one, other = (each.rows[:, :-1].contiguous().view(torch.uint8) for each in (a, b))
+    if isinstance(a, Tensor):
+        one, other = (each.contiguous().view(torch.uint8) for each in (a, b))
         return torch.equal(one, other)
-    same: bool = a.rows[:, :-1].tobytes() == b.rows[:, :-1].tobytes()
+    same: bool = a.tobytes() == b.tobytes()
     return same
 
 

@@ -8,7 +8,6 @@ and launch kernels; the text says what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -154,10 +153,6 @@ class CupyMemory:
 
     def mark_written(self, *arrays: Array) -> None:
         """CuPy keeps no count of writes."""
-
-    def assign(self, targets: Sequence[Array], values: Sequence[Array]) -> None:
-        for target, value in zip(targets, values, strict=True):
-            target[...] = value
 
 
 OPERATIONS = (CudaOperations if KERNELS else PlainDeviceOperations)(CupyMemory())

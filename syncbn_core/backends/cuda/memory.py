@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -95,9 +94,6 @@ class DeviceMemory(Protocol):
 
     def mark_written(self, *arrays: Array) -> None:
         """Tell the library that a kernel has written these arrays."""
-
-    def assign(self, targets: Sequence[Array], values: Sequence[Array]) -> None:
-        """Write `values` into `targets`, on the current stream."""
 
 
 class DeviceView:

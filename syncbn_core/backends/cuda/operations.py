@@ -21,7 +21,7 @@ from syncbn_core.backends.cuda.usable import give_up, usable
 from syncbn_core.backends.plain import labelled
 from syncbn_core.layout import Layout
 from syncbn_core.moments import Moments, NormRule, Statistics, total_count
-from syncbn_core.steps import Affine, Labels, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Labels, Norm, RunningStatistics, Sums
 
 __all__ = ["CudaOperations"]
 
@@ -104,14 +104,9 @@ class CudaOperations(PlainDeviceOperations):
 
     @_or_plain
     def forward(
-        self,
-        x: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        running: RunningStatistics | None = None,
-        out: Array | None = None,
+        self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
     ) -> Array:
+        statistics, affine, rule = norm
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
             rows: Any = statistics.rows
@@ -180,14 +175,9 @@ class CudaOperations(PlainDeviceOperations):
 
     @_or_plain
     def backward_reduce(
-        self,
-        x: Array,
-        dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        labels: Labels | None = None,
+        self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
+        statistics, affine, _ = norm
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
             if 0 in x.shape:
@@ -197,7 +187,7 @@ class CudaOperations(PlainDeviceOperations):
                     exchange = memory.zeros((2 * x.shape[1] + 1,), "float64", index)
                     exchange[-1:] = labels.own
                 return Sums(exchange, *memory.zeros((2, x.shape[1]), dtype, index))
-            pair = self._pair(x, memory.plain.by_z(x, dy, statistics, affine, rule))
+            pair = self._pair(x, memory.plain.by_z(x, dy, norm))
             parameters, _kept = self._parameters(affine)
             shape = (2, pair.x.channels)
             dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
@@ -223,16 +213,15 @@ class CudaOperations(PlainDeviceOperations):
         self,
         x: Array,
         dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
+        norm: Norm,
         total: Array | None,
-        out: Array | None = None,
+        out: Any = None,
         labels: Labels | None = None,
     ) -> Array:
+        statistics, affine, rule = norm
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
-            pair = self._pair(x, memory.plain.by_z(x, dy, statistics, affine, rule))
+            pair = self._pair(x, memory.plain.by_z(x, dy, norm))
             parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
             dx = memory.target(pair.dense, pair.layout, out, pair.grad)

@@ -12,7 +12,7 @@ from typing import Any
 
 from syncbn_core.backends.cuda.memory import DeviceMemory
 from syncbn_core.moments import Moments, NormRule, Statistics
-from syncbn_core.steps import Affine, Labels, Operations, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Labels, Norm, Operations, RunningStatistics, Sums
 
 __all__ = ["PlainDeviceOperations"]
 
@@ -24,6 +24,9 @@ class PlainDeviceOperations(Operations):
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
+
+    def near(self, values: Array, like: Array) -> Array:
+        return self.memory.plain.near(values, like)
 
     def moments(self, x: Array) -> Moments:
         with self.memory.on_device(self.memory.device_of(x)):
@@ -41,19 +44,14 @@ class PlainDeviceOperations(Operations):
             return Statistics(table, total.count, memory.contiguous(total.rows))
 
     def forward(
-        self,
-        x: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        running: RunningStatistics | None = None,
-        out: Array | None = None,
+        self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
     ) -> Array:
         memory, plain = self.memory, self.memory.plain
         with memory.on_device(memory.device_of(x)):
-            known = plain.statistics(Moments(statistics.rows, statistics.count), rule)
+            statistics = norm.statistics
+            known = plain.statistics(Moments(statistics.rows, statistics.count), norm.rule)
             statistics.table[...] = known.table
-            y = plain.forward(x, known, affine, rule, None, out)
+            y = plain.forward(x, norm._replace(statistics=known), None, out)
             if running is not None:
                 self.update_running(running, known)
             return y
@@ -71,17 +69,11 @@ class PlainDeviceOperations(Operations):
             return memory.plain.forward_eval(x, running, affine, rule, out)
 
     def backward_reduce(
-        self,
-        x: Array,
-        dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
-        labels: Labels | None = None,
+        self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
-            sums = memory.plain.backward_reduce(x, dy, statistics, affine, rule)
+            sums = memory.plain.backward_reduce(x, dy, norm)
             if labels is None:
                 return sums
             label = memory.zeros((1,), "float64", index) + labels.own
@@ -91,11 +83,9 @@ class PlainDeviceOperations(Operations):
         self,
         x: Array,
         dy: Array,
-        statistics: Statistics,
-        affine: Affine,
-        rule: NormRule,
+        norm: Norm,
         total: Array | None,
-        out: Array | None = None,
+        out: Any = None,
         labels: Labels | None = None,
     ) -> Array:
         memory = self.memory
@@ -103,12 +93,8 @@ class PlainDeviceOperations(Operations):
             if total is not None and labels is not None:
                 wrong = total[-1:] != labels.total
                 total = memory.plain.xp.where(wrong, math.nan, total[:-1]).reshape(2, -1)
-            return memory.plain.backward_input(x, dy, statistics, affine, rule, total, out)
+            return memory.plain.backward_input(x, dy, norm, total, out)
 
-    def update_running(
-        self, running: RunningStatistics, statistics: Statistics
-    ) -> RunningStatistics:
-        new = self.memory.plain.update_running(running, statistics)
-        pairs = [(own, n) for own, n in zip(running[:3], new[:3], strict=True) if own is not None]
-        self.memory.assign([own for own, _ in pairs], [value for _, value in pairs])
-        return running
+    def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
+        with self.memory.on_device(self.memory.device_of(statistics.table)):
+            self.memory.plain.update_running(running, statistics)

@@ -34,7 +34,7 @@ from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.disk_cache import on_rank
 from syncbn_core.errors import ArgumentError, BackendError
 from syncbn_core.moments import NormRule
-from syncbn_core.steps import Affine, RunningStatistics
+from syncbn_core.steps import Affine, Norm, RunningStatistics
 
 __all__ = ["Setting", "give_up", "setting", "usable"]
 
@@ -163,15 +163,16 @@ def _results(
             yield name, own.rows[0, where], right.rows[0, where]
     running = RunningStatistics(mean, var, None, 0.25)
     known, right_known = plain.statistics(total, rule), plain.statistics(total, rule)
-    right_y = plain.forward(x, right_known, affine, rule, running)
+    norm = Norm(right_known, affine, rule)
+    right_y = plain.forward(x, norm, running)
     running = RunningStatistics(own_mean, own_var, None, 0.25)
-    yield "y", kernels.forward(x, known, affine, rule, running), right_y
+    yield "y", kernels.forward(x, Norm(known, affine, rule), running), right_y
     yield "invstd", known.invstd, right_known.invstd
     yield "running_mean", own_mean, mean
     yield "running_var", own_var, var
-    sums = kernels.backward_reduce(x, dy, right_known, affine, rule)
-    right_sums = plain.backward_reduce(x, dy, right_known, affine, rule)
+    sums = kernels.backward_reduce(x, dy, norm)
+    right_sums = plain.backward_reduce(x, dy, norm)
     names = ("sums", "gradient of weight", "gradient of bias")
     yield from zip(names, sums, right_sums, strict=True)
-    given = x, dy, right_known, affine, rule, right_sums.exchange
+    given = x, dy, norm, right_sums.exchange
     yield "dx", kernels.backward_input(*given), plain.backward_input(*given)

@@ -1,0 +1,171 @@
+"""The order of the steps, for the parts of a batch that one process holds.
+
+    forward    x, weight, bias, running statistics as the steps take them
+               moments of each part, merged in one row; the rows of all members
+               statistics of the whole batch; y of each part, running statistics last
+    backward   x and dy as the steps take them
+               two sums of each part, added; the sums of all members
+               dx of each part
+
+A layer alone and a rank have one part; replicas, which are threads of a process, have one each. A
+graph of torch.compile (`syncbn_torch.traced`) and JAX have orders of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from syncbn_core.exchange import Exchange
+from syncbn_core.masks import Valid, without_filled
+from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
+
+__all__ = ["Forward", "Part", "backward", "forward", "moments_of"]
+
+Array = Any
+
+
+class Part(NamedTuple):
+    """One part of the batch.
+
+    Attributes:
+        x: `(N, C, *spatial)`.
+        affine, running: as in `steps`, on the device of x; a running of None is not updated.
+        valid: with a mask, what is known of x, see `masks`.
+        out: where to write y, or None; may be x.
+        device: where x is, if parts are on several.
+    """
+
+    x: Array
+    affine: Affine = Affine()
+    running: RunningStatistics | None = None
+    valid: Valid | None = None
+    out: Array | None = None
+    device: Any = None
+
+
+class Forward(NamedTuple):
+    """What a forward leaves for its backward, besides x.
+
+    Attributes:
+        steps, exchange: those of all parts.
+        norms: of each part.
+        number: of the exchange, which the sums of backward carry; 0 without one.
+        moments: of each part; empty where statistics were constants, without a gradient.
+        scale: `(2, C)`, for layers in place: dx is by `scale[0]` times what it would be, and its
+            term of `sum(dy * xhat)` by `scale[1]`.
+    """
+
+    steps: Operations
+    norms: Sequence[Norm]
+    exchange: Any = None  # an `Exchange`, or what has its `begin_sums` and `sums`
+    number: int = 0
+    moments: Sequence[Moments] = ()
+    scale: Array | None = None
+
+
+def forward(
+    steps: Operations, parts: Sequence[Part], rule: NormRule, exchange: Exchange | None = None
+) -> tuple[list[Array], Forward]:
+    """`(y of each part, what backward needs)`; updates running statistics.
+
+    Raises `BatchSizeError` for one value per channel in the whole batch, and the errors of
+    `Operations.take` and of the exchange, before it writes anything.
+    """
+    first, number, members = parts[0].x, 0, 1
+    taken = [steps.take(part.x, part.affine, part.running) for part in parts]
+
+    # One row of this process. Its label is known before its moments are.
+    message = None if exchange is None else exchange.begin(first.shape[1])
+    moments = [moments_of(steps, x, part.valid) for (x, *_), part in zip(taken, parts, strict=True)]
+    total = steps.merge(moments, 0.0 if message is None else message.label)
+
+    # The rows of all members.
+    if exchange is not None and message is not None:
+        total, number = exchange.moments(total, message)
+        members = exchange.communicator.size
+    require_more_than_one_value(total.count, first.shape, members)
+
+    # A table on each device, all before the first y: here the streams of all replicas are current.
+    tables = {
+        device: steps.statistics(total._replace(rows=steps.near(total.rows, x)), rule)
+        for device, x in {part.device: part.x for part in parts}.items()
+    }
+
+    # y of each part; each updates its running statistics last.
+    ys = [
+        steps.forward(x, Norm(tables[part.device], affine, rule), running, part.out)
+        for (x, affine, running), part in zip(taken, parts, strict=True)
+    ]
+    known = {device: table._replace(rows=None) for device, table in tables.items()}
+    norms = [
+        Norm(known[part.device], affine, rule)
+        for (_, affine, _), part in zip(taken, parts, strict=True)
+    ]
+    return ys, Forward(steps, norms, exchange, number, moments)
+
+
+def backward(
+    saved: Forward,
+    xs: Sequence[Array],
+    dys: Sequence[Array],
+    needed: Sequence[bool] = (True,),
+    out: Array | None = None,
+) -> tuple[list[Array | None], list[Sums]]:
+    """`(dx of each part, or None where it is not needed; the sums of each part)`.
+
+    `xs`: those of the forward. `out`: where to write the dx of the only part, or None.
+    """
+    steps, norms, exchange = saved.steps, saved.norms, saved.exchange
+    message = labels = None
+    if exchange is not None:
+        message = exchange.begin_sums(norms[0].statistics.table, saved.number)
+        labels = message.labels if len(xs) == 1 else None
+    pairs = [steps.take_pair(x, dy) for x, dy in zip(xs, dys, strict=True)]
+
+    # The sums of each part, which are the gradients of its weight and bias; then of all.
+    sums = [
+        steps.backward_reduce(*pair, norm, labels) for pair, norm in zip(pairs, norms, strict=True)
+    ]
+    total = None
+    if saved.moments:
+        total = _added(steps, [one.exchange for one in sums])
+    if exchange is not None and message is not None:
+        total = exchange.sums(total, message)
+
+    if saved.scale is not None:
+        total = total * saved.scale
+        norms = [_scaled(norm, saved.scale[0]) for norm in norms]
+    dxs = [
+        steps.backward_input(*pair, norm, steps.near(total, x), out, labels) if by else None
+        for x, pair, norm, by in zip(xs, pairs, norms, needed, strict=True)
+    ]
+    return dxs, sums
+
+
+def moments_of(steps: Operations, x: Any, valid: Valid | None = None) -> Moments:
+    """Those of x, which `steps` has taken; of its valid values if there was a mask."""
+    part = steps.moments(x)
+    if valid is None:
+        return part
+    count, fill = valid
+    library = import_module(type(part.rows).__module__.partition(".")[0])
+    return without_filled(library, part, count, np.asarray(fill) if library is np else fill)
+
+
+def _scaled(norm: Norm, scale: Array) -> Norm:
+    affine = norm.affine
+    return norm._replace(affine=affine._replace(weight=affine.weight * scale))
+
+
+def _added(steps: Operations, sums: Sequence[Array]) -> Array:
+    """Those of all parts, in their order, on the device of the first."""
+    total = sums[0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for other in sums[1:]:
+            total = total + steps.near(other, total)
+    return total
