@@ -83,8 +83,8 @@ def batch_norm(parts: Sequence[Part]) -> tuple[Sequence[Tensor], Call]:
     if parts[0].operations is plain.DIFFERENTIABLE or True not in [part.graph for part in parts]:
         return _forward(parts)
     parts = [part if part.graph else part._replace(x=_constant(part.x)) for part in parts]
-    affine = chain(*zip(*(part.affine for part in parts), strict=True))
-    *ys, call = BatchNormOfParts.apply(parts, *(part.x for part in parts), *affine)
+    affine = chain(*zip(*[part.affine for part in parts], strict=True))
+    *ys, call = BatchNormOfParts.apply(parts, *[part.x for part in parts], *affine)
     return ys, call
 
 
@@ -106,7 +106,7 @@ class BatchNormOfParts(Function):
         affine = [part.affine.for_backward(part.rule) for part in parts]
         ctx.save_for_backward(*own, *chain(*zip(*affine, strict=True)))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(y for y, p in zip(ys, parts, strict=True) if not p.graph))
+        ctx.mark_non_differentiable(*[y for y, p in zip(ys, parts, strict=True) if not p.graph])
         return *ys, ctx.call
 
     @staticmethod
@@ -122,15 +122,15 @@ class BatchNormOfParts(Function):
         count = len(dys)
         if call.processes is None and all(dy is None for dy in dys):
             return (None,) * (1 + 3 * count)
-        by_x, by_weight, by_bias = (ctx.needs_input_grad[1 + n * count :][:count] for n in range(3))
+        by_x, by_weight, by_bias = [ctx.needs_input_grad[1 + n * count :][:count] for n in range(3)]
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
         own, weights, biases = iter(saved[: -2 * count]), saved[-2 * count : -count], saved[-count:]
         affine = [*map(Affine, weights, biases)]
         xs = [next(own) if kept is None else kept.saved_tensors[0] for kept in call.kept]
         with of_node(call.streams, xs, dys):
             dxs, sums = _backward(call, xs, dys, affine, by_x)
-        of_weights = (s.grad_weight if by else None for s, by in zip(sums, by_weight, strict=True))
-        of_biases = (s.grad_bias if by else None for s, by in zip(sums, by_bias, strict=True))
+        of_weights = [s.grad_weight if by else None for s, by in zip(sums, by_weight, strict=True)]
+        of_biases = [s.grad_bias if by else None for s, by in zip(sums, by_bias, strict=True)]
         return None, *dxs, *of_weights, *of_biases
 
 
@@ -155,10 +155,11 @@ def _backward(
     filled = [torch.zeros_like(x) if dy is None else dy for x, dy in zip(xs, dys, strict=True)]
     for x, dy in zip(xs, filled, strict=True):
         check_unchanged(x, dy)
-    if call.context is not None or call.processes is not None:
+    synchronizes = call.context is not None or call.processes is not None
+    if synchronizes:
         refuse_transforms(lambda: _name(call), *dys)
     known = call.known
-    if torch.is_grad_enabled() or has_tangent_or_wrapper(*dys):
+    if torch.is_grad_enabled() or (not synchronizes and has_tangent_or_wrapper(*dys)):
         known = _differentiable(call, xs, affine)
     return order.backward(known, xs, filled, by_x)
 
