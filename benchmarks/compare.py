@@ -53,9 +53,9 @@ import numba, torch
 from gpu_timers import Cpu, Cuda
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 try:
-    from syncbn_torch.batchnorm import always_ours
+    from syncbn_torch.forward import always_ours
 except ImportError:  # a revision before that module
-    from syncbn_torch.batchnorm import always_ours
+    from syncbn_torch.forward import always_ours
 
 timer, cases = Cuda() if sys.argv[1] == "cuda" else Cpu(), {}
 steps = 20 if sys.argv[1] == "cuda" else 1

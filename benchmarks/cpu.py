@@ -47,7 +47,7 @@ from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
 from syncbn_torch.arrays import huge_pages_on_request
-from syncbn_torch.batchnorm import always_ours
+from syncbn_torch.forward import always_ours
 
 RESNET50 = [
     (32, 64, 112, 112), (32, 64, 56, 56), (32, 256, 56, 56), (32, 128, 56, 56),
@@ -471,7 +471,7 @@ def starts() -> dict[str, float]:
     """Seconds of imports and of the first use, in new processes."""
     first = (
         "import torch, time; b = time.perf_counter(); import syncbn_torch;"
-        "from syncbn_torch.batchnorm import always_ours;"
+        "from syncbn_torch.forward import always_ours;"
         "c = always_ours(); c.__enter__(); l = syncbn_torch.SyncBatchNorm(8);"
         "l(torch.randn(4, 8, 8, 8)).sum().backward(); print(time.perf_counter() - b)"
     )

@@ -27,7 +27,7 @@ from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.contexts import CallbackContext
 from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, shared_forward
-from syncbn_torch.forward import always_ours, batch_norm, uses_running_statistics
+from syncbn_torch.forward import batch_norm, uses_running_statistics
 from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
 from syncbn_torch.process_group import checked_process_group, communicator_for
 from syncbn_torch.traced import traced_batch_norm
@@ -40,7 +40,6 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
-    "always_ours",
     "set_process_group",
     "set_sbn_eps_mode",
 ]

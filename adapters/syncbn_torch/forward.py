@@ -1,10 +1,10 @@
 """The forward of a layer: choose how to compute it, once per call.
 
-    alone, or in eval with running statistics     torch's layer
-    alone, large planes on the CPU, or "clamp"    `node`, with one part
-    replica                                       `node`, with the other replicas
-    several processes                             `node`, one collective each way
-    several processes, under torch.compile        `traced`
+    alone, or in eval with running statistics       torch's layer
+    alone, "clamp", or large with an activation     `node`, with one part
+    replica                                         `node`, with the other replicas
+    several processes                               `node`, one collective each way
+    several processes, under torch.compile          `traced`
 
 Where the node computes, one of these implementations does:
 
@@ -60,14 +60,13 @@ __all__ = [
     "by_running_statistics",
     "checked_part",
     "eval_batch_norm",
-    "goes_to_kernels",
     "operations_for",
     "uses_running_statistics",
 ]
 
-LARGE = 500_000  # elements from which our kernels are faster than torch's in networks,
-PLANE = 256  # in planes of so many elements; with an activation in shorter ones too,
-CHANNELS_LAST = 3_000_000  # and from so many in channels_last
+# From so many elements a layer with an activation is faster by our kernels, in networks on a CPU.
+LARGE = 500_000
+CHANNELS_LAST = 3_000_000  # the same for x in channels_last
 
 _torch_forward: Any = _BatchNorm.forward
 _has_world: Any = dist.is_initialized if dist.is_available() else bool
@@ -76,7 +75,7 @@ _ours_always: ContextVar[bool] = ContextVar("ours_always", default=False)
 
 @contextmanager
 def always_ours(on: bool = True) -> Iterator[None]:
-    """For tests and benchmarks: in the block, a layer alone uses our kernels for every size."""
+    """For tests and benchmarks: in the block, a layer alone always uses our kernels."""
     token = _ours_always.set(on)
     try:
         yield
@@ -95,8 +94,7 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
         _warn_of_no_world()
     if layer._replica_sync is not None or processes is not None or mask is not None:
         return _by_node(layer, x, processes, mask)
-    clamps = layer.effective_eps_mode == "clamp"
-    if clamps or ((x.numel() >= LARGE or _ours_always.get()) and goes_to_kernels(layer, x)):
+    if layer.effective_eps_mode == "clamp" or _goes_to_kernels(layer, x):
         return _by_node(layer, x, None)
     tracks = layer.track_running_stats
     unusual = layer.training and (backward_task() != -1 or layer._tracked is not tracks)
@@ -123,29 +121,24 @@ def _recomputed(layer: LayerState, x: Tensor) -> Tensor:
     return F.batch_norm(x, mean, var, layer.weight, layer.bias, True, 0.0, layer.eps)
 
 
-def goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
-    """Whether a layer alone that does not clamp computes by the node.
-
-    With large planes of float32 or float64 on the CPU our kernels are faster than torch's, and an
-    activation saves passes (docs/speed.md).
-    """
-    if _is_watched():
+def _goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
+    """Whether a layer alone that does not clamp computes by the node, to save passes over x."""
+    always, large = _ours_always.get(), x.numel() >= LARGE and layer._activation[0] is not None
+    if not (always or large) or _is_watched():
         return False
     tensors = x, layer.weight, layer.bias, layer.running_mean, layer.running_var
-    return _ours_always.get() or (
+    return always or (
         x.dtype in (torch.float32, torch.float64)
         and x.dim() > 2
         and not x.is_nested
-        and _is_large(x, layer._activation[0] is not None)
+        and (x.is_contiguous() or _is_large_in_channels_last(x))
         and all(t is None or (arrays.supports(t) and t.dtype is x.dtype) for t in tensors)
     )
 
 
-def _is_large(x: Tensor, fused: bool) -> bool:
-    if x.is_contiguous():
-        return x.numel() >= max(LARGE, 0 if fused else PLANE * x.size(0) * x.size(1))
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return fused and channels_last and x.numel() >= CHANNELS_LAST
+def _is_large_in_channels_last(x: Tensor) -> bool:
+    dense = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return dense and x.numel() >= CHANNELS_LAST
 
 
 def _is_watched() -> bool:

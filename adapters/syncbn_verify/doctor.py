@@ -25,7 +25,7 @@ from syncbn_core import doctor
 from syncbn_core.comm.local import host_name
 from syncbn_core.doctor import Check, Difference, Facts, Outcome, refuse
 from syncbn_torch import convert_model
-from syncbn_torch.forward import always_ours, goes_to_kernels
+from syncbn_torch.forward import always_ours
 from syncbn_verify import verify_sync
 
 __all__ = ["checks", "facts", "in_ranks", "timing"]
@@ -213,8 +213,7 @@ def time_alone(device: str) -> str:
             layer(x).backward(torch.ones_like(x))
 
     times = medians({"ours": partial(step, True), "torch's": partial(step, False)}, x)
-    takes = "ours" if goes_to_kernels(layer, x) else "torch's"
-    return f"{tuple(x.shape)} float32, forward and backward: {times}; a layer alone takes {takes}"
+    return f"{tuple(x.shape)} float32, forward and backward: {times}"
 
 
 def time_of_steps(engine: str, device: str) -> str:

@@ -1,6 +1,6 @@
 """A layer alone is torch's layer: the same bits, errors and texts, whatever a program does with it.
 
-With large planes it computes by our kernels, and gives the same numbers to rounding.
+With an activation, a large one computes by our kernels, and gives the same numbers to rounding.
 """
 
 import copy
@@ -371,11 +371,16 @@ def outcome(program: Program, layer: Any, shape: tuple[int, ...]) -> list[Any]:
     return [*results, *state, None if weight is None else weight.grad]
 
 
-def both(program: Program, shape: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+class WithSilu(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.silu(super().forward(input))
+
+
+def both(program: Program, layer: Any, twin: Any, shape: Any) -> tuple[list[Any], list[Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of nested and sparse tensors, and of vmap
-        expected = outcome(program, nn.BatchNorm2d(CHANNELS), shape)
-        return outcome(program, SynchronizedBatchNorm2d(CHANNELS), shape), expected
+        expected = outcome(program, twin, shape)
+        return outcome(program, layer, shape), expected
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
@@ -384,7 +389,8 @@ def test_a_small_layer_gives_what_that_of_torch_gives(program: Program) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several write an expanded running mean in any order
     try:
-        actual, expected = both(program, SMALL)
+        pair = SynchronizedBatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+        actual, expected = both(program, *pair, SMALL)
     finally:
         torch.set_num_threads(threads)
     assert len(actual) == len(expected)
@@ -399,13 +405,27 @@ def test_a_small_layer_gives_what_that_of_torch_gives(program: Program) -> None:
             assert a == e
 
 
+def test_a_large_layer_is_that_of_torch_but_for_its_activation() -> None:
+    x = torch.randn(LARGE)
+    results = []
+    for layer in (SyncBatchNorm(CHANNELS), nn.BatchNorm2d(CHANNELS)):
+        own = x.clone().requires_grad_()
+        y = layer(own)
+        y.square().sum().backward()
+        results.append([y, own.grad, layer.weight.grad, layer.running_var])
+    assert all(map(torch.equal, *results))
+    y = SyncBatchNorm(CHANNELS, activation="silu")(x)
+    assert "BatchNormOfParts" in type(y.grad_fn).__name__  # one pass less
+
+
 IF_LARGE = PROGRAMS.keys() - {"expanded running mean", "overlapping statistics"}  # refused
 
 
 @pytest.mark.parametrize("program", [PROGRAMS[n] for n in sorted(IF_LARGE)], ids=sorted(IF_LARGE))
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_a_large_layer_gives_what_that_of_torch_gives_to_rounding(program: Program) -> None:
-    actual, expected = both(program, LARGE)
+def test_a_large_layer_with_its_activation_gives_what_torch_gives(program: Program) -> None:
+    layer = SynchronizedBatchNorm2d(CHANNELS, activation="silu")
+    actual, expected = both(program, layer, WithSilu(CHANNELS), LARGE)
     if isinstance(expected[0], type):
         assert isinstance(actual[0], type)
         return

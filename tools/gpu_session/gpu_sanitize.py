@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm
 from syncbn_torch import DataParallelWithCallback, SyncBatchNorm
-from syncbn_torch.batchnorm import always_ours
-from syncbn_torch.forward import operations_for
+from syncbn_torch.forward import always_ours, operations_for
 
 # Largest error of a result of that dtype, relative to the largest value or 1.
 TOLERANCE = {
