@@ -26,7 +26,7 @@ from syncbn_torch.conversion.report import ConversionReport
 from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.contexts import CallbackContext
-from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, shared_forward
+from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, place_in
 from syncbn_torch.forward import batch_norm, uses_running_statistics
 from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
 from syncbn_torch.process_group import checked_process_group, communicator_for
@@ -107,11 +107,11 @@ class _SynchronizedBatchNorm(LayerState, _BatchNorm):
         `context` may be any object that all copies share: wrappers of other projects call this too.
         Raises `ArgumentError` for one on which no attributes can be set.
         """
-        shared = shared_forward(context, self._original)
-        alone = shared.size == 1 and (
+        place = place_in(context, self._original)
+        alone = place.forward.size == 1 and (
             not self.training or communicator_for(self.process_group) is None
         )
-        self._replica_sync = None if alone else ReplicaSync(shared, copy_id)
+        self._replica_sync = None if alone else ReplicaSync(place, copy_id)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize `input` (N, C, *spatial); the result has its shape, dtype and memory layout.

@@ -53,7 +53,7 @@ from syncbn_torch.node import Part
 from syncbn_torch.processes import Processes, processes_of
 
 __all__ = [
-    "OF_INPUT",
+    "ERRORS_OF_INPUT",
     "add_name",
     "always_ours",
     "batch_norm",
@@ -169,12 +169,12 @@ def _by_node(
         else:
             (y,), _ = node.batch_norm([part])
         return y if mask is None else zeroed(y, mask)
-    except OF_INPUT as error:
+    except ERRORS_OF_INPUT as error:
         add_name(layer, error)
         raise
 
 
-OF_INPUT = (BatchSizeError, DeviceError, DTypeError, ShapeError)
+ERRORS_OF_INPUT = (BatchSizeError, DeviceError, DTypeError, ShapeError)
 
 
 def add_name(layer: LayerState, error: Exception) -> None:

@@ -28,7 +28,7 @@ from syncbn_torch.arrays import HALVES
 from syncbn_torch.backends import plain
 from syncbn_torch.conversion.registry import register_conversion
 from syncbn_torch.forward import (
-    OF_INPUT,
+    ERRORS_OF_INPUT,
     add_name,
     batch_norm,
     by_running_statistics,
@@ -175,7 +175,7 @@ class InPlaceABN(ABN):
         try:
             part = checked_part(self, input, processes_of(self, input))
             y: Tensor = _InPlace.apply(input, weight, self.bias, part, self._applied)
-        except OF_INPUT as error:
+        except ERRORS_OF_INPUT as error:
             add_name(self, error)
             raise
         return y

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     `graph`: whether gradients are enabled in the thread it comes from. The rest is for replicas.
     `inference`: whether it comes from `torch.inference_mode()`.
-    `context`: the forward that they share. `kept`: the ctx of a node that has saved x, if any.
+    `place`: the layer in their forward. `kept`: the ctx of a node that has saved x, if any.
     `stream`: that of its GPU on which it computes x, and goes on with y; None on a host.
     `nodes`: how many nodes of autograd its thread has made.
     `valid`: with a mask, what `masks.filled` says of x.
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     processes: Processes | None
     graph: bool
     inference: bool = False
-    context: Any = None
+    place: Any = None
     kept: Any = None
     stream: Any = None
     nodes: int = 0
@@ -62,13 +62,13 @@ class Part(NamedTuple):
 class Call(NamedTuple):
     """What a forward leaves for its backward and for recomputations, besides tensors it saves.
 
-    `known`: as `order.forward` leaves it. `processes`, `context`: those of all parts. `kept`,
+    `known`: as `order.forward` leaves it. `processes`, `place`: those of all parts. `kept`,
     `streams`, `valid`: those of the parts.
     """
 
     known: order.Forward
     processes: Processes | None
-    context: Any
+    place: Any
     kept: Sequence[Any]
     streams: Sequence[Any]
     valid: Sequence[Valid | None]
@@ -113,9 +113,9 @@ class BatchNormOfParts(Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         call: Call = ctx.call
         *dys, _ = gradients
-        if call.context is not None and not call.context.is_over():
+        if call.place is not None and not call.place.forward.is_over():
             raise StateError(
-                f"expected the backward of {call.context.name} after the forward of all replicas, "
+                f"expected the backward of {call.place.name} after the forward of all replicas, "
                 "got autograd.grad or backward() inside a replica, which can't be synchronized; "
                 "compute gradients outside of DataParallelWithCallback"
             )
@@ -140,7 +140,7 @@ def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     ys, known = order.forward(first.operations, own, first.rule, first.processes)
     kept, streams = [part.kept for part in parts], [part.stream for part in parts]
     valid = [part.valid for part in parts]
-    return ys, Call(known, first.processes, first.context, kept, streams, valid)
+    return ys, Call(known, first.processes, first.place, kept, streams, valid)
 
 
 def _backward(
@@ -155,7 +155,7 @@ def _backward(
     filled = [torch.zeros_like(x) if dy is None else dy for x, dy in zip(xs, dys, strict=True)]
     for x, dy in zip(xs, filled, strict=True):
         check_unchanged(x, dy)
-    synchronizes = call.context is not None or call.processes is not None
+    synchronizes = call.place is not None or call.processes is not None
     if synchronizes:
         refuse_transforms(lambda: _name(call), *dys)
     known = call.known
@@ -165,7 +165,7 @@ def _backward(
 
 
 def _name(call: Call) -> str:
-    return str(call.context.name) if call.processes is None else call.processes.name()
+    return str(call.place.name) if call.processes is None else call.processes.name()
 
 
 def _differentiable(call: Call, xs: Sequence[Tensor], affine: Sequence[Affine]) -> order.Forward:

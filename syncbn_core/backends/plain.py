@@ -230,7 +230,7 @@ class PlainOperations(Operations):
     ) -> Sums:
         statistics, affine, _ = norm
         space, axes = self.namespace, axes_of(x)
-        dy = self.by_z(x, dy, norm)
+        dy = self.through_activation(x, dy, norm)
         sum_dy = space.sum(dy, axes)
         deviations, rest = self._deviations(x, statistics)
         sum_dy_deviations = space.sum(space.product(deviations, dy), axes) - rest * sum_dy
@@ -251,7 +251,7 @@ class PlainOperations(Operations):
     ) -> Array:
         statistics, affine, rule = norm
         invstd = statistics.invstd
-        dy = self.by_z(x, dy, norm)
+        dy = self.through_activation(x, dy, norm)
         scale = invstd
         if affine.weight is not None:
             scale = scale * self._wide(affine.weight)
@@ -268,7 +268,7 @@ class PlainOperations(Operations):
         dx = self.namespace.plus_scaled(values, dy, self._column(scale, values), x.dtype)
         return self._result(dx, x, out)
 
-    def by_z(self, x: Array, dy: Array, norm: Norm) -> Array:
+    def through_activation(self, x: Array, dy: Array, norm: Norm) -> Array:
         """The gradient by `z = xhat * weight + bias`, the input of the activation."""
         rule = norm.rule
         if rule.activation is None:

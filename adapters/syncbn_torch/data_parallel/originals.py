@@ -8,16 +8,15 @@ a link to the other replicas.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from torch import nn
-
 from syncbn_core.errors import StateError
+from syncbn_torch.data_parallel.contexts import ReplicatedForward
 from syncbn_torch.module_names import name_of
 
-__all__ = ["Replica", "check_alone", "current", "give_up"]
+__all__ = ["Replica", "check_alone", "current"]
 
 T = TypeVar("T")
 
@@ -31,13 +30,11 @@ _current: ContextVar[Replica | None] = ContextVar("replica", default=None)
 
 
 class Replica:
-    """One of several replicas of a model; `modules`: those of the original model."""
+    """One of several replicas of a model."""
 
-    def __init__(self, index: int, size: int, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, index: int, forward: ReplicatedForward) -> None:
         self.index: int = index
-        self.size: int = size
-        self.modules: frozenset[nn.Module] = frozenset(modules)
-        self.given_up: bool = False
+        self.forward: ReplicatedForward = forward
 
     def run(self, call: Callable[[], T]) -> T:
         """Run `call()` as this replica; must be called in a `contextvars` context of its own."""
@@ -54,12 +51,6 @@ class Replica:
                 active = bool(_running)
 
 
-def give_up(replicas: Sequence[Replica]) -> None:
-    """Let other threads use the model: the forward of these replicas has failed."""
-    for replica in replicas:
-        replica.given_up = True
-
-
 def current() -> Replica | None:
     """The replica that runs in this thread, or None."""
     return _current.get()
@@ -70,14 +61,14 @@ def check_alone(layer: Any) -> None:
     replica = _current.get()
     if replica is not None:
         raise StateError(
-            f"{name_of(layer)} was called in replica {replica.index} of {replica.size}, but is "
-            "not a submodule of it, so it can't be synchronized: it was reached by a bound method, "
-            "a compiled function, a plain list or a global, or made in forward; call the replica's "
-            "submodules (self.bn), or register it, for example in an nn.ModuleList"
+            f"{name_of(layer)} was called in replica {replica.index} of {replica.forward.size}, "
+            "but is not a submodule of it, so it can't be synchronized: it was reached by a bound "
+            "method, a compiled function, a plain list or a global, or made in forward; call the "
+            "replica's submodules (self.bn), or register it, for example in an nn.ModuleList"
         )
     with _lock:
-        others = [other for other in _running if not other.given_up]
-    if any(layer in other.modules for other in others):
+        forwards = {other.forward for other in _running}
+    if any(layer in forward.modules for forward in forwards if not forward.given_up):
         raise StateError(
             f"{name_of(layer)} of the original model was called by a thread that belongs to no "
             "replica while replicas of the model run, so it can't be synchronized; in your own "

@@ -23,14 +23,14 @@ from syncbn_torch._torch_private import (
     without_dispatch_modes,
 )
 from syncbn_torch.backends import plain
-from syncbn_torch.data_parallel.contexts import SharedForward, open_forward_of
+from syncbn_torch.data_parallel.contexts import Place, place_of
 from syncbn_torch.module_names import name_of
 from syncbn_torch.node import Part, batch_norm
 from syncbn_torch.streams import of_replicas, stream_of
 
-__all__ = ["ReplicaSync", "Unconnected", "shared_forward"]
+__all__ = ["ReplicaSync", "Unconnected", "place_in"]
 
-_OURS = "master of the layer"  # among the attributes of a context: no name that one could have
+_KEY_OF_OUR_MASTER = "master of the layer"  # no name that an attribute of a context could have
 
 
 class _Earlier(NamedTuple):
@@ -45,32 +45,32 @@ class _Earlier(NamedTuple):
 class ReplicaSync:
     """The link of a replica in `DataParallelWithCallback` or a wrapper of another project."""
 
-    def __init__(self, shared: SharedForward, copy_id: int) -> None:
-        self.shared: SharedForward = shared
+    def __init__(self, place: Place, copy_id: int) -> None:
+        self.place: Place = place
         self.is_master: bool = copy_id == 0
         if self.is_master:
-            self.master: SyncMaster = SyncMaster(_of_all_replicas, name=shared.name)
-            shared.begin(_OURS, self.master)
+            self.master: SyncMaster = SyncMaster(_of_all_replicas, name=place.name)
+            place.begin(_KEY_OF_OUR_MASTER, self.master)
         else:
-            self.pipe: SlavePipe = shared.master(_OURS).register_slave(copy_id)
+            self.pipe: SlavePipe = place.master(_KEY_OF_OUR_MASTER).register_slave(copy_id)
         self._history: list[_Earlier] = []
 
     def check(self) -> None:
         """Raise `CommAborted` if the caller has given up this replica's forward."""
-        if self.shared.disowned:
+        if self.place.forward.given_up:
             raise CommAborted(
-                f"{self.shared.name}: the forward that this replica belonged to was given up: "
-                f"{self.shared.disowned}"
+                f"{self.place.name}: the forward that this replica belonged to was given up: "
+                f"{self.place.forward.given_up}"
             )
 
     def recomputes(self) -> bool:
         """Whether a forward now repeats one for a checkpoint, around the replicas or inside."""
-        return self.shared.recomputes or self.shared.is_over()
+        return self.place.forward.recomputes or self.place.forward.is_over()
 
     def forward(self, part: Part) -> Tensor:
         """y by the statistics of all replicas; each updates its own running statistics."""
-        x, graph, over = part.x, part.graph, self.shared.is_over()
-        part = part._replace(context=self.shared)
+        x, graph, over = part.x, part.graph, self.place.forward.is_over()
+        part = part._replace(place=self.place)
         if over:
             with torch.no_grad(), without_dispatch_modes():
                 do = part.operations
@@ -112,7 +112,7 @@ class ReplicaSync:
         """
         if states != _random_states(devices):
             raise CheckpointError(
-                f"expected no random operations (dropout) beside {self.shared.name} in what a "
+                f"expected no random operations (dropout) beside {self.place.name} in what a "
                 "checkpoint repeats within replicas: the replicas of a device share one random "
                 "number generator, so the recomputation draws other numbers than the forward; "
                 "move them out of the checkpoint, or use one replica per process"
@@ -123,14 +123,14 @@ class ReplicaSync:
         found = [one for one in self._history if _same_part(one.moments, moments)]
         if not found:
             raise CheckpointError(
-                f"{self.shared.name} of a replica was called after the forward of its "
+                f"{self.place.name} of a replica was called after the forward of its "
                 "DataParallelWithCallback, with a new input; call the wrapped model instead. If "
                 "this is a checkpoint, remove random operations (dropout) from it: replicas share "
                 "one random number generator"
             )
         if torch.is_grad_enabled() and not all(one.graph for one in found):
             raise CheckpointError(
-                f"{self.shared.name} was recomputed by a reentrant checkpoint, which runs one "
+                f"{self.place.name} was recomputed by a reentrant checkpoint, which runs one "
                 "replica at a time and can't be synchronized; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
@@ -140,7 +140,7 @@ class ReplicaSync:
         tables = [one.norm.statistics.table for one in found]
         if not all(_same_bits(tables[0], other) for other in tables[1:]):
             raise CheckpointError(
-                f"{self.shared.name} was recomputed with an input that this replica had in "
+                f"{self.place.name} was recomputed with an input that this replica had in "
                 "several calls with different statistics over all replicas; use a separate layer "
                 "for each of these calls, or do not checkpoint them"
             )
@@ -166,7 +166,7 @@ class Recomputed(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, norm: Norm, part: Part) -> Any:
-        ctx.name = str(part.context.name)
+        ctx.name = str(part.place.name)
         do = part.operations
         own, affine, _ = do.take(x, part.affine, None)
         statistics = do.statistics(norm.statistics.as_moments(), norm.rule)
@@ -192,10 +192,10 @@ def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Has
     in branches run in one order on all ranks.
     """
     parts: list[Part] = [part for _, part in messages]
-    context = parts[0].context
+    place = parts[0].place
     # When a forward is given up, all slaves are forgotten; a master that comes then would be alone.
-    if context.closed:
-        raise CommAborted(f"{context.name}: the forward of this replica has ended")
+    if place.forward.closed:
+        raise CommAborted(f"{place.name}: the forward of this replica has ended")
     if len({part.x.shape[1] for part in parts}) > 1:
         channels = {identifier: part.x.shape[1] for identifier, part in messages}
         raise ShapeError(f"expected the same number of channels in every replica, got {channels}")
@@ -209,7 +209,7 @@ def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Has
         torch.inference_mode(inference),
         torch.set_grad_enabled(graph),
         without_dispatch_modes(),
-        _without_hooks(context),
+        _without_hooks(place),
     ):
         raise_sequence_number(max(part.nodes for part in parts))
         ys, call = batch_norm(parts)
@@ -219,7 +219,7 @@ def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Has
     return [(identifier, (y, call.known, n, nodes)) for n, ((identifier, _), y) in indexed]
 
 
-def _without_hooks(context: SharedForward) -> Any:
+def _without_hooks(place: Place) -> Any:
     """Save tensors as they are, in place of the hooks of the master's own thread."""
 
     def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
@@ -229,7 +229,7 @@ def _without_hooks(context: SharedForward) -> Any:
         tensor, version = saved
         if _version(tensor) != version:
             raise StateError(  # torch does not see it past hooks
-                f"expected the weight and input of {context.name} as they were in forward, "
+                f"expected the weight and input of {place.name} as they were in forward, "
                 "one has been modified by an inplace operation; do that after backward"
             )
         return tensor
@@ -301,6 +301,6 @@ class _LazyName:
         return name_of(self.layer)
 
 
-def shared_forward(context: Any, layer: nn.Module) -> SharedForward:
-    """The forward that the copies of `layer` share by `context`, which may be any object."""
-    return open_forward_of(context, _LazyName(layer))
+def place_in(context: Any, layer: nn.Module) -> Place:
+    """The place of the copies of `layer` in their forward; `context` may be any object."""
+    return place_of(context, _LazyName(layer))

@@ -32,7 +32,7 @@ from syncbn_torch.conversion.registry import conversions
 from syncbn_torch.conversion.replacement import class_of, modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.contexts import CallbackContext, SharedForward, forward_of
+from syncbn_torch.data_parallel.contexts import CallbackContext, Place, ReplicatedForward
 from syncbn_torch.data_parallel.split import (
     BatchSizes,
     Parts,
@@ -62,23 +62,24 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[Callback
     if not modules:
         return []
     copies = [list(module.modules()) for module in modules]
-    contexts = _execute(copies, ends=False)
+    contexts = _execute(copies, ReplicatedForward(len(copies)))
     return [
         contexts.get(i) or CallbackContext(name or type(modules[0]).__name__, len(copies))
         for i, (name, _) in enumerate(modules[0].named_modules())
     ]
 
 
-def _execute(copies: Sequence[Sequence[nn.Module]], ends: bool) -> dict[int, CallbackContext]:
-    """Call the callbacks of all copies, given as lists of modules; contexts by place in the list.
-
-    `ends`: whether the end of the forward will be reported.
-    """
+def _execute(
+    copies: Sequence[Sequence[nn.Module]], forward: ReplicatedForward
+) -> dict[int, CallbackContext]:
+    """Call the callbacks of all copies, which are lists of modules; contexts by place in these."""
     first, size = copies[0][0], len(copies[0])
     contexts: dict[int, CallbackContext] = {}
     for place, (name, module) in enumerate(first.named_modules()):
         if hasattr(module, "__data_parallel_replicate__"):
-            contexts[place] = CallbackContext(name or type(first).__name__, len(copies), ends=ends)
+            name = name or type(first).__name__
+            where = Place(forward, place, name)
+            contexts[place] = CallbackContext(name, len(copies), place=where)
     for copy_id, submodules in enumerate(copies):
         if len(submodules) != size:
             raise CommError(
@@ -93,17 +94,11 @@ def _execute(copies: Sequence[Sequence[nn.Module]], ends: bool) -> dict[int, Cal
 
 
 class _Replicas(list[nn.Module]):
-    """Copies of one model, with the `SharedForward` and `Replica` objects of this forward."""
+    """Copies of one model, and the forward that they share."""
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        forwards: list[SharedForward],
-        found: list[originals.Replica],
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], forward: ReplicatedForward) -> None:
         super().__init__(modules)
-        self.forwards = forwards
-        self.found = found
+        self.forward = forward
 
 
 def _replicate_on_one_device(modules: Sequence[nn.Module], copies: int) -> list[list[nn.Module]]:
@@ -340,10 +335,9 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
             replicas = super().replicate(module, device_ids)
             copies = [list(replica.modules()) for replica in replicas]
         _separate_hooks(copies)
-        forwards = [*map(forward_of, _execute(copies, ends=True).values())]
-        size = len(copies)
-        found = [originals.Replica(n, size, modules) for n in range(size) if size > 1]
-        return _Replicas([made[0] for made in copies], forwards, found)
+        forward = ReplicatedForward(len(copies), ends=True, modules=modules)
+        _execute(copies, forward)
+        return _Replicas([made[0] for made in copies], forward)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
@@ -368,41 +362,31 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run each replica in its own thread; return their outputs in order."""
-        forwards: list[SharedForward] = getattr(replicas, "forwards", [])
-        found: list[originals.Replica] = getattr(replicas, "found", [])
+        # in a replica of another wrapper there is one module, and its forward is that of the other
+        forward: ReplicatedForward = getattr(replicas, "forward", None) or ReplicatedForward(1)
 
         def member(index: int) -> Callable[[], Any]:
             call: Callable[[], Any] = partial(replicas[index], *inputs[index], **kwargs[index])
-            if not found:
+            if forward.size == 1:
                 return call
             call = _as_here(call, _device(self.device_ids[index]))
+            replica = originals.Replica(index, forward)
             # Only one thread at a time can enter a context, so each replica gets a copy.
-            return partial(contextvars.copy_context().run, found[index].run, call)
-
-        def leave(index: int) -> None:
-            for forward in forwards:
-                forward.leave(index)
-
-        def abort(error: BaseException) -> None:
-            for forward in forwards:
-                forward.abort(error)
+            return partial(contextvars.copy_context().run, replica.run, call)
 
         try:
             outputs = run_in_threads(
                 [member(index) for index in range(len(replicas))],
-                abort=abort,
-                leave=leave,
+                abort=forward.abort,
+                leave=forward.leave,
                 describe="replica",
             )
             return Parts(outputs, getattr(inputs, "sizes", None))
         except BaseException as error:
-            for forward in forwards:
-                forward.disown(error)
-            originals.give_up(found)
+            forward.give_up(error)
             raise
         finally:
-            for forward in forwards:
-                forward.close()
+            forward.close()
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """Join the outputs of all replicas on `output_device`."""

@@ -187,7 +187,7 @@ class CudaOperations(PlainDeviceOperations):
                     exchange = memory.zeros((2 * x.shape[1] + 1,), "float64", index)
                     exchange[-1:] = labels.own
                 return Sums(exchange, *memory.zeros((2, x.shape[1]), dtype, index))
-            pair = self._pair(x, memory.plain.by_z(x, dy, norm))
+            pair = self._pair(x, memory.plain.through_activation(x, dy, norm))
             parameters, _kept = self._parameters(affine)
             shape = (2, pair.x.channels)
             dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
@@ -221,7 +221,7 @@ class CudaOperations(PlainDeviceOperations):
         statistics, affine, rule = norm
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
-            pair = self._pair(x, memory.plain.by_z(x, dy, norm))
+            pair = self._pair(x, memory.plain.through_activation(x, dy, norm))
             parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
             dx = memory.target(pair.dense, pair.layout, out, pair.grad)
