@@ -27,7 +27,6 @@ be written (running statistics, `out`) must be exported as writable: NumPy and t
 JAX, whose arrays are immutable, does not; on a device they must be CuPy's. Autograd of other
 libraries does not see what is computed here; tensors that require grad are refused.
 
-This is the one place that knows both arithmetic (`backends`) and communication (a communicator).
 NaN or infinity in a channel makes the statistics of that channel NaN, in the output and in the
 running statistics, and leaves other channels alone.
 
@@ -171,7 +170,8 @@ def batch_norm_forward(
     if communicator is not None:
         exchange = exchange or _without_layer(communicator, x)
     part = order.Part(x, affine, updated, valid, out)
-    (y,), known = order.forward(operations, [part], rule, exchange)
+    with device_of(x):
+        (y,), known = order.forward(operations, [part], rule, exchange)
     _zero(y, mask)
     statistics = known.norms[0].statistics
     count = UNKNOWN if statistics.count is None else statistics.count

@@ -40,7 +40,7 @@ class DifferentiableSums(NamedTuple):
     call: int
 
     def begin_sums(self, like: Any, forward: int) -> Message:
-        """No label: `SumOverProcesses` has a message of its own."""
+        """A message that is not sent: the node of the sum sends its own."""
         return self.processes.begin_sums(like, forward, WITH_GRAPH)
 
     def sums(self, sums: Tensor, message: Message) -> Tensor:

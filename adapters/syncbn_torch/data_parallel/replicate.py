@@ -362,7 +362,7 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run each replica in its own thread; return their outputs in order."""
-        # in a replica of another wrapper there is one module, and its forward is that of the other
+        # within a replica of another wrapper, `replicate` has given the module itself
         forward: ReplicatedForward = getattr(replicas, "forward", None) or ReplicatedForward(1)
 
         def member(index: int) -> Callable[[], Any]:
