@@ -24,7 +24,8 @@ from gpu_report import faster_than, total_of_resnet50
 
 ROOT = Path(__file__).parents[2]
 CPU = "cpu-2026-11-23.json"
-NETS = {threads: f"nets-2026-11-27-{threads}.json" for threads in (1, 2)}
+NETS = {threads: f"nets-2026-11-28-{threads}.json" for threads in (1, 2)}
+FUSED = {threads: f"nets-2026-11-27-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 COMPILED = "compiled-2026-11-23.json"
 REPLICAS = "replicas-2026-11-25.json"
@@ -151,7 +152,7 @@ def nets_cpu() -> Iterator[str]:
             ratios = [
                 [
                     row["faster"]
-                    for row in read(NETS[threads])["layers"]
+                    for row in read(FUSED[threads])["layers"]
                     if (row["layout"], row["in place"]) == (kind, in_place)
                     and prod(row["shape"]) > 1e6
                 ]
