@@ -4,7 +4,14 @@ import figures
 import pytest
 
 ROOT = figures.ROOT
-NAMES = (figures.CPU, *figures.NETS.values(), figures.REPLICAS, figures.H100, figures.COMPILED)
+NAMES = (
+    figures.CPU,
+    *figures.NETS.values(),
+    *figures.FUSED.values(),
+    figures.REPLICAS,
+    figures.H100,
+    figures.COMPILED,
+)
 
 
 @pytest.mark.parametrize("page", figures.PAGES)
