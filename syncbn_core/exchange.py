@@ -15,8 +15,8 @@ a further message:
 
     label = ((extra * 2**19 + number) * 8 + kind) * 4 + dtype
 
-`number`: of the layer, by its first call in this group; calls without a layer have 0, and go with
-any (a graph on a device does not know its layer).
+`number`: of the layer, by its first call in this group; a call without a layer (a graph on a device
+does not know its own) sends 0 and is never compared.
 `kind`: see `KINDS`. `extra`: in backward the number of the call in which the forward was; in
 forward 12 bits of a hash of the layer's settings, and above them, in its first call, a hash of its
 name, because two members may take their layers in another order from the first call on.
@@ -62,8 +62,8 @@ from syncbn_core.steps import Labels
 
 __all__ = [
     "BACKWARD",
-    "COMPILED",
     "FORWARD",
+    "FORWARD_IN_GRAPH",
     "OF_MOMENTS",
     "OF_SUMS",
     "WITH_GRAPH",
@@ -74,7 +74,7 @@ __all__ = [
 
 Array = Any
 
-FORWARD, BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS, COMPILED = range(6)
+FORWARD, BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS, FORWARD_IN_GRAPH = range(6)
 KINDS = (
     "forward",
     "backward",
@@ -88,10 +88,10 @@ REMEDY = (
     "all members have to run the same layers in the same order, use them in the loss, and agree on "
     "create_graph and on torch.compile"
 )
-_NUMBERS, _EXTRAS = 1 << 19, 1 << 28
+_NUMBERS, _EXTRA_LIMIT = 1 << 19, 1 << 28
 _SETTINGS, _NAMED = 1 << 12, 1 << 15
-_EXTRA = 32 * _NUMBERS  # the place of the extra in a label,
-_NAME = _EXTRA * _SETTINGS  # and of the name in that: labels with a name are not less
+_EXTRA_UNIT = 32 * _NUMBERS  # what 1 of the extra adds to a label,
+_NAME_UNIT = _EXTRA_UNIT * _SETTINGS  # and 1 of the hash of a name: labels without one are less
 _NAMES = 8192  # bytes of the message with a member's names
 
 
@@ -188,8 +188,8 @@ class Exchange(NamedTuple):
         member = self.member
         number, new = member.number_of(self.layer)
         name = self.names.name(self.layer) if new else ""
-        extra = _hash(name, _NAMED) + _NAMED if name else 0
-        extra = extra * _SETTINGS + (_hash(self.rule, _SETTINGS) if number else 0)
+        name_hash = _hash(name, _NAMED) + _NAMED if name else 0
+        extra = name_hash * _SETTINGS + (_hash(self.rule, _SETTINGS) if number else 0)
         call = self._call(member, kind, 2 * channels + 2)
         return Message(member, self._label(kind, number, extra), call, None, new)
 
@@ -281,7 +281,7 @@ class Exchange(NamedTuple):
 
     def _label(self, kind: int, number: int, extra: int) -> float:
         dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else 0
-        numbers = extra % _EXTRAS * _NUMBERS + 1 + number % (_NUMBERS - 1)
+        numbers = extra % _EXTRA_LIMIT * _NUMBERS + 1 + number % (_NUMBERS - 1)
         return float((numbers * 8 + kind) * 4 + dtype)
 
     def _call(self, member: Member, kind: int, size: int, forward: int = 0) -> CollectiveCall:
@@ -317,7 +317,7 @@ class Exchange(NamedTuple):
             if wait is not None:
                 wait(copy.done)
             labels = copy.values().tolist()
-            self._compare(labels, label, call, all(label >= _NAME for label in labels))
+            self._compare(labels, label, call, all(label >= _NAME_UNIT for label in labels))
         elif copy is not None:
             _processes(self).look_later(lambda: _are_all(label, copy), call)
         return rows
@@ -352,16 +352,16 @@ class Exchange(NamedTuple):
             _processes(self).look_later(is_right, call)
 
     def _compare(
-        self, labels: list[float], own: float, call: CollectiveCall, together: bool = True
+        self, labels: list[float], own: float, call: CollectiveCall, all_wait: bool = True
     ) -> None:
         """Raise if the labels of the members do not go together; all members raise alike.
 
-        `together`: whether all members are here, and can send their names.
+        `all_wait`: whether every member waits in this call, so that names can be exchanged.
         """
         if labels.count(own) == len(labels):
             return
         if not all(label.is_integer() and label >= 32 for label in labels):
-            raise ProtocolError(f"{_differ(call)}; {REMEDY}")  # a message of something else
+            raise ProtocolError(f"{_difference(call)}; {REMEDY}")  # a message of something else
         forward = same = False
         if _may_be_one_layer(labels):
             dtypes = {rank: DTYPES[int(label) % 4] for rank, label in enumerate(labels)}
@@ -370,25 +370,25 @@ class Exchange(NamedTuple):
                     f"expected input of one dtype on all members, got {dtypes} in {call}; check "
                     "autocast and the dtype of the data there"
                 )
-            forward, same = own // 4 % 8 in (FORWARD, COMPILED), _same_settings(labels)
-            hashes = {label // _NAME for label in labels} - {0.0}  # of names; 0 after first calls
-            if not forward or (same and len(hashes) < 2):
+            forward, same = own // 4 % 8 in (FORWARD, FORWARD_IN_GRAPH), _same_settings(labels)
+            named = {label // _NAME_UNIT for label in labels} - {0.0}  # hashes; 0 after first calls
+            if not forward or (same and len(named) < 2):
                 return
-        if not together:
-            raise ProtocolError(f"{_differ(call)}; {REMEDY}")
+        if not all_wait:
+            raise ProtocolError(f"{_difference(call)}; {REMEDY}")
         held = [] if self.layer is None else self.names.held(self.layer)
         mine = [name for name, is_own in held if is_own]
         text = f"{call.what()} {self.rule}" if forward and not same else call.what()
-        every = self._told(json.dumps([mine[:20], text])[:_NAMES], call)
+        every = self._texts_of_all(json.dumps([mine[:20], text])[:_NAMES], call)
         try:
             names, texts = zip(*map(json.loads, every), strict=True)
         except ValueError as error:
-            raise ProtocolError(f"{_differ(call)}; {REMEDY}") from error
+            raise ProtocolError(f"{_difference(call)}; {REMEDY}") from error
         wrong = not same
         if same:
             others = {name for of_rank in names for name in of_rank}
             verdict = np.array([float(_holds_another(held, others))])
-            wrong = bool(self.communicator.all_gather(verdict, _further(call)).any())
+            wrong = bool(self.communicator.all_gather(verdict, _follow_up_call(call)).any())
         if wrong:
             each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             if forward and not same:
@@ -401,27 +401,27 @@ class Exchange(NamedTuple):
                     " (alike, but not the same layers: if some members have copied the model after "
                     "its first step, copy it on all)"
                 )
-            raise ProtocolError(f"{_differ(call)}: {each}; {REMEDY}")
+            raise ProtocolError(f"{_difference(call)}: {each}; {REMEDY}")
 
-    def _told(self, text: str, call: CollectiveCall) -> list[str]:
+    def _texts_of_all(self, text: str, call: CollectiveCall) -> list[str]:
         """The texts of all members; as float64 numbers, which every communicator can send."""
         row = np.frombuffer(bytearray(text.encode().ljust(_NAMES)), np.float64)
-        rows = self.communicator.all_gather(row, _further(call))
+        rows = self.communicator.all_gather(row, _follow_up_call(call))
         return [np.asarray(row).tobytes().decode(errors="replace").rstrip() for row in rows]
 
 
 def _may_be_one_layer(labels: Sequence[float]) -> bool:
-    """Whether kinds and layers agree, in backward the calls too; no layer agrees with every one."""
+    """Whether kinds and layers agree, in backward the calls too; 0 matches every layer."""
     kinds = {label // 4 % 8 for label in labels}
     numbers = {label // 32 % _NUMBERS for label in labels} - {1.0}
-    calls = {label // _EXTRA for label in labels}
-    of_one_call = kinds <= {FORWARD, COMPILED} or len(calls) == 1
+    calls = {label // _EXTRA_UNIT for label in labels}
+    of_one_call = kinds <= {FORWARD, FORWARD_IN_GRAPH} or len(calls) == 1
     return len(kinds) == 1 and len(numbers) < 2 and of_one_call
 
 
 def _same_settings(labels: Sequence[float]) -> bool:
     """Whether the settings in labels of forwards agree, but for calls without a layer."""
-    own = {label // _EXTRA % _SETTINGS for label in labels if label // 32 % _NUMBERS != 1}
+    own = {label // _EXTRA_UNIT % _SETTINGS for label in labels if label // 32 % _NUMBERS != 1}
     return len(own) < 2
 
 
@@ -472,11 +472,11 @@ def _hash(thing: Any, limit: int) -> int:
     return int.from_bytes(digest, "big") % limit
 
 
-def _differ(call: CollectiveCall) -> str:
+def _difference(call: CollectiveCall) -> str:
     return f"expected all members in the same layer, they are in different ones in {call}"
 
 
-def _further(call: CollectiveCall) -> CollectiveCall:
+def _follow_up_call(call: CollectiveCall) -> CollectiveCall:
     return CollectiveCall(lambda: f"comparison of layers after {call}", remedy=call.remedy)
 
 

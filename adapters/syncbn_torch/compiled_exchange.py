@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import Communicator
-from syncbn_core.exchange import COMPILED, FORWARD, Exchange
+from syncbn_core.exchange import FORWARD, FORWARD_IN_GRAPH, Exchange
 from syncbn_core.moments import Moments, merged_rows, require_more_than_one_value
 from syncbn_torch._torch_private import (
     active_ddp,
@@ -88,11 +88,11 @@ class _Exchange(dist.ProcessGroup):
         assert communicator is not None
         if _on_host(values, communicator):
             row = values.cpu().numpy().copy()
-            sender = _sender(communicator, int(row[-1]), self._dtype)
+            sender = _exchange_of(communicator, int(row[-1]), self._dtype)
             row = _moments(row, sender, _kind(self._group)) if self._moments else _sums(row, sender)
             values.copy_(torch.from_numpy(row))
         else:
-            sender = _sender(communicator, 0, self._dtype)
+            sender = _exchange_of(communicator, 0, self._dtype)
             if self._moments:
                 _moments_on_device(values, sender, _kind(self._group))
             else:
@@ -101,7 +101,7 @@ class _Exchange(dist.ProcessGroup):
         return finished_work(tensors)
 
 
-def _sender(communicator: Communicator, number: int, dtype: str) -> Exchange:
+def _exchange_of(communicator: Communicator, number: int, dtype: str) -> Exchange:
     layer = layer_of(number)
     if layer is None:
         return Exchange(communicator, lambda: "a layer in a compiled graph", dtype)
@@ -110,7 +110,7 @@ def _sender(communicator: Communicator, number: int, dtype: str) -> Exchange:
 
 
 def _kind(group: str) -> int:
-    """COMPILED where the other ranks have to be in a graph too.
+    """FORWARD_IN_GRAPH where the other ranks have to be in a graph too.
 
     `DistributedDataParallel` without a graph reduces its gradients between the messages of
     layers; a graph sends all of those first. In one group one would be taken for the other.
@@ -118,7 +118,7 @@ def _kind(group: str) -> int:
     around = active_ddp()
     if around is None or not around.require_backward_grad_sync:
         return FORWARD
-    return COMPILED if around.process_group is resolve_group(group) else FORWARD
+    return FORWARD_IN_GRAPH if around.process_group is resolve_group(group) else FORWARD
 
 
 def _moments(row: Any, sender: Exchange, kind: int) -> Any:

@@ -97,8 +97,8 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
     if layer.effective_eps_mode == "clamp" or _goes_to_kernels(layer, x):
         return _by_node(layer, x, None)
     tracks = layer.track_running_stats
-    unusual = layer.training and (backward_task() != -1 or layer._tracked is not tracks)
-    if unusual and not _updates(layer, tracks):
+    changed = layer._last_forward_tracked is not tracks
+    if layer.training and (changed or backward_task() != -1) and not _updates(layer, tracks):
         return activated(_recomputed(layer, x), layer._activation)
     return activated(_torch_forward(layer, x), layer._activation)
 
@@ -229,9 +229,9 @@ def _updates(layer: LayerState, tracks: bool) -> bool:
     """
     sync, original = layer._replica_sync, cast(LayerState, layer._original)
     if backward_task() != -1 or (sync is not None and sync.recomputes()):
-        return not (tracks and original._tracked)
-    if layer.training and original._tracked is not tracks:
-        original.__dict__["_tracked"] = tracks
+        return not (tracks and original._last_forward_tracked)
+    if layer.training and original._last_forward_tracked is not tracks:
+        original.__dict__["_last_forward_tracked"] = tracks
     return True
 
 

@@ -44,7 +44,7 @@ def give_number(layer: LayerState) -> None:
     number = next(_numbers)
     _layers[number] = layer
     # not `torch.tensor`: it would be on the default device
-    layer.__dict__["_number"] = torch.from_numpy(np.array([number], np.float64))
+    layer.__dict__["_graph_number"] = torch.from_numpy(np.array([number], np.float64))
 
 
 def layer_of(number: int) -> LayerState | None:
@@ -89,8 +89,8 @@ class LayerState(_NormBase):
         "_frozen",
         "_replica_sync",
         "_copied_from",
-        "_number",
-        "_tracked",
+        "_graph_number",
+        "_last_forward_tracked",
     )
     # Class-level defaults: converted layers and old pickles never ran __init__.
     process_group: Any = None
@@ -100,9 +100,9 @@ class LayerState(_NormBase):
     _frozen: list[str] | None = None
     _replica_sync: Any = None  # in replicas the link to the others
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
-    # whether the last forward in training outside of backward updated the running statistics
-    _tracked: bool = True
-    _number: Tensor = _NO_NUMBER  # (1,) on the CPU, see `give_number`
+    # of those in training outside of backward
+    _last_forward_tracked: bool = True
+    _graph_number: Tensor = _NO_NUMBER  # (1,) on the CPU, see `give_number`
 
     @property
     def _rule(self) -> NormRule:
@@ -115,7 +115,7 @@ class LayerState(_NormBase):
         return NormRule(float(self.eps), self.effective_eps_mode, *own_activation(self))
 
     @property
-    def _extra_setting(self) -> str | None:
+    def _setting_torch_lacks(self) -> str | None:
         """The setting that the batch norm of other libraries does not have, None for none."""
         if self._frozen is not None:
             return "freeze()"
@@ -130,7 +130,7 @@ class LayerState(_NormBase):
     def __getstate__(self) -> dict[str, Any]:
         # a copy or pickle of a replica is an ordinary layer
         state = {**self.__dict__, "_replica_sync": None, "_copied_from": None}
-        state.pop("_number", None)
+        state.pop("_graph_number", None)
         if isinstance(self.process_group, _GROUPS):
             state["process_group"] = _UnpicklableGroup(self.process_group, self._original)
         return state

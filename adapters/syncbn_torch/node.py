@@ -11,6 +11,7 @@ is wrapped by a transform.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -62,12 +63,11 @@ class Part(NamedTuple):
 class Call(NamedTuple):
     """What a forward leaves for its backward and for recomputations, besides tensors it saves.
 
-    `known`: as `order.forward` leaves it. `processes`, `place`: those of all parts. `kept`,
-    `streams`, `valid`: those of the parts.
+    `known`: as `order.forward` leaves it. `place`: that of all parts. `kept`, `streams`, `valid`:
+    those of the parts.
     """
 
     known: order.Forward
-    processes: Processes | None
     place: Any
     kept: Sequence[Any]
     streams: Sequence[Any]
@@ -120,7 +120,7 @@ class BatchNormOfParts(Function):
                 "compute gradients outside of DataParallelWithCallback"
             )
         count = len(dys)
-        if call.processes is None and all(dy is None for dy in dys):
+        if call.known.exchange is None and all(dy is None for dy in dys):
             return (None,) * (1 + 3 * count)
         by_x, by_weight, by_bias = [ctx.needs_input_grad[1 + n * count :][:count] for n in range(3)]
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
@@ -140,7 +140,7 @@ def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     ys, known = order.forward(first.operations, own, first.rule, first.processes)
     kept, streams = [part.kept for part in parts], [part.stream for part in parts]
     valid = [part.valid for part in parts]
-    return ys, Call(known, first.processes, first.place, kept, streams, valid)
+    return ys, Call(known, first.place, kept, streams, valid)
 
 
 def _backward(
@@ -155,28 +155,25 @@ def _backward(
     filled = [torch.zeros_like(x) if dy is None else dy for x, dy in zip(xs, dys, strict=True)]
     for x, dy in zip(xs, filled, strict=True):
         check_unchanged(x, dy)
-    synchronizes = call.place is not None or call.processes is not None
+    known, place = call.known, call.place
+    synchronizes = place is not None or known.exchange is not None
     if synchronizes:
-        refuse_transforms(lambda: _name(call), *dys)
-    known = call.known
+        name = partial(str, place.name) if known.exchange is None else known.exchange.name
+        refuse_transforms(name, *dys)
     if torch.is_grad_enabled() or (not synchronizes and has_tangent_or_wrapper(*dys)):
         known = _differentiable(call, xs, affine)
     return order.backward(known, xs, filled, by_x)
 
 
-def _name(call: Call) -> str:
-    return str(call.place.name) if call.processes is None else call.processes.name()
-
-
 def _differentiable(call: Call, xs: Sequence[Tensor], affine: Sequence[Affine]) -> order.Forward:
     """What the forward knows, as differentiable functions of `xs` and `affine`."""
-    do, processes, known = plain.DIFFERENTIABLE, call.processes, call.known
+    do, known = plain.DIFFERENTIABLE, call.known
     moments = [order.moments_of(do, x, valid) for x, valid in zip(xs, call.valid, strict=True)]
     total, sums = do.merge(moments), None
-    if processes is not None:
+    if known.exchange is not None:
         table = as_tensor(known.norms[0].statistics.table)
-        total = total_moments(total, table, processes, known.number)
-        sums = DifferentiableSums(processes, known.number)
+        total = total_moments(total, table, known.exchange, known.number)
+        sums = DifferentiableSums(known.exchange, known.number)
     rule = known.norms[0].rule
     statistics = do.statistics(total, rule)
     norms = [

@@ -64,10 +64,10 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     if not group and x.numel() <= x.shape[1]:
         return _of_one_value(layer, x, mask)  # type: ignore[no-any-return]
     if mask is None:
-        return _in_graph(x, None, affine, running, rule, layer._number, group)
+        return _in_graph(x, None, affine, running, rule, layer._graph_number, group)
     mask = checked_mask(mask, x)
     x, valid = filled(x, mask, on_host=False)
-    return zeroed(_in_graph(x, valid, affine, running, rule, layer._number, group), mask)
+    return zeroed(_in_graph(x, valid, affine, running, rule, layer._graph_number, group), mask)
 
 
 # What torch.compile can't trace, and why.

@@ -25,7 +25,6 @@ from syncbn_core import doctor
 from syncbn_core.comm.local import host_name
 from syncbn_core.doctor import Check, Difference, Facts, Outcome, refuse
 from syncbn_torch import convert_model
-from syncbn_torch.forward import always_ours
 from syncbn_verify import verify_sync
 
 __all__ = ["checks", "facts", "in_ranks", "timing"]
@@ -199,21 +198,8 @@ def take_part(rank: int, size: int, engine: str, folder: Path) -> None:
 
 
 def timing() -> Facts:
-    """Of a layer alone on each device, and of a network over the processes checked."""
-    return {"timing": _of_ranks | {d: doctor.found(partial(time_alone, d)) for d in devices()}}
-
-
-def time_alone(device: str) -> str:
-    """Forward and backward of a middle layer by our kernels and by torch's."""
-    x = torch.randn(32, 64, 28, 28, device=device, requires_grad=True)
-    layer: Any = convert_model(nn.BatchNorm2d(64, device=device))
-
-    def step(ours: bool) -> None:
-        with always_ours(ours):
-            layer(x).backward(torch.ones_like(x))
-
-    times = medians({"ours": partial(step, True), "torch's": partial(step, False)}, x)
-    return f"{tuple(x.shape)} float32, forward and backward: {times}"
+    """Of a network over the processes checked."""
+    return {"timing": dict(_of_ranks)}
 
 
 def time_of_steps(engine: str, device: str) -> str:

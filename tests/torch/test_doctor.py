@@ -33,7 +33,6 @@ def test_this_machine_is_right_also_as_if_it_had_two_gpus() -> None:
     assert len(names) == 12
     assert {"2 processes over gloo, bfloat16", "2 GPUs over gloo, float32"} <= {*names}
     times = found["facts"]["timing"]
-    assert "ours" in times["cpu"]
     wanted = r"steps of a network .*: without synchronization [\d.]+ ms, syncbn [\d.]+ ms"
     assert re.match(wanted, times["2 GPUs over gloo"])
 

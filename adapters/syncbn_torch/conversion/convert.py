@@ -126,7 +126,7 @@ def _choose_original(module: nn.Module) -> Choice:
     if isinstance(module, _SynchronizedBatchNorm):
         if origin is None:
             return Keep("unknown subclass; see register_conversion")
-        setting = module._extra_setting
+        setting = module._setting_torch_lacks
         if setting is not None:
             return Keep(f"{setting}, which torch does not have")
     if origin is None or issubclass(kind, nn.DataParallel):
