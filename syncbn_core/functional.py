@@ -272,7 +272,7 @@ def batch_norm_backward(
     if saved.mask is not None:
         with device_of(x):
             dy = _library(x).where(saved.mask, dy, 0)
-    if saved.count is None or communicator is None:  # constants, of which nothing is exchanged
+    if saved.count is None or communicator is None:  # constant statistics need no exchange
         exchange = None
     else:
         exchange = exchange or _without_layer(communicator, x)

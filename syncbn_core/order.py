@@ -56,8 +56,8 @@ class Forward(NamedTuple):
         norms: of each part.
         number: of the exchange, which the sums of backward carry; 0 without one.
         moments: of each part; empty where statistics were constants, without a gradient.
-        scale: `(2, C)`, for layers in place: dx is by `scale[0]` times what it would be, and its
-            term of `sum(dy * xhat)` by `scale[1]`.
+        scale: `(2, C)`, for layers in place, else None. Backward multiplies weight and `sum(dy)` by
+            `scale[0]`, and `sum(dy * xhat)` by `scale[1]`, before it computes dx.
     """
 
     steps: Operations

@@ -12,7 +12,7 @@ A group of members normalizes one batch. Each member holds one part of it, x `(N
 
 `syncbn_core.functional` states the formulas.
 
-Arrays are first taken as the kernels need them (`take`, `take_pair`); `order` has the order.
+`take` and `take_pair` first turn arrays into what kernels need. `order` calls the steps in turn.
 
 A backend handles the arrays of one library on one kind of device. It is chosen once per call and
 passed on. It allocates results, and knows nothing of members or communication. It checks nothing:
@@ -60,7 +60,7 @@ class Affine(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """What y is computed by from x, and dx from x and dy: a layer in one call.
+    """What a step needs beside x and dy to compute y and dx: one layer in one call.
 
     Attributes:
         statistics: of the whole batch.
@@ -133,9 +133,10 @@ class Operations(ABC):
     def take(
         self, x: Array, affine: Affine, running: RunningStatistics | None
     ) -> tuple[Any, Any, Any]:
-        """The three as the steps take them; once in a forward, before anything is sent.
+        """`x`, `affine` and `running` in the form that the other steps expect.
 
-        Raises an error for arrays that can't be read, or written, by the steps.
+        Called once in a forward, before anything is sent. Raises an error for arrays that the steps
+        can't read, or for running statistics that they can't write.
         """
         return x, affine, running
 
@@ -144,7 +145,7 @@ class Operations(ABC):
         return x, dy
 
     def near(self, values: Array, like: Array) -> Array:
-        """`values` on the device of `like`; those of a host stay there."""
+        """`values`, copied to the device of `like` if they are on another one."""
         return values
 
     @abstractmethod

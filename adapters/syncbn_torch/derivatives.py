@@ -40,7 +40,7 @@ class DifferentiableSums(NamedTuple):
     call: int
 
     def begin_sums(self, like: Any, forward: int) -> Message:
-        """A message that is not sent: the node of the sum sends its own."""
+        """A message that is never sent, because `sums` sends one of its own."""
         return self.processes.begin_sums(like, forward, WITH_GRAPH)
 
     def sums(self, sums: Tensor, message: Message) -> Tensor:

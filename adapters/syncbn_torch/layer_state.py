@@ -100,7 +100,7 @@ class LayerState(_NormBase):
     _frozen: list[str] | None = None
     _replica_sync: Any = None  # in replicas the link to the others
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
-    # of those in training outside of backward
+    # whether the last forward in training, outside of backward, updated running statistics
     _last_forward_tracked: bool = True
     _graph_number: Tensor = _NO_NUMBER  # (1,) on the CPU, see `give_number`
 

@@ -51,7 +51,7 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     if layer.training and has_group and not alone:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
     if not group and not rule.clamps and mask is None:
-        y = _BatchNorm.forward(layer, x)  # type: ignore[arg-type] # in-place ones are no `_BatchNorm`
+        y = _BatchNorm.forward(layer, x)  # type: ignore[arg-type] # it reads what all our layers have
         return activated(y, layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
     check_operands(layer, x, affine, running)

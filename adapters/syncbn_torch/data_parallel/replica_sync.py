@@ -34,7 +34,10 @@ _KEY_OF_OUR_MASTER = "master of the layer"  # no name that an attribute of a con
 
 
 class _Earlier(NamedTuple):
-    """A call by a replica. `shared`: whether others were on its device. `graph`: gradients on."""
+    """An earlier call of the layer in a replica.
+
+    `shared`: whether other replicas were on its device. `graph`: whether gradients were enabled.
+    """
 
     moments: Moments
     norm: Norm
@@ -182,7 +185,7 @@ class Recomputed(Function):
 
 
 def _of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """The `SyncMaster` callback: turns each `Part` into `(y, what it leaves, index, nodes)`.
+    """The `SyncMaster` callback: `(y, what the forward leaves, index, nodes)` for each `Part`.
 
     Settings come from the first part, the master's. Raises `BatchSizeError` for one value per
     channel in all, `ShapeError` for unequal channels.
