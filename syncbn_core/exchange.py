@@ -8,26 +8,18 @@ On a host both directions are one `all_gather` of a row of float64 `(2 C + 2,)`:
 So results are bitwise the same on every member. All rows of a layer have one length, so a member in
 forward beside one in backward is told so. On a device the rows of forward stay as they are, the
 kernel that normalizes merges them, and backward is an `all_reduce` with a label behind the sums
-(`comm.sum_labels`).
+(`labels`).
 
-By the label, the last number of a row, members notice that they are in different layers, without
-a further message:
-
-    label = ((extra * 2**19 + number) * 8 + kind) * 4 + dtype
-
-`number`: of the layer, by its first call in this group; a call without a layer (a graph on a device
-does not know its own) sends 0 and is never compared.
-`kind`: see `KINDS`. `extra`: in backward the number of the call in which the forward was; in
-forward 12 bits of a hash of the layer's settings, and above them, in its first call, a hash of its
-name, because two members may take their layers in another order from the first call on.
+By the label (`labels`), the last number of a row, members notice that they are in different layers,
+without a further message.
 
 Members whose labels differ send their names. Other numbers, settings, kinds or calls are an error
 on every member. Other names are one if a member's own model holds another layer whose name is more
 like the names that the others have sent; if not, the members hold the model differently, which is
 right.
 
-On a device the host waits for the labels in the first call of a layer only. It looks at later ones
-when the device has finished them.
+On a device the host waits for the labels in the first call of a layer only. Later ones are compared
+by the kernels that read the messages, which tell the host by an `Alarm`.
 """
 
 from __future__ import annotations
@@ -48,50 +40,35 @@ from syncbn_core.comm import (
     ProcessCommunicator,
     SingleCommunicator,
 )
-from syncbn_core.comm.message_arrays import (
-    HostCopy,
-    MessageArrays,
-    NumpyArrays,
-    arrays_of,
-    is_on_device,
-)
-from syncbn_core.comm.sum_labels import label_of
+from syncbn_core.comm.message_arrays import MessageArrays, NumpyArrays, arrays_of, is_on_device
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
+from syncbn_core.labels import (
+    BACKWARD,
+    DTYPES,
+    FORWARD,
+    FORWARD_IN_GRAPH,
+    KINDS,
+    NAME_UNIT,
+    NAMED,
+    SETTINGS,
+    Labels,
+    label_of,
+    label_of_sum,
+    may_be_one_layer,
+    place_of,
+    same_settings,
+    what_is_at,
+)
 from syncbn_core.moments import Moments, NormRule
-from syncbn_core.steps import Labels
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "FORWARD_IN_GRAPH",
-    "OF_MOMENTS",
-    "OF_SUMS",
-    "WITH_GRAPH",
-    "Exchange",
-    "LayerNames",
-    "Message",
-]
+__all__ = ["Exchange", "LayerNames", "Message"]
 
 Array = Any
 
-FORWARD, BACKWARD, WITH_GRAPH, OF_MOMENTS, OF_SUMS, FORWARD_IN_GRAPH = range(6)
-KINDS = (
-    "forward",
-    "backward",
-    "backward with create_graph=True",
-    "second derivative, by moments,",
-    "second derivative, by sums,",
-    "forward, compiled within DistributedDataParallel,",
-)
-DTYPES = ("float32", "float64", "float16", "bfloat16")
 REMEDY = (
     "all members have to run the same layers in the same order, use them in the loss, and agree on "
     "create_graph and on torch.compile"
 )
-_NUMBERS, _EXTRA_LIMIT = 1 << 19, 1 << 28
-_SETTINGS, _NAMED = 1 << 12, 1 << 15
-_EXTRA_UNIT = 32 * _NUMBERS  # what 1 of the extra adds to a label,
-_NAME_UNIT = _EXTRA_UNIT * _SETTINGS  # and 1 of the hash of a name: labels without one are less
 _NAMES = 8192  # bytes of the message with a member's names
 
 
@@ -115,6 +92,7 @@ class Member:
     def __init__(self) -> None:
         self.layers: int = 0
         self.exchanges: int = 0
+        self.titles: dict[int, str] = {}  # of the layers that exchange on a device
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def number_of(self, layer: Any) -> tuple[int, bool]:
@@ -131,6 +109,13 @@ class Member:
             self.layers += 1
             self._numbers[layer] = self.layers
 
+    def call_at(self, place: float) -> CollectiveCall:
+        """The call in which a device found wrong labels, as an `Alarm` tells it."""
+        call, kind, number = what_is_at(place)
+        return CollectiveCall(
+            lambda: f"{KINDS[kind]} of {self.titles[number]}", remedy=REMEDY, number=call
+        )
+
 
 _members: WeakKeyDictionary[Communicator, Member] = WeakKeyDictionary()
 
@@ -142,7 +127,7 @@ class Message(NamedTuple):
         member: who sends it.
         label: what stands at its end.
         call: what errors call it.
-        labels: those of sums that are added up on a device; None where labels are compared.
+        labels: where the message stays on a device; None where the host compares labels.
         new: whether it is the first of its layer.
     """
 
@@ -183,23 +168,30 @@ class Exchange(NamedTuple):
             return Member()
         return member
 
-    def begin(self, channels: int, kind: int = FORWARD) -> Message:
-        """The message of a forward of that `kind`, before its moments are computed."""
+    def begin(self, channels: int, like: Array = None, kind: int = FORWARD) -> Message:
+        """The message of a forward of that `kind`, before its moments are computed.
+
+        `like`: an array on the device of the moments; None for NumPy's.
+        """
         member = self.member
         number, new = member.number_of(self.layer)
         name = self.names.name(self.layer) if new else ""
-        name_hash = _hash(name, _NAMED) + _NAMED if name else 0
-        extra = name_hash * _SETTINGS + (_hash(self.rule, _SETTINGS) if number else 0)
+        name_hash = _hash(name, NAMED) + NAMED if name else 0
+        extra = name_hash * SETTINGS + (_hash(self.rule, SETTINGS) if number else 0)
         call = self._call(member, kind, 2 * channels + 2)
-        return Message(member, self._label(kind, number, extra), call, None, new)
+        label = label_of(kind, number, extra, self.dtype)
+        labels = None
+        if _stays_on_device(self.communicator, like):
+            labels = self._labels(member, kind, label, label, like)
+        return Message(member, label, call, labels, new)
 
     def moments(self, own: Moments, message: Message) -> tuple[Moments, int]:
         """`(the rows of all members, number of the call)`, given this member's row.
 
         `own`: of NumPy, CuPy, or a library that an adapter has registered, with the same channels
-        on all members, and with the label of `message` (`Operations.merge`). The rows are of the
-        same library and on the same device. Pass the number to `begin_sums`; it is 0 for a
-        `SingleCommunicator`.
+        on all members, with the label of `message` if it has `labels`. The rows are of the same
+        library and on the same device; those with `labels` have yet to be compared. Pass the number
+        to `begin_sums`; it is 0 for a `SingleCommunicator`.
 
         Raises `ProtocolError` where members are in different layers, `DTypeError` where their
         inputs differ in dtype, `ShapeError` in threads with different channels, and the
@@ -209,11 +201,11 @@ class Exchange(NamedTuple):
             return own, 0
         member = message.member
         try:
-            if _stays_on_device(self.communicator, own.rows):
-                total = Moments(self._on_device(own.rows, message), None)
+            if message.labels is not None:
+                total = Moments(self._on_device(own.rows, message), None, message.labels)
             else:
                 row = np.asarray(_to_host(own.rows), np.float64)[0]
-                row[-1] = message.label  # a device without float64 has rounded it
+                row[-1] = message.label
                 if own.count is not None:
                     row[0] = own.count
                 rows = self._gather(row, message.call)
@@ -237,10 +229,11 @@ class Exchange(NamedTuple):
         channels = like.shape[-1] // 3 if len(like.shape) == 1 else like.shape[-1]
         if _stays_on_device(self.communicator, like):
             size = self.communicator.size
-            label = label_of(_key(kind, forward), size)
+            label = label_of_sum(_key(kind, forward), size)
             call = self._call(member, kind, 2 * channels, forward)
-            return Message(member, label, call, Labels(label, label * size))
-        label = self._label(kind, member.number_of(self.layer)[0], forward)
+            labels = self._labels(member, kind, label, label * size, like)
+            return Message(member, label, call, labels)
+        label = label_of(kind, member.number_of(self.layer)[0], forward, self.dtype)
         return Message(member, label, self._call(member, kind, 2 * channels + 2, forward))
 
     def sums(self, sums: Array, message: Message) -> Array:
@@ -253,7 +246,7 @@ class Exchange(NamedTuple):
         if type(self.communicator) is SingleCommunicator:
             return sums
         if message.labels is not None:
-            total = self._added_on_device(sums, message)
+            total = self._added_on_device(sums, message.labels, message.call)
         else:
             row = np.zeros(math.prod(sums.shape) + 2)
             row[1:-1], row[-1] = _to_host(sums).reshape(-1), message.label
@@ -270,19 +263,28 @@ class Exchange(NamedTuple):
         of the same shape, the last number is 0, or members were in the backward of different calls:
         then the sums are wrong, and a later call raises `ProtocolError`.
         """
-        own = label_of(len(KINDS) * sums[-1:] + BACKWARD, self.communicator.size)
+        member, own = (
+            self.member,
+            label_of_sum(len(KINDS) * sums[-1:] + BACKWARD, self.communicator.size),
+        )
+        labels = self._labels(member, BACKWARD, 0.0, 0.0, sums)
         sums[-1:] = own
-        call = self._call(self.member, BACKWARD, len(sums))
-        total = self._add_up(sums, call)
+        total = self._add_up(sums, self._call(member, BACKWARD, len(sums)))
         total[-1:] -= own * self.communicator.size
-        self._look_later(total[-1:], 0, call)
-        self.member.exchanges += 1
+        labels.check_total(total)
+        member.exchanges += 1
         return total
 
-    def _label(self, kind: int, number: int, extra: int) -> float:
-        dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else 0
-        numbers = extra % _EXTRA_LIMIT * _NUMBERS + 1 + number % (_NUMBERS - 1)
-        return float((numbers * 8 + kind) * 4 + dtype)
+    def _labels(
+        self, member: Member, kind: int, own: float, expected: float, like: Array
+    ) -> Labels:
+        """Those of a message that stays on the device of `like`."""
+        number, _ = member.number_of(self.layer)
+        if number not in member.titles:
+            member.titles[number] = self._title()
+        communicator: Any = self.communicator
+        alarm = communicator.alarm(like, member.call_at)
+        return Labels(own, expected, alarm, place_of(member.exchanges + 1, kind, number))
 
     def _call(self, member: Member, kind: int, size: int, forward: int = 0) -> CollectiveCall:
         return CollectiveCall(
@@ -311,45 +313,27 @@ class Exchange(NamedTuple):
         """The rows of all members `(P, 2 C + 2)`."""
         label, call = message.label, message.call
         rows = self.communicator.all_gather(own.reshape(-1), call)
-        copy = _arrays(rows).copy_to_host(rows[:, -1])
-        if copy is not None and message.new:
-            wait = getattr(self.communicator, "wait_until", None)  # with a deadline
+        arrays = _arrays(rows)
+        if message.new and not arrays.is_captured(rows):
+            wait = getattr(self.communicator, "synchronize", None)  # with a deadline
             if wait is not None:
-                wait(copy.done)
-            labels = copy.values().tolist()
-            self._compare(labels, label, call, all(label >= _NAME_UNIT for label in labels))
-        elif copy is not None:
-            _processes(self).look_later(lambda: _are_all(label, copy), call)
+                wait()
+            labels = arrays.to_host(rows[:, -1]).tolist()
+            self._compare(labels, label, call, all(label >= NAME_UNIT for label in labels))
         return rows
 
-    def _added_on_device(self, sums: Array, message: Message) -> Array:
-        """The sums of all members, NaN if their labels differ; a later call then raises."""
-        assert message.labels is not None
-        by_kernels, of_total = len(sums.shape) == 1, message.labels.total
-        sent = sums if by_kernels else _arrays(sums).with_label(sums, message.label)
-        total = self._add_up(sent, message.call)
-        self._look_later(total[-1:], of_total, message.call)
-        if by_kernels:
-            return total
-        same = total[-1:] == of_total
+    def _added_on_device(self, sums: Array, labels: Labels, call: CollectiveCall) -> Array:
+        """The sums of all members; NaN if their labels differ, unless they still have them."""
+        if len(sums.shape) == 1:  # `Operations.backward_input` compares
+            return self._add_up(sums, call)
+        total = self._add_up(_arrays(sums).with_label(sums, labels.own), call)
+        same = ~labels.check_total(total)
         return (total[:-1] / same * same).reshape(sums.shape)  # x / 0 * 0 is NaN
 
     def _add_up(self, message: Array, call: CollectiveCall) -> Array:
         """The sum over all members; may be written into `message`."""
         add_up = getattr(self.communicator, "add_up", self.communicator.all_reduce)
         return add_up(message, call)
-
-    def _look_later(self, found: Array, expected: float, call: CollectiveCall) -> None:
-        """Let a later call raise `ProtocolError` if the number in `found`, `(1,)`, is another."""
-        copy = _arrays(found).copy_to_host(found)
-
-        def is_right() -> bool | None:
-            assert copy is not None
-            ready = copy.may_wait() and copy.done()
-            return bool(copy.values()[0] == expected) if ready else None
-
-        if copy is not None:
-            _processes(self).look_later(is_right, call)
 
     def _compare(
         self, labels: list[float], own: float, call: CollectiveCall, all_wait: bool = True
@@ -363,15 +347,15 @@ class Exchange(NamedTuple):
         if not all(label.is_integer() and label >= 32 for label in labels):
             raise ProtocolError(f"{_difference(call)}; {REMEDY}")  # a message of something else
         forward = same = False
-        if _may_be_one_layer(labels):
+        if may_be_one_layer(labels):
             dtypes = {rank: DTYPES[int(label) % 4] for rank, label in enumerate(labels)}
             if len(set(dtypes.values())) > 1:
                 raise DTypeError(
                     f"expected input of one dtype on all members, got {dtypes} in {call}; check "
                     "autocast and the dtype of the data there"
                 )
-            forward, same = own // 4 % 8 in (FORWARD, FORWARD_IN_GRAPH), _same_settings(labels)
-            named = {label // _NAME_UNIT for label in labels} - {0.0}  # hashes; 0 after first calls
+            forward, same = own // 4 % 8 in (FORWARD, FORWARD_IN_GRAPH), same_settings(labels)
+            named = {label // NAME_UNIT for label in labels} - {0.0}  # hashes; 0 after first calls
             if not forward or (same and len(named) < 2):
                 return
         if not all_wait:
@@ -410,21 +394,6 @@ class Exchange(NamedTuple):
         return [np.asarray(row).tobytes().decode(errors="replace").rstrip() for row in rows]
 
 
-def _may_be_one_layer(labels: Sequence[float]) -> bool:
-    """Whether kinds and layers agree, in backward the calls too; 0 matches every layer."""
-    kinds = {label // 4 % 8 for label in labels}
-    numbers = {label // 32 % _NUMBERS for label in labels} - {1.0}
-    calls = {label // _EXTRA_UNIT for label in labels}
-    of_one_call = kinds <= {FORWARD, FORWARD_IN_GRAPH} or len(calls) == 1
-    return len(kinds) == 1 and len(numbers) < 2 and of_one_call
-
-
-def _same_settings(labels: Sequence[float]) -> bool:
-    """Whether the settings in labels of forwards agree, but for calls without a layer."""
-    own = {label // _EXTRA_UNIT % _SETTINGS for label in labels if label // 32 % _NUMBERS != 1}
-    return len(own) < 2
-
-
 def _holds_another(held: Sequence[tuple[str, bool]], others: set[str]) -> bool:
     """Whether a model holds another layer whose name is more like one of `others`."""
     for other in others - {""}:
@@ -446,23 +415,9 @@ def _likeness(name: str, other: str) -> int:
     return longest[-1] + (name == other)
 
 
-def _are_all(label: float, copy: HostCopy) -> bool | None:
-    """Whether the copy has arrived and holds only `label`, but for hashes; None before."""
-    if not (copy.may_wait() and copy.done()):
-        return None
-    labels: list[float] = copy.values().tolist()
-    dtypes = {each % 4 for each in (label, *labels)}
-    return len(dtypes) == 1 and _may_be_one_layer(labels) and _same_settings(labels)
-
-
 def _key(kind: int, forward: int) -> int:
     """The key of a sum on a device; 0, which compares nothing, if the forward has no number."""
     return len(KINDS) * forward + kind if forward else 0
-
-
-def _processes(exchange: Exchange) -> ProcessCommunicator:
-    assert isinstance(exchange.communicator, ProcessCommunicator)
-    return exchange.communicator
 
 
 @cache
@@ -482,7 +437,7 @@ def _follow_up_call(call: CollectiveCall) -> CollectiveCall:
 
 def _stays_on_device(communicator: Communicator, values: Array) -> bool:
     """Whether the group sends these values without the host."""
-    if isinstance(values, np.ndarray) or not getattr(communicator, "on_device", False):
+    if not (isinstance(communicator, ProcessCommunicator) and communicator.on_device):
         return False
     return is_on_device(values) or bool(getattr(values, "is_cuda", False))  # of CuPy or torch
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from syncbn_core.errors import BatchSizeError
+from syncbn_core.labels import Labels
 
 __all__ = [
     "ACTIVATIONS",
@@ -80,14 +81,16 @@ class Moments(NamedTuple):
     Attributes:
         rows: `(P, 2 C + 2)` of any array library, float64, or the widest floating dtype of the
             device. Each row holds count, mean `(C,)`, m2 `(C,)` (the sum of squared deviations from
-            that mean), and a place for the label that members send with it (`exchange`). An empty
+            that mean), and a place for the label that members send with it (`labels`). An empty
             part has zeros, and merges like any other.
         count: values per channel in all parts; None if only the rows know it: the host would have
             to wait for a device, or the array library traces the code.
+        labels: where the labels in the rows of all members have yet to be compared, else None.
     """
 
     rows: Array
     count: Any  # an int or None; tuples have a method of this name, of another type
+    labels: Labels | None = None
 
     @classmethod
     def of(cls, count: int, mean: Array, m2: Array) -> Moments:
@@ -116,13 +119,14 @@ class Statistics(NamedTuple):
     Attributes:
         table: `(3 C + 1,)`, like a row of `Moments`: count, mean, m2, invstd.
         count: as of `Moments`.
-        rows: those of the moments, where only `Operations.forward`, on a device, merges them and
-            fills the table; else None.
+        rows, labels: those of the moments, where only `Operations.forward`, on a device, merges
+            the rows and fills the table; else None.
     """
 
     table: Array
     count: Any
     rows: Array | None = None
+    labels: Labels | None = None
 
     @property
     def mean(self) -> Array:

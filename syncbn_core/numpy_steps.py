@@ -21,6 +21,7 @@ from syncbn_core._kernels.cpu.activations import activation_of
 from syncbn_core._kernels.cpu.launch import launch, most_threads
 from syncbn_core._kernels.cpu.numerics import has_half
 from syncbn_core._kernels.cpu.row_blocks import joined
+from syncbn_core.labels import Labels
 from syncbn_core.layout import layout_of_strides, writable_view
 from syncbn_core.moments import (
     Moments,
@@ -30,7 +31,7 @@ from syncbn_core.moments import (
     mean_gradients,
     total_count,
 )
-from syncbn_core.steps import Affine, Labels, Norm, Operations, RunningStatistics, Sums, assign
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums, assign
 
 __all__ = ["OPERATIONS", "Dense", "NumpySteps", "rounded"]
 
@@ -102,7 +103,7 @@ class NumpySteps(Operations):
             gradient = _like(gradient, own.array)
         return own, Dense(dy, gradient, own.view, own.view.of(gradient))
 
-    def moments(self, x: Dense) -> Moments:
+    def moments(self, x: Dense, labels: Labels | None = None) -> Moments:
         channels = x.array.shape[1]
         rows = np.zeros((1, 2 * channels + 2))
         row, count = rows[0], x.array.size // max(channels, 1)
@@ -111,13 +112,12 @@ class NumpySteps(Operations):
             self._run("moments", [row[1 : 1 + channels], row[1 + channels : -1]], x)
         return Moments(rows, count)
 
-    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
         total = parts[0]
         if len(parts) > 1:
             rows = np.concatenate([part.rows for part in parts])
-            total = Moments(np.empty((1, rows.shape[1])), total_count(parts))
+            total = Moments(np.zeros((1, rows.shape[1])), total_count(parts))
             channels.merge(rows, total.rows[0])
-        total.rows[0, -1] = label
         return total
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
@@ -292,8 +292,8 @@ def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 def _numbers(norm: Norm) -> list[Any]:
     """What all kernels but that of moments take per channel, and the activation."""
-    (table, _, _), (weight, bias, _), rule = norm
-    mean, _, invstd = table[1:].reshape(3, -1)
+    statistics, (weight, bias, _), rule = norm
+    mean, _, invstd = statistics.table[1:].reshape(3, -1)
     return [mean, invstd, weight, bias, activation_of(rule.activation, rule.negative_slope)]
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from syncbn_core.exchange import Exchange
+from syncbn_core.labels import Labels
 from syncbn_core.masks import Valid, without_filled
 from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
@@ -80,9 +81,12 @@ def forward(
     taken = [steps.take(part.x, part.affine, part.running) for part in parts]
 
     # One row of this process. Its label is known before its moments are.
-    message = None if exchange is None else exchange.begin(first.shape[1])
-    moments = [moments_of(steps, x, part.valid) for (x, *_), part in zip(taken, parts, strict=True)]
-    total = steps.merge(moments, 0.0 if message is None else message.label)
+    message = None if exchange is None else exchange.begin(first.shape[1], first)
+    labels = None if message is None else message.labels
+    moments = [
+        moments_of(steps, x, part.valid, labels) for (x, *_), part in zip(taken, parts, strict=True)
+    ]
+    total = steps.merge(moments, labels)
 
     # The rows of all members.
     if exchange is not None and message is not None:
@@ -101,7 +105,7 @@ def forward(
         steps.forward(x, Norm(tables[part.device], affine, rule), running, part.out)
         for (x, affine, running), part in zip(taken, parts, strict=True)
     ]
-    known = {device: table._replace(rows=None) for device, table in tables.items()}
+    known = {device: table._replace(rows=None, labels=None) for device, table in tables.items()}
     norms = [
         Norm(known[part.device], affine, rule)
         for (_, affine, _), part in zip(taken, parts, strict=True)
@@ -136,6 +140,8 @@ def backward(
         total = _added(steps, [one.exchange for one in sums])
     if exchange is not None and message is not None:
         total = exchange.sums(total, message)
+        if labels is not None and not needed[0] and len(total.shape) == 1:
+            labels.check_total(total)  # else `backward_input` does
 
     if saved.scale is not None:
         total = total * saved.scale
@@ -147,9 +153,11 @@ def backward(
     return dxs, sums
 
 
-def moments_of(steps: Operations, x: Any, valid: Valid | None = None) -> Moments:
+def moments_of(
+    steps: Operations, x: Any, valid: Valid | None = None, labels: Labels | None = None
+) -> Moments:
     """Those of x, which `steps` has taken; of its valid values if there was a mask."""
-    part = steps.moments(x)
+    part = steps.moments(x, labels)
     if valid is None:
         return part
     count, fill = valid

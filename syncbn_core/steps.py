@@ -30,12 +30,12 @@ from itertools import repeat
 from operator import setitem
 from typing import Any, NamedTuple
 
+from syncbn_core.labels import Labels
 from syncbn_core.moments import Moments, NormRule, Statistics
 
 __all__ = [
     "Affine",
     "Gradients",
-    "Labels",
     "Norm",
     "Operations",
     "RunningStatistics",
@@ -93,7 +93,7 @@ class Sums(NamedTuple):
 
     Attributes:
         exchange: `(2, C)`: `sum(dy) * weight` and `sum(dy * xhat) * weight`, which the members
-            then add up; `(2 C + 1,)` with a label.
+            then add up; `(2 C + 1,)` if kernels have written a label behind them.
         grad_weight: `(C,)`, this member's share, in the dtype of weight, else of x.
         grad_bias: like `grad_weight`.
     """
@@ -101,17 +101,6 @@ class Sums(NamedTuple):
     exchange: Array
     grad_weight: Array
     grad_bias: Array
-
-
-class Labels(NamedTuple):
-    """Labels of the sums of backward on a device (`exchange`).
-
-    `own`: what `backward_reduce` by kernels writes behind its sums, which then are `(2 C + 1,)`.
-    `total`: what has to stand behind the sums of all members; else `backward_input` gives NaN.
-    """
-
-    own: float
-    total: float
 
 
 class Gradients(NamedTuple):
@@ -149,19 +138,25 @@ class Operations(ABC):
         return values
 
     @abstractmethod
-    def moments(self, x: Array) -> Moments:
-        """Moments of this member's part x; count 0 and zeros if x is empty."""
+    def moments(self, x: Array, labels: Labels | None = None) -> Moments:
+        """Moments of this member's part x; count 0 and zeros if x is empty.
+
+        `labels`: those of the message on a device; the row ends with `labels.own`.
+        """
 
     @abstractmethod
-    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
         """The moments of one or more parts together, in one row, merged in their order.
 
-        `label`: what then stands at the end of the row.
+        `labels`: as in `moments`, which has got the same.
         """
 
     @abstractmethod
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
-        """The statistics of the whole batch from the moments of all its parts."""
+        """The statistics of the whole batch from the moments of all its parts.
+
+        The labels in `total` are compared here, or by `forward`.
+        """
 
     @abstractmethod
     def forward(
@@ -190,7 +185,7 @@ class Operations(ABC):
         """`sum(dy)` and `sum(dy * xhat)` over this part, and the gradients of weight and bias.
 
         Here and in `backward_input`, dy counts as multiplied by the derivative of the activation.
-        `labels`: where they stay on a device.
+        `labels`: those of the message on a device.
         """
 
     @abstractmethod
@@ -209,7 +204,7 @@ class Operations(ABC):
 
         `total`: `Sums.exchange` added up over all members; None for constant statistics (eval),
         where both sums count as 0. `out`: an array like x to write dx into, or None; may be dy
-        itself.
+        itself. With `labels`, and a total `(2 C + 1,)`, dx is NaN where the label is wrong.
         """
 
     @abstractmethod

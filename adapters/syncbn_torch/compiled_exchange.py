@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn_core.comm import Communicator
-from syncbn_core.exchange import FORWARD, FORWARD_IN_GRAPH, Exchange
+from syncbn_core.exchange import Exchange
+from syncbn_core.labels import FORWARD, FORWARD_IN_GRAPH
 from syncbn_core.moments import Moments, merged_rows, require_more_than_one_value
 from syncbn_torch._torch_private import (
     active_ddp,
@@ -123,7 +124,7 @@ def _kind(group: str) -> int:
 
 def _moments(row: Any, sender: Exchange, kind: int) -> Any:
     own = Moments(row[None], int(row[0]))
-    total, number = sender.moments(own, sender.begin(own.num_features, kind))
+    total, number = sender.moments(own, sender.begin(own.num_features, None, kind))
     require_more_than_one_value(total.count)
     count, mean, m2 = merged_rows(total.rows)
     return np.concatenate([count, mean, m2, [number]])
@@ -137,9 +138,11 @@ def _sums(row: Any, sender: Exchange) -> Any:
 
 def _moments_on_device(values: Tensor, sender: Exchange, kind: int) -> None:
     own = Moments(values.clone()[None], None)
-    message = sender.begin(own.num_features, kind)
+    message = sender.begin(own.num_features, values, kind)
     own.rows[:, -1:].fill_(message.label)
     total, number = sender.moments(own, message)
+    if total.labels is not None:
+        total.labels.check_rows(total.rows)
     values[:-1] = torch.cat(merged_rows(total.rows))
     values[-1:].fill_(number)
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from syncbn_core.exchange import OF_MOMENTS, OF_SUMS, WITH_GRAPH, Message
+from syncbn_core.exchange import Message
+from syncbn_core.labels import OF_MOMENTS, OF_SUMS, WITH_GRAPH
 from syncbn_core.moments import Moments, columns
 from syncbn_torch.processes import Processes
 

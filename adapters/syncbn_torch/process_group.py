@@ -22,7 +22,7 @@ from syncbn_core.comm import (
     SingleCommunicator,
 )
 from syncbn_core.comm.local import LocalTransport, local_transport
-from syncbn_core.comm.message_arrays import HostCopy, register_arrays
+from syncbn_core.comm.message_arrays import register_arrays
 from syncbn_core.comm.process_group import describe_other_ranks, grace_after, reports_of_others
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
 from syncbn_torch._torch_private import default_group, timeout_of
@@ -339,11 +339,17 @@ def create_syncbn_process_group(group_size: int) -> Any:
 
 
 class TensorArrays:
-    """`MessageArrays` for tensors; on CUDA, checking a label does not make the host wait."""
+    """`MessageArrays` for tensors."""
 
     @staticmethod
     def to_host(values: Tensor) -> np.ndarray[Any, Any]:
-        return values.numpy(force=True)
+        if not values.is_cuda:
+            return values.numpy(force=True)
+        with torch.cuda.device(values.device):  # torch may have been told to report other waiting
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            on_host.copy_(values.detach(), non_blocking=True)
+            torch.cuda.current_stream().record_event().synchronize()
+        return on_host.numpy()
 
     @staticmethod
     def from_host(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
@@ -358,40 +364,21 @@ class TensorArrays:
         return torch.cat([values.reshape(-1), values.new_full((1,), label)])
 
     @staticmethod
-    def copy_to_host(values: Tensor) -> HostCopy | None:
-        if not _on_cuda(values):
-            copy = values.detach().clone().numpy()
-            return HostCopy(lambda: copy)
-        if _captures(values.device):
-            return None
-        on_host, copied = _sent_to_host(values)
-        device = values.device  # not `values`, whose memory a CUDA graph may want back
+    def is_captured(values: Tensor) -> bool:
+        if not values.is_cuda:
+            return False
+        with torch.cuda.device(values.device):
+            return torch.cuda.is_current_stream_capturing()
 
-        def wait() -> np.ndarray[Any, Any]:
-            copied.synchronize()
-            return on_host.numpy()
+    @staticmethod
+    def page_locked(like: Tensor) -> Tensor:
+        return torch.zeros(1, dtype=torch.float64, pin_memory=like.is_cuda)
 
-        return HostCopy(wait, copied.query, lambda: not _captures(device))
+    @staticmethod
+    def write_where(wrong: Tensor, number: float, word: Tensor) -> None:
+        now = word.to(wrong.device, non_blocking=True)
+        new = torch.where(wrong & (now == 0), number, now)
+        word.copy_(new, non_blocking=True)
 
 
 register_arrays(Tensor, TensorArrays())
-
-
-def _on_cuda(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
-
-
-def _captures(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, when the device can't be queried."""
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def _sent_to_host(values: Tensor) -> tuple[Tensor, Any]:
-    """`(copy of found on the host, event that the device records once it is complete)`."""
-    with torch.cuda.device(values.device):
-        on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        on_host.copy_(values, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-    return on_host, copied

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from syncbn_core.labels import Labels
 from syncbn_core.moments import (
     Moments,
     NormRule,
@@ -30,9 +31,9 @@ from syncbn_core.moments import (
     merged_rows,
     total_count,
 )
-from syncbn_core.steps import Affine, Labels, Norm, Operations, RunningStatistics, Sums, assign
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums, assign
 
-__all__ = ["Namespace", "PlainOperations", "axes_of", "column", "labelled"]
+__all__ = ["Namespace", "PlainOperations", "axes_of", "column"]
 
 Array = Any
 
@@ -149,16 +150,16 @@ class PlainOperations(Operations):
         self.namespace = namespace
         self.xp: Any = namespace.xp
 
-    def moments(self, x: Array) -> Moments:
+    def moments(self, x: Array, labels: Labels | None = None) -> Moments:
         space, axes = self.namespace, axes_of(x)
         count = math.prod([x.shape[axis] for axis in axes]) if x.shape[1] else 0
         if count == 0:
             zeros = space.sum(x, axes)
-            return self.of_one_part(0, zeros, zeros)
+            return self.of_one_part(0, zeros, zeros, labels)
         shift = self._shift(x)
         deviations = space.difference(x, column(shift, x))
         mean, m2 = space.mean_and_m2(deviations, axes, count)
-        return self.of_one_part(count, self._wide(shift) + mean, m2)
+        return self.of_one_part(count, self._wide(shift) + mean, m2, labels)
 
     def _shift(self, x: Array) -> Array:
         """A number near the mean of each channel, `(C,)` in the working dtype.
@@ -172,20 +173,25 @@ class PlainOperations(Operations):
         mean = self.xp.where(self.xp.isfinite(mean), mean, 0.0)
         return self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
 
-    def of_one_part(self, count: Any, mean: Array, m2: Array) -> Moments:
+    def of_one_part(
+        self, count: Any, mean: Array, m2: Array, labels: Labels | None = None
+    ) -> Moments:
         """Moments of one row; `count` may be traced."""
-        ends = [self.namespace.number(each, mean).reshape(1) for each in (count, 0)]
+        label = 0 if labels is None else labels.own
+        ends = [self.namespace.number(each, mean).reshape(1) for each in (count, label)]
         row = self.xp.concatenate([ends[0], mean, m2, ends[1]])
         return Moments(row.reshape(1, -1), count if isinstance(count, int) else None)
 
-    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
         if len(parts) == 1:
-            return labelled(parts[0], label)
+            return parts[0]
         count, mean, m2 = merged_rows(self.xp.concatenate([part.rows for part in parts]))
         known = total_count(parts)
-        return labelled(self.of_one_part(count if known is None else known, mean, m2), label)
+        return self.of_one_part(count if known is None else known, mean, m2, labels)
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
+        if total.labels is not None:
+            total.labels.check_rows(total.rows)
         count, mean, m2 = merged_rows(total.rows)
         var = m2 / self._at_least_one(count if total.count is None else total.count)
         # `where`, not `maximum`, whose gradient at var == eps is 1/2
@@ -331,13 +337,6 @@ class PlainOperations(Operations):
             return result
         out[...] = result
         return out
-
-
-def labelled(own: Moments, label: float) -> Moments:
-    """`own`, a row of this member, with `label` at its end."""
-    if label:
-        own.rows[:, -1] = label
-    return own
 
 
 def _count(statistics: Statistics) -> Any:

@@ -1,4 +1,4 @@
-"""How the arrays of each library are sent: copies to and from the host, and labels of sums.
+"""What messages and their labels need of each array library.
 
 NumPy and CuPy are built in. An adapter registers the arrays of its framework:
 
@@ -7,15 +7,13 @@ NumPy and CuPy are built in. An adapter registers the arrays of its framework:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 __all__ = [
     "CupyArrays",
-    "HostCopy",
     "MessageArrays",
     "NumpyArrays",
     "arrays_of",
@@ -50,20 +48,8 @@ def is_captured(stream: Any) -> bool:
     )
 
 
-class HostCopy(NamedTuple):
-    """A copy of an array that is on its way to the host.
-
-    `values()` waits for it and returns it; `done()`: whether it has arrived; `may_wait()`: False
-    while a CUDA graph is captured, when neither of the two may be called.
-    """
-
-    values: Callable[[], np.ndarray[Any, Any]]
-    done: Callable[[], bool] = lambda: True
-    may_wait: Callable[[], bool] = lambda: True
-
-
 class MessageArrays(Protocol):
-    """The operations that messages need from one array library; `sum_labels` explains labels."""
+    """The operations that messages and their labels need from one array library."""
 
     def to_host(self, values: Array) -> np.ndarray[Any, Any]:
         """The values as a NumPy array; waits for the device if they are on one."""
@@ -77,8 +63,17 @@ class MessageArrays(Protocol):
     def with_label(self, values: Array, label: float) -> Array:
         """A new array `(n + 1,)`: the n values, flattened, then the label."""
 
-    def copy_to_host(self, values: Array) -> HostCopy | None:
-        """Start to copy `values`; None while a CUDA graph is captured: nothing runs then."""
+    def is_captured(self, values: Array) -> bool:
+        """Whether the work on `values` is captured into a CUDA graph; the host can't wait then."""
+
+    def page_locked(self, like: Array) -> Array:
+        """A float64 0 of the host, `(1,)`, to which the device of `like` can write.
+
+        NumPy's, or one that `numpy.asarray` shares.
+        """
+
+    def write_where(self, wrong: Array, number: float, word: Array) -> None:
+        """Write `number` to `word` on the current stream if `wrong` `(1,)` and `word` is 0."""
 
 
 class NumpyArrays:
@@ -101,9 +96,16 @@ class NumpyArrays:
         return np.append(values, label)
 
     @staticmethod
-    def copy_to_host(values: Array) -> HostCopy:
-        copy = np.array(values)
-        return HostCopy(lambda: copy)
+    def is_captured(values: Array) -> bool:
+        return False
+
+    @staticmethod
+    def page_locked(like: Array) -> Array:
+        return np.zeros(1)
+
+    @staticmethod
+    def write_where(wrong: Array, number: float, word: Array) -> None:
+        word[:] = np.where(wrong & (word == 0), number, word)
 
 
 class CupyArrays:
@@ -137,32 +139,28 @@ class CupyArrays:
             return message
 
     @staticmethod
-    def copy_to_host(values: Array) -> HostCopy | None:
+    def is_captured(values: Array) -> bool:
         import cupy
 
         with values.device:
-            if is_captured(cupy.cuda.get_current_stream()):
-                return None
-            on_host, copied = _sent_to_host(cupy.ascontiguousarray(values))
+            return is_captured(cupy.cuda.get_current_stream())
 
-        def wait() -> np.ndarray[Any, Any]:
-            copied.synchronize()
-            return on_host
+    @staticmethod
+    def page_locked(like: Array) -> Array:
+        import cupy
 
-        def may_wait() -> bool:
-            return not is_captured(cupy.cuda.get_current_stream())
+        word = np.frombuffer(cupy.cuda.alloc_pinned_memory(8), np.float64, 1)
+        word[:] = 0
+        return word
 
-        return HostCopy(wait, lambda: copied.done, may_wait)
+    @staticmethod
+    def write_where(wrong: Array, number: float, word: Array) -> None:
+        import cupy
 
-
-def _sent_to_host(values: Array) -> tuple[np.ndarray[Any, Any], Any]:
-    """`(copy of values on the host, event that the device records once it is complete)`."""
-    import cupy
-
-    memory = cupy.cuda.alloc_pinned_memory(values.nbytes)
-    on_host = np.frombuffer(memory, values.dtype, values.size)
-    values.get(out=on_host, blocking=False)
-    return on_host, cupy.cuda.get_current_stream().record()
+        with wrong.device:
+            now = cupy.empty(1)
+            now.data.copy_from_host_async(word.ctypes.data, 8)
+            cupy.where(wrong & (now == 0), number, now).get(out=word, blocking=False)
 
 
 _CUPY = CupyArrays()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -90,18 +89,12 @@ class NCCLCommunicator(ProcessCommunicator):
         passed, `CommAborted` if NCCL reports an error, `ProtocolError` if ranks have added up
         arrays of different calls. After an error the group can't be used any more.
         """
-        self._wait(timeout, lambda: self._look_back() and self._nccl.has_finished())
-
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait until `done()` is true, with the timeout and the errors of `synchronize`."""
-        self._wait(None, done)
-
-    def _wait(self, timeout: float | None, done: Callable[[], bool]) -> None:
         try:
-            self._nccl.wait(timeout, done)
+            self._nccl.wait(timeout)
         except CommError as error:
             self._failure = str(error)
             raise
+        self.check_alarm()
 
 
 class _NCCLTransport:
@@ -183,22 +176,22 @@ class _NCCLTransport:
         """`result`, copied to the host if `values` are there, which waits for the device."""
         if is_on_device(values):
             return result
-        self.wait(None, self.has_finished)
+        self.wait(None)
         return np.asarray(result.get())
 
-    def has_finished(self) -> bool:
-        """Whether the device has finished the last call."""
-        return self._last is None or bool(self._last[0].done)
+    def wait(self, timeout: float | None) -> None:
+        """Wait for the last call, and for what comes after it on the current stream."""
+        import cupy
 
-    def wait(self, timeout: float | None, done: Callable[[], bool]) -> None:
-        """Wait until `done()` returns True."""
         if self._last is None:
             return
-        call = self._last[1]
+        called, call = self._last
+        stream = cupy.cuda.get_current_stream()
+        events = [called] if is_captured(stream) else [called, stream.record()]
         seconds = seconds_of(self._timeout if timeout is None else timeout, PROCESSES)
         deadline = time.monotonic() + seconds
         try:
-            while not done():
+            while not all(event.done for event in events):
                 self._comm.check_async_error()
                 if time.monotonic() > deadline:
                     raise CommTimeout(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from syncbn_core.comm.alarm import Alarm
 from syncbn_core.comm.message_arrays import arrays_of, copy_of
 from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.errors import (
@@ -69,29 +69,22 @@ class ProcessCommunicator:
     After a failed call (`CommTimeout`, `CommAborted`) all later calls raise `CommError`, because
     the ranks may be in different calls.
 
+    Attributes:
+        rank: this process's number, 0 to `size - 1`.
+        size: the number of processes in the group.
+        on_device: whether arrays on a device are sent without the host.
+
     `copy` and `deepcopy` return the communicator itself. Pickling raises `StateError`.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self.rank: int = transport.rank
+        self.size: int = transport.size
+        self.on_device: bool = transport.on_device
         self.calls: int = 0
         self._failure: str | None = None
-        self._later: deque[tuple[Callable[[], bool | None], CollectiveCall]] = deque()
-
-    @property
-    def rank(self) -> int:
-        """This process's number, 0 to `size - 1`."""
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        """The number of processes in the group."""
-        return self.transport.size
-
-    @property
-    def on_device(self) -> bool:
-        """Whether arrays on a device are sent without the host."""
-        return self.transport.on_device
+        self._alarm: Alarm | None = None
 
     def __copy__(self) -> ProcessCommunicator:
         return self
@@ -120,9 +113,14 @@ class ProcessCommunicator:
         call = self._begin(call or CollectiveCall.plain("all_reduce", values))
         return self._run(self.transport.all_reduce, values, call)
 
-    def look_later(self, verdict: Callable[[], bool | None], call: CollectiveCall) -> None:
-        """Raise `ProtocolError` in a later call where `verdict()` is False; None: not yet known."""
-        self._later.append((verdict, call))
+    def alarm(self, like: Array, call_at: Callable[[float], CollectiveCall]) -> Alarm:
+        """By which the device of `like` makes the next call raise `ProtocolError`.
+
+        `call_at`: of the first caller, describes the call at a place.
+        """
+        if self._alarm is None:
+            self._alarm = Alarm(like, call_at)
+        return self._alarm
 
     def _begin(self, call: CollectiveCall) -> CollectiveCall:
         """`call` with its number, if no call before has failed."""
@@ -131,28 +129,23 @@ class ProcessCommunicator:
                 f"expected a working group, got one in which a call failed before: "
                 f"{self._failure}; make a new group, or restart the program"
             )
-        if self._later:
-            self._look_back()
+        if self._alarm is not None:
+            self.check_alarm()
         self.calls += 1
         return call._replace(number=self.calls)
 
-    def _look_back(self) -> bool:
-        """Raise `ProtocolError` if a device found wrong labels in earlier calls.
+    def check_alarm(self) -> None:
+        """Raise `ProtocolError` if a device has found wrong labels.
 
-        Returns whether the device has finished all of those calls. The ranks notice an error in
-        different calls, so the group has failed then.
+        The ranks notice it in different calls, so the group has failed then.
         """
-        while self._later:
-            verdict, call = self._later[0]
-            right = verdict()
-            if right is None:
-                return False
-            self._later.popleft()
-            if not right:
-                error = _different_calls(call)
-                self._failure = str(error)
-                raise error
-        return True
+        call = None if self._alarm is None else self._alarm.call()
+        if call is not None:
+            error = ProtocolError(
+                f"expected all ranks in the same call, got different ones in {call}; {call.remedy}"
+            )
+            self._failure = str(error)
+            raise error
 
     def _run(
         self,
@@ -184,12 +177,6 @@ def same_names(texts: Sequence[str]) -> bool:
             for long, short in zip(words, shortest, strict=True)
         )
         for words in names
-    )
-
-
-def _different_calls(call: CollectiveCall) -> ProtocolError:
-    return ProtocolError(
-        f"expected all ranks in the same call, got different ones in {call}; {call.remedy}"
     )
 
 

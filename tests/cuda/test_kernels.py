@@ -7,6 +7,7 @@ some case; the end of the run lists how many blocks each kernel has.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from math import prod
@@ -35,6 +36,7 @@ from harness import (
 
 from syncbn_core._kernels.cuda.signatures import SIGNATURES, codes_of
 from syncbn_core.backends.cuda import grid as cuda
+from syncbn_core.labels import KINDS, differ, label_of
 from syncbn_core.moments import NormRule, merged
 
 EPS = 1e-5
@@ -249,14 +251,31 @@ def merged_by_formula(parts):
     return np.concatenate([counts.sum(0), mean[:channels], m2[:channels]])
 
 
+LABELS = [
+    *(label_of(0, number, 0, "float32") for number in (0, 1, 2)),
+    *(label_of(0, 1, extra, "float32") for extra in (1, 4096 * 5)),
+    label_of(len(KINDS) - 1, 1, 0, "float32"),
+    label_of(0, 1, 0, "bfloat16"),
+    label_of(0, 2**19 - 2, 4095 + 2**27, "float64"),
+]
+
+
 def test_merge_parts_has_the_bits_of_the_formula(device, bench, rng, record_property):
     """Products are rounded before they are added (no `fma`), as NumPy's are."""
     for sizes in SIZES_OF_PARTS:
         parts = parts_of(sizes, 300, rng)
         into = bench.empty(602, "float64")
         every = bench.of(rows_of(parts), "float64")
-        cuda.merge_parts(bench, every.pointer, len(sizes), 300, into.pointer)
-        np.testing.assert_array_equal(into.array, [*merged_by_formula(parts), 0])
+        cuda.merge_parts(bench, every.pointer, len(sizes), 300, into.pointer, cuda.Check(5.0))
+        np.testing.assert_array_equal(into.array, [*merged_by_formula(parts), 5])
+    for own, other in itertools.product(LABELS, [*LABELS, float("nan"), -1.0, 0.0, 31.0, 1e300]):
+        rows = bench.of(rows_of(parts_of([1, 2], 1, rng)), "float64")
+        rows.array[3::4] = own, other
+        for before in (0.0, 5.0)[: 1 + (own == LABELS[0])]:
+            alarm = bench.alarm(before)
+            check = cuda.Check(own, alarm.pointer, 7.0)
+            cuda.merge_parts(bench, rows.pointer, 2, 1, into.pointer, check)
+            assert alarm.array[0] == (before or 7.0 if differ(other, own) else before)
     executed = Executed()
     executed.add(bench.keys, device.launches)
     executed.check(bench.keys[0], record_property)
@@ -295,7 +314,7 @@ def test_many_members_are_merged_before(members, bench, rng):
 def test_the_table_of_signatures_names_the_arguments_of_each_kernel(name):
     kernel = cuda.source(name, "float32", 4, False, cuda.THREADS).build()
     assert tuple(inspect.signature(kernel).parameters) == SIGNATURES[name]
-    floats = {"eps", "factor", "label"}
+    floats = {"eps", "factor", "label", "place"}
     assert codes_of(name) == "".join("d" if n in floats else "q" for n in SIGNATURES[name])
 
 
@@ -332,14 +351,17 @@ def test_each_argument_is_launched_under_its_name(kind):
     running = cuda.Running("running_mean", "running_var", "running_code", "tracked", "factor")
     rule = {"rule": NormRule("eps", "clamp")}
     run = Recorder()
-    cuda.moments(run, x, "moments")
-    cuda.normalize(run, x, y, parameters, "parts", 5, "statistics", **rule, running=running)
+    check = cuda.Check("label", "alarm", "place")
+    cuda.moments(run, x, "moments", "label")
+    cuda.normalize(
+        run, x, y, parameters, "parts", 5, "statistics", **rule, running=running, check=check
+    )
     gradients = ("sums", "grad_weight", "grad_bias")
     cuda.backward_reduce(
         run, x, dy, "statistics", parameters, *gradients, code="gradient_code", label="label"
     )
-    cuda.backward_input(run, x, dy, dx, "statistics", parameters, "sums", **rule, label="label")
-    cuda.merge_parts(run, "parts", 5, 24, "moments")
+    cuda.backward_input(run, x, dy, dx, "statistics", parameters, "sums", **rule, check=check)
+    cuda.merge_parts(run, "parts", 5, 24, "moments", check)
     sizes |= {"total": prod(shape), "rows": shape[0], "num_parts": 5, "clamp": 1}
     if kind == "planes":
         walk = cuda._walk(cuda.THREADS, 132, x)

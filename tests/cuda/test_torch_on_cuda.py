@@ -36,6 +36,7 @@ from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
 from syncbn_torch.forward import always_ours  # noqa: E402
+from syncbn_torch.process_group import TensorArrays  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -66,12 +67,20 @@ class Gpu:
         self.keys: list[str] = []  # of kernels, as they were launched
         self.switches: list[tuple[int, list[str]]] = []  # to a device, and what ran there
         self._known: dict[int, list[Known]] = {}
+        self._alarms: list[torch.Tensor] = []
         self.operations: Operations
 
     def pointer(self, tensor: torch.Tensor) -> int:
         """Its address. A tensor that is gone when a kernel starts is not there for that kernel."""
         self._note(Known(weakref.ref(tensor)), tensor)
         return tensor.data_ptr()
+
+    def page_locked(self, like: torch.Tensor) -> torch.Tensor:
+        """A number to which all threads may write at once."""
+        word = torch.zeros(1, dtype=torch.float64)
+        self._alarms.append(word)
+        self.pointer(word)
+        return word
 
     def unwritten(self, tensor: torch.Tensor) -> None:
         """No kernel may read it before one has written it."""
@@ -105,6 +114,7 @@ class Gpu:
             for start, end, written, tensor in merged:
                 areas.append(memory.add(_range(start, end, tensor)))
                 areas[-1].written = written
+                areas[-1].ordered = all(tensor is not alarm for alarm in self._alarms)
             try:
                 yield
             finally:
@@ -215,6 +225,7 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     mode = torch.get_deterministic_debug_mode()
     with pytest.MonkeyPatch.context() as patch, always_ours():
         patch.setattr("syncbn_torch.forward.operations_for", operations_for)
+        patch.setattr(TensorArrays, "page_locked", gpu.page_locked)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from syncbn_core.comm import local
 from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.exchange import Exchange
-from syncbn_torch import SynchronizedBatchNorm2d, process_group
+from syncbn_torch import SynchronizedBatchNorm2d
 from syncbn_torch.backends import plain
+from syncbn_torch.process_group import TensorArrays
 
 rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:5]))
 without = sys.argv[5:] == ["without"]
@@ -92,36 +92,44 @@ with (
         for layer, twin in zip(layers, twins, strict=True):
             torch.testing.assert_close(layer.running_var, twin.running_var)
     assert on_device == [True] * 4, on_device
-    if without:
-        dist.barrier()
-        dist.destroy_process_group()
-        sys.exit()
-    assert len(gpu.keys) == 16, gpu.keys
+    if not without:
+        assert len(gpu.keys) == 16, gpu.keys
 
-    # a backward of another layer on each rank, whose total is known later
-    sent = []
-    events = SimpleNamespace(query=lambda: bool(come), synchronize=lambda: None)
-    come = []
-
-    patch.setattr(process_group, "_on_cuda", lambda tensor: True)
-    patch.setattr(process_group, "_captures", lambda tensor: bool(capturing))
-    patch.setattr(process_group, "_sent_to_host", lambda found: (sent.append(1) or found, events))
-    for capturing in (True, False):
-        layers = [SynchronizedBatchNorm2d(3).double() for _ in range(2)]
-        leaf = x[mine, :3].clone().requires_grad_()
-        y, whole_dy = layers[0](leaf), dy[mine, :3].contiguous()
+    # what a device does beside our kernels
+    layer = SynchronizedBatchNorm2d(3).double()
+    leaf, whole_dy = x[mine, :3].clone().requires_grad_(), dy[mine, :3].contiguous()
+    layer(leaf).backward(whole_dy)
+    leaf.grad, layer.weight.grad, layer.bias.grad = None, None, None
+    if not without or rank == 0:
+        with DeviceOperations() as noted:
+            y = layer(leaf)
+        assert list(noted) == ["aten.new_zeros.default", "c10d._allgather_base_.default"], noted
         with DeviceOperations() as noted:
             y.backward(whole_dy)
-        assert list(noted) == ["c10d.allreduce_.default"], list(noted)
+        assert list(noted) == ["c10d.allreduce_.default"], noted
+    else:
+        layer(leaf).backward(whole_dy)
+
+    # other layers on each rank: the device notices, and the next call tells
+    def told(kind: str, capturing: bool) -> None:
+        group = dist.new_group()
+        patch.setattr(TensorArrays, "is_captured", staticmethod(lambda values: capturing))
+        layers = [SynchronizedBatchNorm2d(3, process_group=group).double() for _ in range(2)]
         ys = [layer(leaf) for layer in layers]
-        ys[rank].backward(dy[mine, :3])
-        assert leaf.grad.isnan().all()
-        assert len(sent) == (0 if capturing else 5)  # labels of three forwards and two backwards
-        layers[0](leaf)  # nobody waits for the news
-    come.append(True)
-    with pytest.raises(ProtocolError, match=rf"layer {7 + rank}, forward in call"):
-        layers[0](leaf)
-    with pytest.raises(CommError, match="failed before"):
-        layers[0](leaf)
+        if kind == "forward":
+            layers[rank](leaf)
+        else:
+            leaf.grad = None
+            ys[rank].backward(dy[mine, :3])
+            assert leaf.grad.isnan().all()
+        text = rf"call 3 \({kind} of SynchronizedBatchNorm2d, layer {1 + rank}\)"
+        with pytest.raises(ProtocolError, match=text):
+            layers[0](leaf)  # sends nothing
+        with pytest.raises(CommError, match="failed before"):
+            layers[0](leaf)
+
+    for kind in ("forward", "backward"):
+        for capturing in (False, True):
+            told(kind, capturing)
 dist.barrier()
 dist.destroy_process_group()

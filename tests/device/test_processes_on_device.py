@@ -11,6 +11,8 @@ import pytest
 from syncbn_core import BatchNorm
 from syncbn_core.comm import NCCLCommunicator
 from syncbn_core.errors import BackendError, ProtocolError
+from syncbn_core.exchange import Exchange
+from syncbn_core.labels import KINDS
 
 
 @pytest.fixture
@@ -56,22 +58,60 @@ def test_a_layer_over_torch_distributed(dtype, device, communicator):
         assert torch.allclose(layer.running_var.cpu().double(), twin.running_var, atol=1e-4)
 
 
-def test_a_backward_of_other_layers_gives_nan_and_is_told_later(only_cuda, communicator):
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_calls_of_other_layers_are_told_later(
+    direction, replayed, kernels, only_cuda, communicator, monkeypatch
+):
+    """Of one rank: its own label is not what has to be there."""
+    import torch
+
+    from syncbn_torch import SynchronizedBatchNorm2d
+
+    if not kernels:
+        monkeypatch.setattr("syncbn_core.backends.cuda.operations.usable", lambda *_: False)
+    layer = SynchronizedBatchNorm2d(3, process_group=communicator).to("cuda")
+    x = torch.randn(2, 3, 4, 4, device="cuda", requires_grad=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            layer(x).sum().backward()
+    labels_of = Exchange._labels
+
+    def other_labels(self, member, kind, *rest):
+        labels = labels_of(self, member, kind, *rest)
+        wrong = KINDS[kind] == direction
+        return labels._replace(expected=labels.expected + 4 * wrong)
+
+    monkeypatch.setattr(Exchange, "_labels", other_labels)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream) if replayed else torch.cuda.stream(stream):
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    if replayed:
+        torch.cuda.synchronize()
+        assert communicator._alarm.call() is None
+        graph.replay()
+    torch.cuda.synchronize()
+    assert dx.isnan().all() == (direction == "backward")
+    with pytest.raises(ProtocolError, match=rf"{direction} of .*BatchNorm2d, layer 1\)"):
+        layer(x)
+
+
+def test_nothing_waits_for_the_device(only_cuda, communicator):
     import torch
 
     from syncbn_torch import SynchronizedBatchNorm2d
 
     layer = SynchronizedBatchNorm2d(3, process_group=communicator).to("cuda")
     x = torch.randn(2, 3, 4, 4, device="cuda", requires_grad=True)
-    layer(x).backward(torch.randn_like(x))
-    torch.cuda.synchronize()
-    y = layer(x)
-    assert x.grad.isfinite().all()
-    communicator.transport.size = 2  # the total lacks a rank, as if it were elsewhere
-    y.backward(torch.randn_like(x))
-    assert x.grad.isnan().all()
-    with pytest.raises(ProtocolError, match="forward in call 3"):
-        layer(x)
+    layer(x).sum().backward()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        layer(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_layer_over_nccl_without_torch(only_cuda):

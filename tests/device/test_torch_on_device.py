@@ -155,8 +155,8 @@ def test_nothing_waits_for_the_device(device, only_cuda):
     layer = layer_for(64, device)
     x = batch((8, 64, 14, 14), "float32", device).requires_grad_()
     layer(x).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         layer(x).square().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -6,7 +6,8 @@ import copy
 import datetime
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -42,7 +43,9 @@ from syncbn_torch import (
     SynchronizedBatchNorm2d,
     compiled_exchange,
     convert_model,
+    forward,
 )
+from syncbn_torch.backends import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 BOUNDS = (0, 2, 6)
@@ -102,6 +105,17 @@ class Twice(nn.Module):
         return self.layer(x) + 2 * self.layer(x).cos()
 
 
+@contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """Tensors go the way of those of a device without our kernels."""
+    with (
+        patch.object(compiled_exchange, "_on_host", lambda *_: False),
+        patch.object(exchange, "_stays_on_device", lambda *_: True),
+        patch.object(forward, "operations_for", lambda x: plain.OPERATIONS),
+    ):
+        yield
+
+
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_graph_sends_what_ranks_without_a_graph_send(rank: int, size: int) -> None:
@@ -117,10 +131,7 @@ def test_a_graph_sends_what_ranks_without_a_graph_send(rank: int, size: int) -> 
     )
     for backend, both in ((counting, True), ("inductor", True), ("inductor", False)):
         for on_host in (True, False):
-            with (
-                patch.object(compiled_exchange, "_on_host", lambda *_: on_host),  # noqa: B023
-                patch.object(exchange, "_stays_on_device", lambda *_: not on_host),  # noqa: B023
-            ):
+            with nullcontext() if on_host else as_on_a_device():
                 layer, twin = convert_model(Twice()).double(), Twice().double()
                 model = compiled(layer, backend) if both or rank else layer
                 steps_equal(layer, model, twin, rows_of(rank, BOUNDS), SHAPE)
@@ -433,10 +444,7 @@ def test_a_layer_alone_compiles_and_exports_as_nn_batch_norm(rank: int, size: in
 @on_ranks(2)
 def test_messages_that_stay_on_a_device(rank: int, size: int) -> None:
     """On the CPU: there a GPU's messages go the same way."""
-    with (
-        patch.object(compiled_exchange, "_on_host", lambda *_: False),
-        patch.object(exchange, "_stays_on_device", lambda *_: True),
-    ):
+    with as_on_a_device():
         for bounds in (BOUNDS, (0, 0, 6)):
             layer, twin = convert_model(network()), network()
             model = compiled(layer)

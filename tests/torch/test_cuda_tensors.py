@@ -1,15 +1,12 @@
 """CUDA tensors by the contract of backends, as far as it can be tested without a device."""
 
-import weakref
 from contextlib import suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from syncbn_core.backends.cuda import driver
-from syncbn_torch import process_group
 from syncbn_torch.backends import cuda
 
 
@@ -54,19 +51,3 @@ def test_arrays_of_a_check_go_to_the_device_and_back(
     found = memory.download(tensor)
     assert found.dtype == np.float64
     assert found.tolist() == values.tolist()
-
-
-def test_a_look_at_labels_holds_no_tensor_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs would find it in their pool."""
-    event = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
-    monkeypatch.setattr(process_group, "_on_cuda", lambda values: True)
-    monkeypatch.setattr(process_group, "_captures", lambda device: False)
-    monkeypatch.setattr(process_group, "_sent_to_host", lambda values: (values.clone(), event))
-    values = torch.ones(3)
-    kept = weakref.ref(values)
-    copy = process_group.TensorArrays.copy_to_host(values)
-    del values
-    assert kept() is None
-    assert copy is not None
-    assert copy.may_wait()
-    assert copy.values().tolist() == [1, 1, 1]

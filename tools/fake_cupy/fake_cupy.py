@@ -14,6 +14,7 @@ Stricter than CUDA in one thing: the legacy default stream waits for no other st
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -330,6 +331,22 @@ def _area(block) -> Range:
     return Range(block.ptr, block.raw, written=False, name=str(block))
 
 
+def _alloc_pinned_memory(size):
+    """Memory of the host to which kernels of all devices may write, also at once."""
+    from emulator.memory import Range
+
+    memory = bytearray(size)
+    if _emulated is not None:
+        data = np.frombuffer(memory, np.uint8)
+        area = _emulated.memory.add(Range(data.ctypes.data, data, name="page-locked memory"))
+        area.ordered = False
+        _pinned.add(area.start)
+    return memory
+
+
+_pinned = set()
+
+
 def _after_launch(launch: Launch) -> None:
     """Log what a kernel has touched; raises for what another device owns."""
     kernel = _name(launch.program.kernel.name)
@@ -343,6 +360,8 @@ def _after_launch(launch: Launch) -> None:
     key = _key(launch.device, launch.stream)
     for touched, write in ((launch.read_bytes, False), (launch.stored_bytes, True)):
         for address in touched:
+            if address in _pinned:
+                continue
             block = Block._live.get(address)
             if block is None:
                 raise ValueError(f"{kernel} touches memory that is released while it runs")
@@ -389,6 +408,13 @@ class MemoryPointer:
             self._bytes(size)[...] = src._bytes(size)
             if self.mem.area is not None:
                 self._grains(size)[...] = src._grains(size)
+
+    def copy_from_host_async(self, mem, size, stream=None):
+        key = (stream or get_current_stream())._key
+        races.access(self.mem, key, True, f"copy into, {_where()}")
+        self._bytes(size)[...] = np.frombuffer((ctypes.c_uint8 * size).from_address(mem), np.uint8)
+        if self.mem.area is not None:
+            self._grains(size)[...] = True
 
     def memset_async(self, value, size, stream=None):
         if size > 0:
@@ -536,7 +562,12 @@ class ndarray:  # noqa: N801
     def __neg__(self):
         return self.__array_ufunc__(np.negative, "__call__", self)
 
+    def __invert__(self):
+        return self.__array_ufunc__(np.logical_not, "__call__", self)
+
     __truediv__, __rtruediv__ = _binary(np.divide), _binary(np.divide, True)
+    __mod__, __floordiv__ = _binary(np.remainder), _binary(np.floor_divide)
+    __and__, __or__ = _binary(np.logical_and), _binary(np.logical_or)
     __pow__, __matmul__ = _binary(np.power), _binary(np.matmul)
     __lt__, __gt__ = _binary(np.less), _binary(np.greater)
     __le__, __ge__ = _binary(np.less_equal), _binary(np.greater_equal)
@@ -637,6 +668,9 @@ class ndarray:  # noqa: N801
 
     def clip(self, min=None, max=None, out=None):
         return self._reduced("clip", self._a.clip(min, max))
+
+    def any(self, axis=None, out=None, keepdims=False):
+        return self._reduced("any", self._a.any(axis, keepdims=keepdims))
 
     def max(self, axis=None, out=None, keepdims=False):
         return self._reduced("max", self._a.max(axis, keepdims=keepdims))
@@ -846,7 +880,7 @@ def install(emulated: Emulated | None = None) -> ModuleType:
     module.cuda.Device, module.cuda.Event, module.cuda.Stream = Device, Event, Stream
     module.cuda.MemoryPointer = MemoryPointer
     module.cuda.get_current_stream = get_current_stream
-    module.cuda.alloc_pinned_memory = bytearray
+    module.cuda.alloc_pinned_memory = _alloc_pinned_memory
     module.cuda.nccl = nccl
     module.cuda.runtime = SimpleNamespace(
         getDevice=_get_device,

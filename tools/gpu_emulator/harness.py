@@ -44,7 +44,8 @@ def from_bfloat16(bits: Any) -> Array:
     return values
 
 
-LABEL = 123456789.0
+LABEL, OF_ANY_LAYER = 123456789.0, 53.0  # `syncbn_core/labels.py`
+PLACE = 7.0
 
 
 class Buffer:
@@ -142,6 +143,11 @@ class Bench:
         self.buffers.append(buffer)
         buffer.array[:] = to_bfloat16(values).ravel() if dtype == "bfloat16" else values.ravel()
         return buffer
+
+    def alarm(self, number: float = 0.0) -> Buffer:
+        alarm = self.of([number], "float64", name="alarm")
+        alarm.area.ordered = False
+        return alarm
 
     def view(self, values: Array, dtype: str, offset: int = 0, name: str = "x") -> View:
         """`offset`: in numbers."""
@@ -318,7 +324,9 @@ class Setting:
     rule: NormRule = DEFAULT_RULE
     members: int = 1
     constant: bool = False  # running statistics in place of the batch's
-    other_call: bool = False  # a member has sent the sums of another call
+    other_call: bool = False  # a member has sent the message of another call
+    alarm: float = 0.0  # what stands there before
+    label: float = LABEL
 
 
 SETTINGS = [
@@ -332,6 +340,7 @@ SETTINGS = [
         factor=1.0,
         rule=NormRule(4.0, "clamp"),
         members=14,
+        label=OF_ANY_LAYER,
     ),
     Setting("bfloat16", "float64", "bfloat16", "bfloat16", counts=False, members=17),
     Setting(None, None, None, "float32", counts=False),
@@ -341,6 +350,7 @@ SETTINGS = [
     Setting("bfloat16", "float32", "bfloat16", constant=True),
     Setting(None, "float32", "float32", constant=True),
     Setting(other_call=True),
+    Setting(members=15, other_call=True, alarm=5.0),
 ]
 
 
@@ -367,8 +377,8 @@ def moments_of(values: Array) -> Array:
 
 
 def rows_of(parts: Any) -> Array:
-    """Packed moments of several parts, each followed by a label, which no kernel reads."""
-    return np.stack([np.append(part, np.nan) for part in parts])
+    """Packed moments of several parts, each followed by a label."""
+    return np.stack([np.append(part, LABEL) for part in parts])
 
 
 def merged(parts: Array) -> Array:
@@ -409,6 +419,7 @@ class Steps:
     weight: Buffer | None = None
     bias: Buffer | None = None
     statistics: Buffer = field(init=False)
+    alarm: Buffer = field(init=False)
 
     def __post_init__(self) -> None:
         channels, shape = self.case.channels, self.case.shape
@@ -417,6 +428,7 @@ class Steps:
         bench, offset = self.bench, self.case.offset
         self.x = bench.view(self.rng.normal(means, spread, shape), self.dtype, offset)
         self.dy = bench.view(self.rng.normal(size=shape), self.dtype, offset, "dy")
+        self.alarm = bench.alarm()
         if self.setting.weight:
             self.weight = bench.of(self.rng.normal(1, 0.3, channels), self.setting.weight)
         if self.setting.bias:
@@ -437,11 +449,11 @@ class Steps:
 
     def moments(self) -> None:
         into = self.bench.empty(2 * self.case.channels + 2, "float64", name="moments")
-        cuda.moments(self.bench, self.x, into.pointer)
+        cuda.moments(self.bench, self.x, into.pointer, LABEL)
         expected = moments_of(self.x.values())
         # sums are float64: of float32 what is left is the rounding within a thread's numbers
         bound = work_epsilon(self.dtype)[1] * (512 if self.dtype == "float64" else 64)
-        np.testing.assert_allclose(into.array, [*expected, 0], rtol=bound, atol=bound)
+        np.testing.assert_allclose(into.array, [*expected, LABEL], rtol=bound, atol=bound)
 
     def normalize(self) -> None:
         channels, setting, bench = self.case.channels, self.setting, self.bench
@@ -450,7 +462,9 @@ class Steps:
         sizes = [0 if n in (1, 4, 6, 11) else n for n in range(17)]
         parts = [moments_of(self.rng.normal(2, 3, (n, channels, 5))) for n in sizes]
         parts[0] = moments_of(values)
-        packed = bench.of(rows_of(parts[: setting.members]), "float64", name="parts")
+        rows = rows_of(parts[: setting.members])
+        rows[-1, -1] += setting.other_call
+        packed = bench.of(rows, "float64", name="parts")
         running = cuda.NO_RUNNING
         tracked = bench.of(np.array([4]), "int64", name="num_batches_tracked")
         mean, var = (
@@ -478,7 +492,9 @@ class Steps:
             self.statistics.pointer,
             rule=setting.rule,
             running=running,
+            check=self._check(),
         )
+        self._check_alarm(setting.other_call)
         if setting.constant:
             whole = np.concatenate([[1], old["mean"], old["var"]])
         else:
@@ -494,6 +510,16 @@ class Steps:
         bound = 2 * unit * np.abs(expected) + 32 * arithmetic * (1 + np.abs(expected))
         within(y.values(), expected, bound, "y")
         self._check_running(whole, mean, var, tracked, old)
+
+    def _check(self) -> cuda.Check:
+        """Of the labels, where a group of processes has some."""
+        self.alarm.array[:] = self.setting.alarm
+        label = self.setting.label
+        return cuda.Check(label, self.alarm.pointer, PLACE) if self.weight else cuda.NO_CHECK
+
+    def _check_alarm(self, sounds: bool) -> None:
+        before = self.setting.alarm
+        assert self.alarm.array[0] == (before or PLACE if sounds and self.weight else before)
 
     def _check_running(
         self, whole: Array, mean: Buffer, var: Buffer, tracked: Buffer, old: dict[str, Array]
@@ -568,7 +594,7 @@ class Steps:
         xhat, count, m2, invstd, weight = self._normalized()
         sums = np.stack([grad.sum((0, 2)), (grad * xhat).sum((0, 2))]) * weight * 1.5
         labels = [LABEL] if self.weight else []
-        message = np.append(sums.ravel(), [label + setting.other_call for label in labels])
+        message = np.append(sums.ravel(), [setting.label + setting.other_call for _ in labels])
         total = bench.of(message, "float64", name="sums of all members")
         dx = bench.like(self.x, "dx")
         cuda.backward_input(
@@ -580,8 +606,9 @@ class Steps:
             self.parameters,
             0 if setting.constant else total.pointer,
             rule=setting.rule,
-            **({"label": LABEL} if labels else {}),
+            check=self._check(),
         )
+        self._check_alarm(setting.other_call)
         if setting.other_call:
             assert np.isnan(dx.values()).all()
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from syncbn_core.backends.plain import Namespace, PlainOperations
+from syncbn_core.labels import Labels
 from syncbn_core.moments import Moments
 
 __all__ = [
@@ -118,10 +119,10 @@ class TensorOperations(PlainOperations):
     def near(self, values: Tensor, like: Tensor) -> Tensor:
         return values.to(like.device)
 
-    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
         first = parts[0].rows
         near = [part._replace(rows=self.near(part.rows, first)) for part in parts]
-        return super().merge(near, label)
+        return super().merge(near, labels)
 
 
 OPERATIONS = TensorOperations(TensorNamespace(torch))  # called by the nodes of `autograd`

@@ -240,7 +240,9 @@ def planes_moments(dtype, lanes, ragged, threads):
             s1 += d3 * d3
         return f + (f0 + f1), s + (s0 + s1)
 
-    def kernel(x, skew, outer, channels, inner, slots, splits, partials, block_counters, moments):
+    def kernel(
+        x, skew, outer, channels, inner, slots, splits, partials, block_counters, label, moments
+    ):
         firsts = cuda.shared.array(threads, float64)
         seconds = cuda.shared.array(threads, float64)
         tid = int64(cuda.threadIdx.x)
@@ -317,7 +319,7 @@ def planes_moments(dtype, lanes, ragged, threads):
             if splits > 1:
                 reset(block_counters, c)
             count = float64(outer * inner)
-            write_moments(moments, channels, c, count, pivot, first, second)
+            write_moments(label, moments, channels, c, count, pivot, first, second)
 
     return kernel
 
@@ -486,6 +488,9 @@ def planes_normalize(dtype, lanes, ragged, threads):
         running_code,
         tracked,
         factor,
+        label,
+        alarm,
+        place,
         statistics,
     ):
         rounded_means = cuda.shared.array(TABLE, work)
@@ -524,6 +529,9 @@ def planes_normalize(dtype, lanes, ragged, threads):
                 running_code,
                 tracked,
                 factor,
+                label,
+                alarm,
+                place,
                 statistics,
             )
             rounded_means[i] = rounded_mean
@@ -585,7 +593,21 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         store(dx, at, results(v, g, left, i, rounded_means, dy_scales, x_scales, shifts))
 
     def kernel(
-        x, dy, dx, total, channels, inner, statistics, weight, weight_code, sums, label, eps, clamp
+        x,
+        dy,
+        dx,
+        total,
+        channels,
+        inner,
+        statistics,
+        weight,
+        weight_code,
+        sums,
+        label,
+        alarm,
+        place,
+        eps,
+        clamp,
     ):
         rounded_means = cuda.shared.array(TABLE, work)
         dy_scales = cuda.shared.array(TABLE, work)
@@ -606,7 +628,18 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         while (plane + i) * inner < end:
             c = (plane + i) - quotient(plane + i, channels) * channels
             rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
-                work, c, channels, statistics, weight, weight_code, sums, label, eps, clamp
+                work,
+                c,
+                channels,
+                statistics,
+                weight,
+                weight_code,
+                sums,
+                label,
+                alarm,
+                place,
+                eps,
+                clamp,
             )
             rounded_means[i] = rounded_mean
             dy_scales[i] = dy_scale

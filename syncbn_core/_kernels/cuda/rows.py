@@ -17,6 +17,7 @@ from syncbn_core._kernels.cuda.memory import (
     device,
     each_lane,
     fence,
+    given,
     load_f64,
     number_access,
     quotient,
@@ -28,6 +29,7 @@ from syncbn_core._kernels.cuda.memory import (
 )
 from syncbn_core._kernels.cuda.statistics import (
     add_up,
+    compare_labels,
     gradient_coefficients,
     input_gradient,
     is_last_block,
@@ -182,7 +184,7 @@ def rows_moments(dtype, lanes, threads):
     zeros = zeros_of(lanes, work)
     numbers = threads * lanes
 
-    def kernel(x, rows, channels, width, splits, group, partials, block_counters, moments):
+    def kernel(x, rows, channels, width, splits, group, partials, block_counters, label, moments):
         firsts = cuda.shared.array(numbers, float64)
         seconds = cuda.shared.array(numbers, float64)
         own_firsts = cuda.local.array(lanes, float64)
@@ -268,7 +270,7 @@ def rows_moments(dtype, lanes, threads):
         c = tile * span + tid
         if tid < span and c < channels:
             pivot = float64(load_one(x, c))
-            write_moments(moments, channels, c, float64(rows), pivot, first, second)
+            write_moments(label, moments, channels, c, float64(rows), pivot, first, second)
 
     return kernel
 
@@ -440,6 +442,9 @@ def rows_normalize(dtype, lanes, threads):
         running_code,
         tracked,
         factor,
+        label,
+        alarm,
+        place,
         statistics,
     ):
         rounded_means = cuda.shared.array(threads, work)
@@ -475,6 +480,9 @@ def rows_normalize(dtype, lanes, threads):
                 running_code,
                 tracked,
                 factor,
+                label,
+                alarm,
+                place,
                 statistics,
             )
             rounded_means[tid] = rounded_mean
@@ -532,6 +540,8 @@ def rows_backward_input(dtype, lanes, threads):
         weight_code,
         sums,
         label,
+        alarm,
+        place,
         eps,
         clamp,
     ):
@@ -551,7 +561,18 @@ def rows_backward_input(dtype, lanes, threads):
         c = tile * span + tid
         if tid < span and c < channels:
             rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
-                work, c, channels, statistics, weight, weight_code, sums, label, eps, clamp
+                work,
+                c,
+                channels,
+                statistics,
+                weight,
+                weight_code,
+                sums,
+                label,
+                alarm,
+                place,
+                eps,
+                clamp,
             )
             rounded_means[tid] = rounded_mean
             dy_scales[tid] = dy_scale
@@ -575,13 +596,15 @@ def rows_backward_input(dtype, lanes, threads):
 def merge_parts(dtype, lanes, threads):
     """Merges `num_parts` packed moments into one; grid (channels / threads, 1)."""
 
-    def kernel(parts, num_parts, channels, moments):
+    def kernel(parts, num_parts, channels, label, alarm, place, moments):
         c = int64(cuda.blockIdx.x) * threads + int64(cuda.threadIdx.x)
         if c < channels:
+            if given(alarm):
+                compare_labels(parts, num_parts, channels, c, label, alarm, place)
             count, mean, m2 = merged(parts, num_parts, channels, c)
             if c == 0:
                 store_f64(moments, 0, count)
-                store_f64(moments, 1 + 2 * channels, 0.0)
+                store_f64(moments, 1 + 2 * channels, label)
             store_f64(moments, 1 + c, mean)
             store_f64(moments, 1 + channels + c, m2)
 

@@ -2,9 +2,9 @@
 
 Backends launch and compile kernels by this table, and a test compares it with the kernels. Names
 of pointers: `x`, `y`, `dy`, `dx`, `weight`, `bias`, `parts`, `statistics`, `moments`, `sums`,
-`running_mean`, `running_var`, `tracked`, `grad_weight`, `grad_bias`, `partials`, `block_counters`;
-of a dtype's code (`constants.CODES`): those that end with `_code`. All others are sizes and
-settings. A pointer is 0 where an optional array is missing.
+`running_mean`, `running_var`, `tracked`, `grad_weight`, `grad_bias`, `partials`, `alarm`,
+`block_counters`; of a dtype's code (`constants.CODES`): those that end with `_code`. All others are
+sizes and settings. A pointer is 0 where an optional array is missing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 __all__ = ["SIGNATURES", "codes_of"]
 
-_FLOATS: Final = ("eps", "factor", "label")  # float64; all other arguments are int64
+_FLOATS: Final = ("eps", "factor", "label", "place")  # float64; all other arguments are int64
 
 _PLANES_REDUCTION = "skew outer channels inner slots splits partials block_counters"
 _ROWS_REDUCTION = "rows channels width splits group partials block_counters"
@@ -21,23 +21,23 @@ _PLANES_ELEMENTWISE = "total channels inner"
 _ROWS_ELEMENTWISE = "rows channels width piece"
 _NORMALIZE = (
     "weight weight_code bias bias_code parts num_parts eps clamp "
-    "running_mean running_var running_code tracked factor statistics"
+    "running_mean running_var running_code tracked factor label alarm place statistics"
 )
 _BACKWARD_REDUCE = "statistics weight weight_code gradient_code label sums grad_weight grad_bias"
-_BACKWARD_INPUT = "statistics weight weight_code sums label eps clamp"
+_BACKWARD_INPUT = "statistics weight weight_code sums label alarm place eps clamp"
 
 SIGNATURES: Final = {
     name: tuple(arguments.split())
     for name, arguments in {
-        "planes_moments": f"x {_PLANES_REDUCTION} moments",
+        "planes_moments": f"x {_PLANES_REDUCTION} label moments",
         "planes_normalize": f"x y {_PLANES_ELEMENTWISE} {_NORMALIZE}",
         "planes_backward_reduce": f"x dy {_PLANES_REDUCTION} {_BACKWARD_REDUCE}",
         "planes_backward_input": f"x dy dx {_PLANES_ELEMENTWISE} {_BACKWARD_INPUT}",
-        "rows_moments": f"x {_ROWS_REDUCTION} moments",
+        "rows_moments": f"x {_ROWS_REDUCTION} label moments",
         "rows_normalize": f"x y {_ROWS_ELEMENTWISE} {_NORMALIZE}",
         "rows_backward_reduce": f"x dy {_ROWS_REDUCTION} {_BACKWARD_REDUCE}",
         "rows_backward_input": f"x dy dx {_ROWS_ELEMENTWISE} {_BACKWARD_INPUT}",
-        "merge_parts": "parts num_parts channels moments",
+        "merge_parts": "parts num_parts channels label alarm place moments",
     }.items()
 }
 

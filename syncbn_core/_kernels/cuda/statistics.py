@@ -1,7 +1,7 @@
 """What the CUDA kernels for planes and rows share: formulas per channel, and sums of blocks.
 
-    packed moments   float64 [2 C + 2]: count, mean, m2, and the place of a label, which kernels set
-                     to 0 and do not read; several of them are the parts that `merged` merges
+    packed moments   float64 [2 C + 2]: count, mean, m2, label; several of them are the parts that
+                     `merged` merges, after `compare_labels`
     statistics       float64 [3 C + 1]: count, mean, m2, invstd
 
 Within a kernel, sums over many values are float64 sums of deviations from a *pivot*, one value of
@@ -70,6 +70,40 @@ def merged(parts, num_parts, channels, c):
         m2 += load_f64(parts, at + 1 + channels + c) + between
         at += stride
     return count, mean, m2
+
+
+@device
+def differ(label, other):
+    """As `differ` in `syncbn_core/labels.py`: whether two labels of forward are not of one layer.
+
+    A call without a layer, whose number is 1 there, goes with any.
+    """
+    of_something_else = not (other >= 32.0 and other < 2.0**53)  # NaN too
+    a, b = int64(label), int64(other)
+    known = ((a >> 5) & 0x7FFFF) != 1 and ((b >> 5) & 0x7FFFF) != 1
+    unlike = (a ^ b) & (0xFFFFFFFFF if known else 31)
+    return of_something_else or unlike != 0
+
+
+@device
+def sound(alarm, place):
+    """Write `place` to `alarm`, memory of the host, unless another call has been there before."""
+    if load_f64(alarm, 0) == 0.0:
+        store_f64(alarm, 0, place)
+
+
+@device
+def compare_labels(parts, num_parts, channels, c, label, alarm, place):
+    """Sound the alarm if a part has a label that differs from `label`.
+
+    Thread `c` of `channels` looks at every `channels`-th part.
+    """
+    p = c
+    while p < num_parts:
+        if differ(label, load_f64(parts, p * (2 * channels + 2) + 2 * channels + 1)):
+            sound(alarm, place)
+            return  # so that the compiler does not unroll the loop
+        p += channels
 
 
 @device
@@ -151,12 +185,15 @@ def normalize_coefficients(
     running_code,
     tracked,
     factor,
+    label,
+    alarm,
+    place,
     statistics,
 ):
     """`(rounded_mean, scale, shift)` of channel `c`, for `normalized`.
 
     Statistics are those of the merged parts; without parts they are the running ones. One thread
-    of the grid `writes` the statistics of the channel and updates its running ones.
+    of the grid `writes` the statistics of the channel, updates its running ones, compares labels.
     """
     if num_parts == 0:
         count = 1.0
@@ -170,6 +207,8 @@ def normalize_coefficients(
     if given(bias):
         shift += load_parameter(bias_code, bias, c)
     if writes:
+        if given(alarm):
+            compare_labels(parts, num_parts, channels, c, label, alarm, place)
         if c == 0:
             store_f64(statistics, 0, count)
         store_f64(statistics, 1 + c, mean)
@@ -195,12 +234,12 @@ def input_gradient(x, dy, rounded_mean, dy_scale, x_scale, shift):
 
 @device
 def gradient_coefficients(
-    work, c, channels, statistics, weight, weight_code, sums, label, eps, clamp
+    work, c, channels, statistics, weight, weight_code, sums, label, alarm, place, eps, clamp
 ):
     """`(rounded_mean, dy_scale, x_scale, shift)` of channel `c`, for `input_gradient`.
 
     Without `sums` the statistics are constants: no gradient flows through them. Unless `label` is
-    NaN, the sums must end with this number; else all gradients become NaN.
+    NaN, the sums must end with this number; else all gradients become NaN and the alarm sounds.
     """
     mean = load_f64(statistics, 1 + c)
     invstd = load_f64(statistics, 1 + 2 * channels + c)
@@ -215,6 +254,8 @@ def gradient_coefficients(
                 mean_dy_xhat = load_f64(sums, channels + c) / count
         if not math.isnan(label) and load_f64(sums, 2 * channels) != label:
             mean_dy = math.nan
+            if c == 0 and given(alarm):
+                sound(alarm, place)
     dy_scale = invstd * weight_of(weight, weight_code, c)
     x_scale = -invstd * invstd * mean_dy_xhat
     rounded_mean, shift = around_rounded_mean(work, mean, x_scale)
@@ -225,7 +266,7 @@ def gradient_coefficients(
 
 
 @device
-def write_moments(moments, channels, c, count, pivot, first, second):
+def write_moments(label, moments, channels, c, count, pivot, first, second):
     """Packed moments of channel `c` from its sums of `d` and `d**2`, `d = x - pivot`."""
     shift = first / count
     m2 = second - first * shift
@@ -233,7 +274,7 @@ def write_moments(moments, channels, c, count, pivot, first, second):
         m2 = 0.0
     if c == 0:
         store_f64(moments, 0, count)
-        store_f64(moments, 1 + 2 * channels, 0.0)
+        store_f64(moments, 1 + 2 * channels, label)
     store_f64(moments, 1 + c, pivot + shift)
     store_f64(moments, 1 + channels + c, m2)
 

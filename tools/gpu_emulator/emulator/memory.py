@@ -35,7 +35,12 @@ class Fault(Exception):
 
 
 class Range:
-    """`size` bytes from `start` on, behind `data` (uint8), which may begin earlier."""
+    """`size` bytes from `start` on, behind `data` (uint8), which may begin earlier.
+
+    `ordered`: False where threads may write at once, because all write the same.
+    """
+
+    ordered = True
 
     def __init__(self, start: int, data: Array, *, written: bool = True, name: str = "") -> None:
         self.start, self.end, self.name = start, start + data.size, name
@@ -219,7 +224,7 @@ class GlobalMemory:
         size = dtype.itemsize * count
         index = self._index(area, at, size)
         area.read_bytes += index.size * size
-        if self.tracked:
+        if self.tracked and area.ordered:
             self._check_read(area, index, size // GRAIN, thread)
             area.reads.append((index, size // GRAIN, thread, self.now))
         return area.view(dtype, count)[index]
@@ -233,7 +238,7 @@ class GlobalMemory:
         for area, own in pieces:
             index = self._index(area, at[own], size)
             area.stored_bytes += index.size * size
-            if self.tracked:
+            if self.tracked and area.ordered:
                 self._check_write(area, index, size // GRAIN, thread[own])
             area.view(values.dtype, values.shape[1])[index] = values[own]
 

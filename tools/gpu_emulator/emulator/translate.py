@@ -86,8 +86,14 @@ def _to_float16(value: Array) -> Array:
     return np.where(np.isnan(value), np.uint16(0x7FFF), bits).astype(np.uint32)
 
 
+def _to_int64(value: Array) -> Array:
+    """Without what follows the point; the device has some number where none is near."""
+    inside = np.abs(value) < 2.0**63
+    return np.where(inside, value, 0).astype(np.int64)
+
+
 HELPERS = {"np": np, "divide": _divide}
-HELPERS |= {"to_bf16": _to_bfloat16, "to_f16": _to_float16}
+HELPERS |= {"to_bf16": _to_bfloat16, "to_f16": _to_float16, "to_s64": _to_int64}
 
 _COMPARE = {"eq": "{} == {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}"}
 _UNORDERED = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}  # the negation of
@@ -556,6 +562,9 @@ class _Writer:
             exact = wanted.kind in "iu" and given.kind in "iu"
             exact |= wanted.kind == given.kind == "f" and wanted.itemsize > given.itemsize
             to_whole = wanted.kind in "iu" and given.kind == "f"
+            if rounding == ["rzi"] and (to_type, from_type) == ("s64", "f64"):
+                self.assign(to, wanted, f"to_s64({self.array(value, given)})")
+                return
             if rounding != ([] if exact else ["rn"]) or to_whole:
                 raise ValueError("rounding")
             self.assign(to, wanted, f"{self.narrow(value, given)}.astype(np.{wanted.name})")
