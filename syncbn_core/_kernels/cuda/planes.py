@@ -410,6 +410,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
         if tid == 0:
             if splits > 1:
                 reset(block_counters, c)
+            of_weight, into = (weight, weight_code, gradient_code), (grad_weight, grad_bias)
             write_sums(
                 c,
                 channels,
@@ -417,13 +418,10 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
                 first,
                 second,
                 statistics,
-                weight,
-                weight_code,
-                gradient_code,
+                of_weight,
                 label,
                 sums,
-                grad_weight,
-                grad_bias,
+                into,
             )
 
     return kernel
@@ -493,6 +491,9 @@ def planes_normalize(dtype, lanes, ragged, threads):
         place,
         statistics,
     ):
+        affine = weight, weight_code, bias, bias_code
+        running = running_mean, running_var, running_code, tracked, factor
+        check = label, alarm, place
         rounded_means = cuda.shared.array(TABLE, work)
         scales = cuda.shared.array(TABLE, work)
         shifts = cuda.shared.array(TABLE, work)
@@ -516,22 +517,13 @@ def planes_normalize(dtype, lanes, ragged, threads):
                 c,
                 writes,
                 channels,
-                weight,
-                weight_code,
-                bias,
-                bias_code,
+                affine,
                 parts,
                 num_parts,
                 eps,
                 clamp,
-                running_mean,
-                running_var,
-                running_code,
-                tracked,
-                factor,
-                label,
-                alarm,
-                place,
+                running,
+                check,
                 statistics,
             )
             rounded_means[i] = rounded_mean
@@ -609,6 +601,7 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         eps,
         clamp,
     ):
+        check = label, alarm, place
         rounded_means = cuda.shared.array(TABLE, work)
         dy_scales = cuda.shared.array(TABLE, work)
         x_scales = cuda.shared.array(TABLE, work)
@@ -628,18 +621,7 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         while (plane + i) * inner < end:
             c = (plane + i) - quotient(plane + i, channels) * channels
             rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
-                work,
-                c,
-                channels,
-                statistics,
-                weight,
-                weight_code,
-                sums,
-                label,
-                alarm,
-                place,
-                eps,
-                clamp,
+                work, c, channels, statistics, weight, weight_code, sums, check, eps, clamp
             )
             rounded_means[i] = rounded_mean
             dy_scales[i] = dy_scale

@@ -365,20 +365,9 @@ def rows_backward_reduce(dtype, lanes, threads):
         c = tile * span + tid
         if tid < span and c < channels:
             rounded_mean = float64(work(load_f64(statistics, 1 + c)))
+            of_weight, into = (weight, weight_code, gradient_code), (grad_weight, grad_bias)
             write_sums(
-                c,
-                channels,
-                rounded_mean,
-                first,
-                second,
-                statistics,
-                weight,
-                weight_code,
-                gradient_code,
-                label,
-                sums,
-                grad_weight,
-                grad_bias,
+                c, channels, rounded_mean, first, second, statistics, of_weight, label, sums, into
             )
 
     return kernel
@@ -447,6 +436,9 @@ def rows_normalize(dtype, lanes, threads):
         place,
         statistics,
     ):
+        affine = weight, weight_code, bias, bias_code
+        running = running_mean, running_var, running_code, tracked, factor
+        check = label, alarm, place
         rounded_means = cuda.shared.array(threads, work)
         scales = cuda.shared.array(threads, work)
         shifts = cuda.shared.array(threads, work)
@@ -467,22 +459,13 @@ def rows_normalize(dtype, lanes, threads):
                 c,
                 k == 0,
                 channels,
-                weight,
-                weight_code,
-                bias,
-                bias_code,
+                affine,
                 parts,
                 num_parts,
                 eps,
                 clamp,
-                running_mean,
-                running_var,
-                running_code,
-                tracked,
-                factor,
-                label,
-                alarm,
-                place,
+                running,
+                check,
                 statistics,
             )
             rounded_means[tid] = rounded_mean
@@ -545,6 +528,7 @@ def rows_backward_input(dtype, lanes, threads):
         eps,
         clamp,
     ):
+        check = label, alarm, place
         rounded_means = cuda.shared.array(threads, work)
         dy_scales = cuda.shared.array(threads, work)
         x_scales = cuda.shared.array(threads, work)
@@ -561,18 +545,7 @@ def rows_backward_input(dtype, lanes, threads):
         c = tile * span + tid
         if tid < span and c < channels:
             rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
-                work,
-                c,
-                channels,
-                statistics,
-                weight,
-                weight_code,
-                sums,
-                label,
-                alarm,
-                place,
-                eps,
-                clamp,
+                work, c, channels, statistics, weight, weight_code, sums, check, eps, clamp
             )
             rounded_means[tid] = rounded_mean
             dy_scales[tid] = dy_scale

@@ -168,33 +168,17 @@ def normalized(x, rounded_mean, scale, shift):
 
 @device
 def normalize_coefficients(
-    work,
-    c,
-    writes,
-    channels,
-    weight,
-    weight_code,
-    bias,
-    bias_code,
-    parts,
-    num_parts,
-    eps,
-    clamp,
-    running_mean,
-    running_var,
-    running_code,
-    tracked,
-    factor,
-    label,
-    alarm,
-    place,
-    statistics,
+    work, c, writes, channels, affine, parts, num_parts, eps, clamp, running, check, statistics
 ):
     """`(rounded_mean, scale, shift)` of channel `c`, for `normalized`.
 
     Statistics are those of the merged parts; without parts they are the running ones. One thread
     of the grid `writes` the statistics of the channel, updates its running ones, compares labels.
+    `affine`, `running`, `check`: arguments of kernels from `weight`, `running_mean`, `label` on.
     """
+    weight, weight_code, bias, bias_code = affine
+    running_mean, running_var, running_code, tracked, factor = running
+    label, alarm, place = check
     if num_parts == 0:
         count = 1.0
         mean = load_parameter(running_code, running_mean, c)
@@ -234,13 +218,14 @@ def input_gradient(x, dy, rounded_mean, dy_scale, x_scale, shift):
 
 @device
 def gradient_coefficients(
-    work, c, channels, statistics, weight, weight_code, sums, label, alarm, place, eps, clamp
+    work, c, channels, statistics, weight, weight_code, sums, check, eps, clamp
 ):
     """`(rounded_mean, dy_scale, x_scale, shift)` of channel `c`, for `input_gradient`.
 
     Without `sums` the statistics are constants: no gradient flows through them. Unless `label` is
     NaN, the sums must end with this number; else all gradients become NaN and the alarm sounds.
     """
+    label, alarm, place = check
     mean = load_f64(statistics, 1 + c)
     invstd = load_f64(statistics, 1 + 2 * channels + c)
     mean_dy = 0.0
@@ -280,26 +265,15 @@ def write_moments(label, moments, channels, c, count, pivot, first, second):
 
 
 @device
-def write_sums(
-    c,
-    channels,
-    rounded_mean,
-    first,
-    second,
-    statistics,
-    weight,
-    weight_code,
-    gradient_code,
-    label,
-    sums,
-    grad_weight,
-    grad_bias,
-):
+def write_sums(c, channels, rounded_mean, first, second, statistics, of_weight, label, sums, into):
     """From sums of dy and `dy * (x - rounded_mean)`: gradients of weight and bias, sums for dx.
 
     `sums` are `sum(dy) * weight`, `sum(dy * xhat) * weight`, which the members add up. `label` is
-    written behind them, unless it is NaN.
+    written behind them, unless it is NaN. `of_weight`: the weight, and the codes of its dtype and
+    of the gradients `into`.
     """
+    weight, weight_code, gradient_code = of_weight
+    grad_weight, grad_bias = into
     mean = load_f64(statistics, 1 + c)
     invstd = load_f64(statistics, 1 + 2 * channels + c)
     second = (second + (rounded_mean - mean) * first) * invstd
