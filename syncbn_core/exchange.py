@@ -183,6 +183,9 @@ class Exchange(NamedTuple):
         labels = None
         if _stays_on_device(self.communicator, like):
             labels = self._labels(member, kind, label, label, like)
+            shape, rank = (self.communicator.size, 2 * channels + 2), self.communicator.rank
+            rows = _arrays(like).empty(shape, like)
+            labels = labels._replace(rows=rows, row=rows[rank : rank + 1])
         return Message(member, label, call, labels, new)
 
     def moments(self, own: Moments, message: Message) -> tuple[Moments, int]:
@@ -202,7 +205,9 @@ class Exchange(NamedTuple):
         member = message.member
         try:
             if message.labels is not None:
-                total = Moments(self._on_device(own.rows, message), None, message.labels)
+                total = Moments(
+                    self._on_device(own.rows, message, message.labels), None, message.labels
+                )
             else:
                 row = np.asarray(_to_host(own.rows), np.float64)[0]
                 row[-1] = message.label
@@ -309,17 +314,20 @@ class Exchange(NamedTuple):
         self._compare(rows[:, -1].tolist(), float(row[-1]), call)
         return rows
 
-    def _on_device(self, own: Array, message: Message) -> Array:
+    def _on_device(self, own: Array, message: Message, labels: Labels) -> Array:
         """The rows of all members `(P, 2 C + 2)`."""
-        label, call = message.label, message.call
-        rows = self.communicator.all_gather(own.reshape(-1), call)
+        label, call, rows = message.label, message.call, labels.rows
+        if own is not labels.row:
+            labels.row[...] = own
+        communicator: Any = self.communicator
+        communicator.gather_in_place(rows, call)
         arrays = _arrays(rows)
         if message.new and not arrays.is_captured(rows):
             wait = getattr(self.communicator, "synchronize", None)  # with a deadline
             if wait is not None:
                 wait()
-            labels = arrays.to_host(rows[:, -1]).tolist()
-            self._compare(labels, label, call, all(label >= NAME_UNIT for label in labels))
+            found = arrays.to_host(rows[:, -1]).tolist()
+            self._compare(found, label, call, all(label >= NAME_UNIT for label in found))
         return rows
 
     def _added_on_device(self, sums: Array, labels: Labels, call: CollectiveCall) -> Array:

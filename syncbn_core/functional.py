@@ -229,7 +229,7 @@ def batch_norm_eval(
     own, affine, running = operations.take(x, Affine(weight, bias), running)
     y, statistics = operations.forward_eval(own, running, affine, rule, out)
     _zero(y, mask)
-    known = order.Forward(operations, [Norm(statistics, affine, rule)])
+    known = order.Forward(operations, [Norm(statistics, affine, rule)], constant=True)
     saved = Saved(x, None, known, mask, caller)
     if caller is not NO_CONVERSION or original_out is not out:
         y = caller.give(y, original_out)

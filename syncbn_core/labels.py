@@ -74,12 +74,16 @@ class Labels(NamedTuple):
             sums exactly this, behind the moments of each member one that does not `differ`.
         alarm: the `Alarm` of the group.
         place: what to write there if labels are wrong, see `place_of`.
+        rows: in forward, memory for the moments of all members `(P, 2 C + 2)`; `row`: this member's
+            part of it, `(1, 2 C + 2)`.
     """
 
     own: float
     expected: float
     alarm: Any
     place: float
+    rows: Array = None
+    row: Array = None
 
     def check_rows(self, rows: Array) -> None:
         """Compare the labels of moments, `(P, 2 C + 2)`, by operations of their library."""

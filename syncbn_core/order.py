@@ -56,9 +56,10 @@ class Forward(NamedTuple):
         steps, exchange: those of all parts.
         norms: of each part.
         number: of the exchange, which the sums of backward carry; 0 without one.
-        moments: of each part; empty where statistics were constants, without a gradient.
+        moments: of each part, for replicas.
         scale: `(2, C)`, for layers in place, else None. Backward multiplies weight and `sum(dy)` by
             `scale[0]`, and `sum(dy * xhat)` by `scale[1]`, before it computes dx.
+        constant: whether statistics were constants, without a gradient.
     """
 
     steps: Operations
@@ -67,6 +68,7 @@ class Forward(NamedTuple):
     number: int = 0
     moments: Sequence[Moments] = ()
     scale: Array | None = None
+    constant: bool = False
 
 
 def forward(
@@ -84,7 +86,8 @@ def forward(
     message = None if exchange is None else exchange.begin(first.shape[1], first)
     labels = None if message is None else message.labels
     moments = [
-        moments_of(steps, x, part.valid, labels) for (x, *_), part in zip(taken, parts, strict=True)
+        moments_of(steps, x, part.valid, labels if len(parts) == 1 else None)
+        for (x, *_), part in zip(taken, parts, strict=True)
     ]
     total = steps.merge(moments, labels)
 
@@ -110,7 +113,8 @@ def forward(
         Norm(known[part.device], affine, rule)
         for (_, affine, _), part in zip(taken, parts, strict=True)
     ]
-    return ys, Forward(steps, norms, exchange, number, moments)
+    kept = () if labels is not None and len(parts) == 1 else moments  # not the rows of all members
+    return ys, Forward(steps, norms, exchange, number, kept)
 
 
 def backward(
@@ -136,7 +140,7 @@ def backward(
         steps.backward_reduce(*pair, norm, labels) for pair, norm in zip(pairs, norms, strict=True)
     ]
     total = None
-    if saved.moments:
+    if not saved.constant:
         total = _added(steps, [one.exchange for one in sums])
     if exchange is not None and message is not None:
         total = exchange.sums(total, message)

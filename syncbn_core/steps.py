@@ -141,14 +141,15 @@ class Operations(ABC):
     def moments(self, x: Array, labels: Labels | None = None) -> Moments:
         """Moments of this member's part x; count 0 and zeros if x is empty.
 
-        `labels`: those of the message on a device; the row ends with `labels.own`.
+        `labels`: those of the message on a device: the row ends with `labels.own`, and may be
+        `labels.row`.
         """
 
     @abstractmethod
     def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
         """The moments of one or more parts together, in one row, merged in their order.
 
-        `labels`: as in `moments`, which has got the same.
+        `labels`: as in `moments`, which has got the same if there is one part.
         """
 
     @abstractmethod

@@ -112,6 +112,10 @@ class _GroupTransport:
         self._run(_reduce, call, total, group)
         return _like(total, values)
 
+    def gather_in_place(self, rows: Tensor, call: CollectiveCall) -> Tensor:
+        self._run(_gather, call, rows.view(-1), rows[self.rank], self._alive(call))
+        return rows
+
     def _gathered(self, values: Values, group: Any, call: CollectiveCall) -> Values:
         """`all_gather` by the group's own backend."""
         tensor = self._wire(values)
@@ -354,6 +358,10 @@ class TensorArrays:
     @staticmethod
     def from_host(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
         return as_tensor(values).to(like)
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return torch.empty(shape, dtype=torch.float64, device=like.device)
 
     @staticmethod
     def copy(values: Tensor) -> Tensor:

@@ -57,6 +57,9 @@ class MessageArrays(Protocol):
     def from_host(self, values: np.ndarray[Any, Any], like: Array) -> Array:
         """The values as an array of this library, with the device and dtype of `like`."""
 
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+        """New float64 memory on the device of `like`."""
+
     def copy(self, values: Array) -> Array:
         """A copy on the same device."""
 
@@ -86,6 +89,10 @@ class NumpyArrays:
     @staticmethod
     def from_host(values: np.ndarray[Any, Any], like: Array) -> Array:
         return values
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], like: Array) -> Array:
+        return np.empty(shape)
 
     @staticmethod
     def copy(values: Array) -> Array:
@@ -122,6 +129,13 @@ class CupyArrays:
 
         with like.device:
             return cupy.asarray(values.astype(like.dtype, copy=False))
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], like: Array) -> Array:
+        import cupy
+
+        with like.device:
+            return cupy.empty(shape)
 
     @staticmethod
     def copy(values: Array) -> Array:

@@ -146,6 +146,12 @@ class _NCCLTransport:
         self._call(self._comm.allGather, call, *arguments)
         return self._like(rows, values)
 
+    def gather_in_place(self, rows: Array, call: CollectiveCall) -> Array:
+        own = rows[self.rank]
+        arguments = own.data.ptr, rows.data.ptr, own.size, self._code(own, call)
+        self._call(self._comm.allGather, call, *arguments)
+        return rows
+
     def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
         import cupy
 

@@ -41,6 +41,9 @@ class Transport(Protocol):
     Arrays may be on the host or on a device; a result is where its input is. A failed collective
     raises a `CommError` that names `call`. For unsupported arrays it raises `DeviceError` or
     `DTypeError` before anything is sent.
+
+    One with `on_device` also has `gather_in_place(rows, call)`: it fills `rows` `(size, n)` of a
+    device, whose row `rank` is this rank's, and returns them.
     """
 
     @property
@@ -102,6 +105,11 @@ class ProcessCommunicator:
         """As in `Communicator`, for the arrays that the transport supports."""
         call = self._begin(call or CollectiveCall.plain("all_gather", values))
         return self._run(self.transport.all_gather, values, call)
+
+    def gather_in_place(self, rows: Array, call: CollectiveCall) -> None:
+        """`all_gather` on a device into `rows` `(size, n)`, of which `rows[rank]` is the input."""
+        transport: Any = self.transport
+        self._run(transport.gather_in_place, rows, self._begin(call))
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
         """As in `Communicator`; the transport chooses the order of addition."""

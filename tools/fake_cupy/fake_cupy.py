@@ -795,6 +795,13 @@ class NcclError(RuntimeError):
     pass
 
 
+def _block_at(address):
+    """The block there, and how many bytes the address is from its start."""
+    with Block._lock:
+        start = max(own for own in Block._live if own <= address)
+        return Block._live[start], address - start
+
+
 class NcclCommunicator:
     """Ranks are threads; each call waits on the host for all of them, which NCCL does not."""
 
@@ -826,14 +833,14 @@ class NcclCommunicator:
         assert stream == current.ptr
         assert _get_device() == self._device, "NCCL takes arrays of its own device"
         shared = self._shared
-        block = Block._live[sendbuf]
+        block, start = _block_at(sendbuf)
         size = count * np.dtype(datatype).itemsize
         races.access(block, current._key, False, "NCCL reads")
         races.access(Block._live[recvbuf], current._key, True, "NCCL writes")
-        if block.area is not None and not block.grains(0, size).all():
+        if block.area is not None and not block.grains(start, size).all():
             races.note(f"NCCL reads what nobody has written: {block}")
         shared.barrier.wait()
-        shared.sent[self._rank] = block.raw[:size].view(datatype)
+        shared.sent[self._rank] = block.raw[start : start + size].view(datatype)
         shared.barrier.wait()
         if len({part.shape for part in shared.sent}) > 1:
             raise NcclError("NCCL_ERROR_INVALID_USAGE")

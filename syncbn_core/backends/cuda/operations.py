@@ -87,16 +87,21 @@ class CudaOperations(PlainDeviceOperations):
         memory, index = self.memory, self.memory.device_of(x)
         channels = x.shape[1]
         with memory.on_device(index):
-            shape, label = (1, 2 * channels + 2), 0.0 if labels is None else labels.own
+            rows, label = self._row(labels, channels, index)
             if 0 in x.shape:
-                rows = memory.zeros(shape, "float64", index)
+                rows[:, :-1] = 0
                 rows[:, -1:] = label
                 return Moments(rows, 0)
             dense, layout = memory.dense(x)
-            rows = memory.empty(shape, "float64", index)
             view = DeviceView(memory, dense, layout)
             grid.moments(self.launcher(index), view, memory.pointer(rows), label)
             return Moments(rows, layout.outer * layout.inner)
+
+    def _row(self, labels: Labels | None, channels: int, index: int) -> tuple[Array, float]:
+        """Memory for the moments of one part, and the label to write there."""
+        if labels is not None:
+            return labels.row, labels.own
+        return self.memory.empty((1, 2 * channels + 2), "float64", index), 0.0
 
     @_or_plain
     def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
@@ -105,10 +110,10 @@ class CudaOperations(PlainDeviceOperations):
             if len(parts) == 1:
                 return parts[0]
             rows = memory.contiguous(memory.join([part.rows for part in parts]))
-            one = memory.empty((1, rows.shape[1]), "float64", index)
+            channels = parts[0].num_features
+            one, label = self._row(labels, channels, index)
             run, pointers = self.launcher(index), (memory.pointer(rows), memory.pointer(one))
-            own = grid.Check(0.0 if labels is None else labels.own)
-            grid.merge_parts(run, pointers[0], len(rows), parts[0].num_features, pointers[1], own)
+            grid.merge_parts(run, pointers[0], len(rows), channels, pointers[1], grid.Check(label))
             return Moments(one, total_count(parts))
 
     @_or_plain

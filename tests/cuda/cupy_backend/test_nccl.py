@@ -58,21 +58,22 @@ def test_nccl_ranks_in_different_layers_are_told_so():
     in_group(2, streams, member, nccl=True)
 
 
-def unlike_branches(own, rank, between=lambda: None):
-    """A backward of another layer on each rank: its dx. Calls `between` before it."""
+def unlike_branches(own, rank, rows=2):
+    """A backward of another layer on each rank: its dx. `rows`: of x, on rank 1."""
     layers = [BatchNorm(3, device="cuda", communicator=own, name=name) for name in "ab"]
-    ys = [layer(to_device(np.ones((2, 3), "float32") + rank)) for layer in layers]
-    between()
+    x = to_device(np.ones((rows if rank else 2, 3), "float32") + rank)
+    ys = [layer(x) for layer in layers]
     return layers[rank].backward(ys[rank]), ys
 
 
 TOLD = r"different ones in call 3 \({} of {}, layer {}\)"
 
 
+@pytest.mark.parametrize("rows", [2, 0])
 @pytest.mark.parametrize("looks", ["the next call", "synchronize"])
-def test_nccl_ranks_in_backward_of_other_layers_get_nan_and_are_told_later(looks):
+def test_nccl_ranks_in_backward_of_other_layers_get_nan_and_are_told_later(looks, rows):
     def member(rank, own):
-        dx, ys = unlike_branches(own, rank)
+        dx, ys = unlike_branches(own, rank, rows)
         told = TOLD.format("backward", "ab"[rank], 1 + rank)
         with pytest.raises(ProtocolError, match=told):
             own.synchronize() if looks == "synchronize" else own.all_reduce(ys[0])
