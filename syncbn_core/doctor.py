@@ -129,15 +129,15 @@ def _processor() -> str:
 
 
 def _gpus() -> str:
-    driver: Any = import_module("syncbn_core.backends.cuda.driver")
+    kernels: Any = import_module("syncbn_core.backends.cuda.kernels")
     try:
-        devices = range(driver.device_count())
+        devices = range(kernels.device_count())
     except BackendError as error:
         return f"none: {error}"
-    named = (driver.description(device) for device in devices)
-    capabilities = ("{}.{}".format(*driver.compute_capability(device)) for device in devices)
+    named = (kernels.description(device) for device in devices)
+    capabilities = ("{}.{}".format(*kernels.compute_capability(device)) for device in devices)
     each = map("{}, compute capability {}".format, named, capabilities)
-    return "; ".join(each) or f"none: {driver.missing()[0]}"
+    return "; ".join(each) or f"none: {kernels.missing()[0]}"
 
 
 def _numpy_takes() -> str:
@@ -153,11 +153,11 @@ def _jit_disabled() -> bool:
 
 def cuda_takes() -> str:
     """Which operations arrays on CUDA devices take."""
-    driver: Any = import_module("syncbn_core.backends.cuda.driver")
+    kernels: Any = import_module("syncbn_core.backends.cuda.kernels")
     usable: Any = import_module("syncbn_core.backends.cuda.usable")
     if usable.setting() == "off":
         return "plain operations, slowly: SYNCBN_KERNELS=off"
-    lacks = driver.missing()
+    lacks = kernels.missing()
     return "no CUDA kernels: " + "; ".join(lacks) if lacks else "CUDA kernels"
 
 
@@ -229,8 +229,8 @@ def array_checks() -> Iterator[Check]:
     for dtype in ROUNDINGS:
         yield Check(f"4 members in threads, {dtype}", partial(in_threads, Case(dtype)))
     if versions(CUPY):
-        driver: Any = import_module("syncbn_core.backends.cuda.driver")
-        for device in range(driver.device_count()):
+        kernels: Any = import_module("syncbn_core.backends.cuda.kernels")
+        for device in range(kernels.device_count()):
             for dtype in ROUNDINGS:
                 run = partial(on_gpu, Case(dtype), device)
                 yield Check(f"cuda:{device} by CuPy, {dtype}", run)
@@ -285,7 +285,7 @@ def member_differs(case: Case, member: Communicator, part: slice) -> Difference:
 
 
 def on_gpu(case: Case, device: int) -> Difference:
-    lacks = import_module("syncbn_core.backends.cuda.driver").missing()
+    lacks = import_module("syncbn_core.backends.cuda.kernels").missing()
     if lacks:
         raise Outcome("missing", "; ".join(lacks))
     found = _step(case, f"cuda:{device}", None, slice(None))

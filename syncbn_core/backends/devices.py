@@ -42,7 +42,7 @@ def array_library(device: str) -> Iterator[Any]:
 def _cupy() -> Any:
     """The module CuPy; raises `BackendError` if anything that the kernels need is missing."""
     from syncbn_core.backends.cuda.compiler import INSTALL
-    from syncbn_core.backends.cuda.driver import missing, not_ready
+    from syncbn_core.backends.cuda.kernels import missing, not_ready
     from syncbn_core.backends.cuda.usable import setting
 
     lacks = [] if setting() == "off" else missing()

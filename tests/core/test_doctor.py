@@ -13,7 +13,7 @@ import pytest
 
 from syncbn_core import doctor
 from syncbn_core.__main__ import main
-from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda import kernels
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.doctor import Case, Check, Finding, Outcome, status_of
 from syncbn_core.errors import BackendError
@@ -80,8 +80,8 @@ def test_each_kind_of_trouble_has_its_word_and_status(
 
 def test_a_gpu_without_numba_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "versions", lambda packages: {"cupy-cuda13x": "14"})
-    monkeypatch.setattr(driver, "device_count", lambda: 1)
-    monkeypatch.setattr(driver, "missing", lambda: ["numba-cuda is not installed"])
+    monkeypatch.setattr(kernels, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels, "missing", lambda: ["numba-cuda is not installed"])
     findings = [doctor.examine(check) for check in doctor.array_checks() if "cuda" in check.name]
     assert {finding.verdict for finding in findings} == {"missing"}
     assert "numba-cuda" in findings[0].detail

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from syncbn_core.backends.cuda import compiler, driver
+from syncbn_core.backends.cuda import compiler, driver, kernels
 from syncbn_core.backends.cuda.compiler import Code, Source
 from syncbn_core.errors import BackendError
 
@@ -108,24 +108,16 @@ def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """`forget()`, and nothing of other tests is remembered in this one, or of it in others."""
 
     def forget() -> None:
-        driver._driver.cache_clear()
-        driver.compute_capability.cache_clear()
-        driver.multiprocessor_count.cache_clear()
-        driver.compile_failure.cache_clear()
-        driver.description.cache_clear()
-        driver._compiled.clear()
-        monkeypatch.setattr(driver, "_kernels", {})
-        monkeypatch.setattr(driver, "_loaded", {})
+        monkeypatch.setattr(kernels, "_machine", kernels.Machine())
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("NUMBA_ENABLE_CUDASIM", raising=False)
     forget()
-    yield forget
-    forget()
+    return forget
 
 
 @pytest.fixture
@@ -139,7 +131,7 @@ def machine(
     shutil.copy(stub_path, copy)
     stub, compiler = Stub(copy), Compiler()
     monkeypatch.setattr(driver, "_open", lambda: stub.library)
-    monkeypatch.setattr(driver, "compile_source", compiler)
+    monkeypatch.setattr(kernels, "compile_source", compiler)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     return Machine(stub, compiler, tmp_path / "cache" / "syncbn", forgetful)
 
@@ -170,7 +162,7 @@ def source_of(codes: str = "q", key: str = "kernel", **options: Any) -> Source:
 )
 def test_arguments_arrive_bit_for_bit(machine: Machine, codes: str, values: list[float]) -> None:
     machine.stub.parameters = len(codes)
-    driver.kernel_for(source_of(codes), 0).launch((1, 1), 0, *values)
+    kernels.launch_of(source_of(codes), 0)((1, 1), 0, *values)
     (launch,) = machine.stub.launches()
     assert bytes(launch.parameters)[: 8 * len(codes)] == struct.pack("<" + codes, *values)
 
@@ -179,23 +171,23 @@ def test_arguments_arrive_bit_for_bit(machine: Machine, codes: str, values: list
 def test_other_arguments_than_declared_are_refused(
     machine: Machine, arguments: tuple[Any, ...]
 ) -> None:
-    kernel = driver.kernel_for(source_of("qq"), 0)
+    kernel = kernels.launch_of(source_of("qq"), 0)
     with pytest.raises(struct.error):
-        kernel.launch((1, 1), 0, *arguments)
+        kernel((1, 1), 0, *arguments)
     assert machine.stub.launched == 0
 
 
 def test_threads_do_not_mix_their_arguments(machine: Machine) -> None:
     threads, times, size = 6, 3000, 8
     machine.stub.parameters = size
-    kernels = [driver.kernel_for(source_of("q" * size, f"kernel {k}"), 0) for k in range(2)]
+    launches_of = [kernels.launch_of(source_of("q" * size, f"kernel {k}"), 0) for k in range(2)]
     start = threading.Barrier(threads)
 
     def member(rank: int) -> None:
         start.wait()
         for i in range(times):
             first = (rank * times + i) << 8
-            kernels[i % 2].launch((1, 1), 0, *range(first, first + size))
+            launches_of[i % 2]((1, 1), 0, *range(first, first + size))
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(member, range(threads)))
@@ -207,10 +199,10 @@ def test_threads_do_not_mix_their_arguments(machine: Machine) -> None:
 
 
 def test_failing_launch_names_kernel_device_grid_block_and_error(machine: Machine) -> None:
-    kernel = driver.kernel_for(source_of("q", "planes_moments-float32"), 0)
+    kernel = kernels.launch_of(source_of("q", "planes_moments-float32"), 0)
     machine.stub.launch_fails = ILLEGAL_ADDRESS
     with pytest.raises(BackendError) as caught:
-        kernel.launch((34, 5), 0, 1)
+        kernel((34, 5), 0, 1)
     for part in (
         "planes_moments-float32",
         "device 0",
@@ -221,7 +213,7 @@ def test_failing_launch_names_kernel_device_grid_block_and_error(machine: Machin
     ):
         assert part in str(caught.value)
     machine.stub.launch_fails = 0
-    kernel.launch((1, 1), 0, 1)
+    kernel((1, 1), 0, 1)
     assert machine.stub.launched == 1
 
 
@@ -232,7 +224,7 @@ def test_without_a_context_the_primary_one_of_the_device_is_made_current(
     machine: Machine,
 ) -> None:
     machine.stub.set_capabilities(90, 90)
-    driver.kernel_for(source_of(), 1).launch((1, 1), 0, 1)
+    kernels.launch_of(source_of(), 1)((1, 1), 0, 1)
     assert machine.stub.retained == 1
     (launch,) = machine.stub.launches()
     primary = ctypes.c_void_p()
@@ -242,7 +234,7 @@ def test_without_a_context_the_primary_one_of_the_device_is_made_current(
 
 def test_context_of_the_caller_stays(machine: Machine) -> None:
     machine.stub.make_current(2**40)
-    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    kernels.launch_of(source_of(), 0)((1, 1), 0, 1)
     assert machine.stub.retained == 0
     assert machine.stub.launches()[0].context == 2**40
 
@@ -253,19 +245,19 @@ def test_context_of_the_caller_stays(machine: Machine) -> None:
 def test_threads_that_come_at_once_get_the_one_kernel(machine: Machine) -> None:
     start = threading.Barrier(8)
 
-    def member(_: int) -> driver.Kernel:
+    def member(_: int) -> driver.Launch:
         start.wait()
-        return driver.kernel_for(source_of(), 0)
+        return kernels.launch_of(source_of(), 0)
 
     with ThreadPoolExecutor(8) as pool:
-        kernels = set(pool.map(member, range(8)))
-    assert len(kernels) == machine.stub.loads == len(machine.compiler.calls) == 1
+        found = set(pool.map(member, range(8)))
+    assert len(found) == machine.stub.loads == len(machine.compiler.calls) == 1
 
 
 def test_device_too_old_is_refused(machine: Machine) -> None:
     machine.stub.set_capabilities(90, 61)
     with pytest.raises(BackendError, match=r"device 1: expected .* 7\.0 .* got 6\.1; use"):
-        driver.kernel_for(source_of(), 1)
+        kernels.launch_of(source_of(), 1)
     assert machine.compiler.calls == []
 
 
@@ -273,13 +265,13 @@ def test_without_a_driver_there_are_no_devices(
     monkeypatch: pytest.MonkeyPatch, forgetful: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(driver, "_open", cannot_open)
-    assert driver.device_count() == 0
+    assert kernels.device_count() == 0
     with pytest.raises(BackendError, match="driver can't be loaded"):
-        driver.kernel_for(source_of(), 0)
+        kernels.launch_of(source_of(), 0)
 
 
 def test_zeros_are_of_no_pool_and_written_on_the_stream(machine: Machine) -> None:
-    address = driver.lasting_zeros(0, 5000, 7)
+    address = kernels.lasting_zeros(0, 5000, 7)
     assert address is not None
     assert not any((ctypes.c_int32 * 5000).from_address(address))
     assert machine.stub.memory_stream == 7
@@ -296,9 +288,9 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def test_next_process_does_not_compile(machine: Machine) -> None:
-    driver.kernel_for(source_of(), 0)
+    kernels.launch_of(source_of(), 0)
     machine.restart()
-    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    kernels.launch_of(source_of(), 0)((1, 1), 0, 1)
     assert len(machine.compiler.calls) == 1
     assert machine.stub.images() == [b"\x7fELF kernel 9.0"] * 2
 
@@ -316,12 +308,12 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_file_is_compiled_anew(machine: Machine, damage: str) -> None:
-    driver.kernel_for(source_of(), 0)
+    kernels.launch_of(source_of(), 0)
     (path,) = files_in(machine.cache)
     intact = path.read_bytes()
     path.write_bytes(DAMAGES[damage](intact))
     machine.restart()
-    driver.kernel_for(source_of(), 0)
+    kernels.launch_of(source_of(), 0)
     assert len(machine.compiler.calls) == 2
     assert set(machine.stub.images()) == {b"\x7fELF kernel 9.0"}
     assert path.read_bytes() == intact
@@ -333,15 +325,15 @@ def test_changed_source_file_is_compiled_anew(machine: Machine, tmp_path: Path) 
     for text, expected in (("a = 1", 1), ("a = 1", 1), ("a = 2", 2), ("a = 1", 2)):
         file.write_text(text)
         machine.restart()
-        driver.kernel_for(source, 0)
+        kernels.launch_of(source, 0)
         assert len(machine.compiler.calls) == expected
 
 
 def test_other_compiler_compiles_anew(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.kernel_for(source_of(), 0)
+    kernels.launch_of(source_of(), 0)
     machine.restart()
     monkeypatch.setattr(compiler, "versions", lambda: ("numba-cuda 99",))
-    driver.kernel_for(source_of(), 0)
+    kernels.launch_of(source_of(), 0)
     assert len(machine.compiler.calls) == 2
 
 
@@ -350,7 +342,7 @@ def test_place_that_can_not_be_written_is_no_error(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    driver.kernel_for(source_of(), 0).launch((1, 1), 0, 1)
+    kernels.launch_of(source_of(), 0)((1, 1), 0, 1)
     assert capfd.readouterr() == ("", "")
 
 
@@ -360,11 +352,11 @@ def test_cache_is_in_the_folder_of_the_user(
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    driver.kernel_for(source_of(), 0)
+    kernels.launch_of(source_of(), 0)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     machine.restart()
-    driver.kernel_for(source_of(), 0)
+    kernels.launch_of(source_of(), 0)
     (first,) = files_in(tmp_path / "xdg" / "syncbn")
     (second,) = files_in(tmp_path / "home" / ".cache" / "syncbn")
     assert first.read_bytes() == second.read_bytes()
@@ -384,15 +376,15 @@ def linker_of(*version: int) -> Callable[[], Any]:
 @pytest.fixture
 def equipped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """With everything: the test takes one thing away."""
-    monkeypatch.setattr(driver, "find_spec", lambda name: object())
-    monkeypatch.setattr(driver, "linker", linker_of(13, 0))
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels, "linker", linker_of(13, 0))
     return machine
 
 
 def only_missing() -> str:
-    (sentence,) = driver.missing()
+    (sentence,) = kernels.missing()
     with pytest.raises(BackendError, match=re.escape(sentence)):
-        driver.require()
+        kernels.require()
     return sentence
 
 
@@ -415,16 +407,16 @@ def test_ptx_is_left_to_a_driver_that_takes_it(
 ) -> None:
     """Where nvJitLink is older than NVVM; the minor version counts too."""
     code = Code("entry", f".version {ptx}\n", b"")
-    monkeypatch.setattr(driver, "linker", linker_of(version // 1000, 0))
-    monkeypatch.setattr(driver, "compile_source", lambda *_: code)
+    monkeypatch.setattr(kernels, "linker", linker_of(version // 1000, 0))
+    monkeypatch.setattr(kernels, "compile_source", lambda *_: code)
     equipped.stub.version = version
     if fits:
-        assert driver.missing() == []
-        driver.kernel_for(source_of(), 0)
+        assert kernels.missing() == []
+        kernels.launch_of(source_of(), 0)
         return
     assert f"does not take its PTX {ptx}" in only_missing()
-    with pytest.raises(driver.KernelFailure, match="update the driver"):
-        driver.kernel_for(source_of(), 0)
+    with pytest.raises(kernels.KernelFailure, match="update the driver"):
+        kernels.launch_of(source_of(), 0)
     assert equipped.stub.loads == 0
 
 
@@ -441,7 +433,7 @@ def test_old_device(equipped: Machine) -> None:
 
 
 def test_missing_numba_cuda(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     sentence = only_missing()
     assert "numba-cuda is not installed" in sentence
     assert '".[cuda12]"' in sentence
@@ -457,10 +449,10 @@ def test_everything_that_is_missing_is_in_one_sentence(
     equipped: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "_open", cannot_open)
-    monkeypatch.setattr(driver, "find_spec", lambda name: None)
-    assert len(driver.missing()) == 2
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    assert len(kernels.missing()) == 2
     with pytest.raises(BackendError, match=r"^expected a machine .*libcuda.*; numba-cuda is not"):
-        driver.require()
+        kernels.require()
 
 
 # ------------------------------------------------------------------------- compilation

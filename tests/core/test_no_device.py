@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import pytest
 
 from syncbn_core import BatchNorm
-from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda import kernels
 from syncbn_core.errors import ArgumentError, BackendError
 
-no_device = pytest.mark.skipif(driver.device_count() > 0, reason="there is a device")
+no_device = pytest.mark.skipif(kernels.device_count() > 0, reason="there is a device")
 
 
 @no_device
@@ -45,7 +45,7 @@ def test_nothing_of_cuda_is_imported_before_it_is_used(fresh_python: Callable[..
 import sys, numpy, syncbn_core
 layer = syncbn_core.BatchNorm(3)
 layer.backward(layer(numpy.ones((4, 3), numpy.float32)))
-import syncbn_core.backends.cuda, syncbn_core.backends.cuda.driver
+import syncbn_core.backends.cuda, syncbn_core.backends.cuda.kernels
 print([name for name in sys.modules if name.startswith(("cupy", "numba.cuda", "numba_cuda"))])
 """
     assert fresh_python(code).strip() == "[]"

@@ -19,7 +19,8 @@ from test_torch_on_cuda import (  # noqa: E402
 )
 
 import syncbn_torch  # noqa: E402
-from syncbn_core.backends.cuda import driver, usable  # noqa: E402
+from syncbn_core.backends.cuda import launcher, usable  # noqa: E402
+from syncbn_core.backends.cuda.driver import DriverError  # noqa: E402
 from syncbn_core.errors import ArgumentError, BackendError  # noqa: E402
 
 STEPS = ["moments", "normalize", "backward_reduce", "backward_input"]
@@ -113,15 +114,15 @@ def test_an_unchecked_kernel_is_refused_in_a_captured_graph(device, gpu):  # noq
 
 
 def failing_launch(result):
-    def launch(self, *arguments):
-        raise driver.DriverError(f"result {result}", result)
+    def launch(*arguments):
+        raise DriverError(f"result {result}", result)
 
-    return launch
+    return lambda *_: launch
 
 
 def test_kernels_that_do_not_launch_are_not_used(device, gpu, monkeypatch):  # noqa: F811
     with failing("wrong", "no such kernel", device) as warned:
-        monkeypatch.setattr(driver.Kernel, "launch", failing_launch(701))
+        monkeypatch.setattr(launcher, "launch_of", failing_launch(701))
         a_step()
     assert "result 701" in str(warned[0].message)
 

@@ -29,7 +29,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
-from syncbn_core.backends.cuda import driver  # noqa: E402
+from syncbn_core.backends.cuda import kernels  # noqa: E402
+from syncbn_core.backends.cuda.driver import DriverError  # noqa: E402
 from syncbn_core.backends.cuda.grid import SIZES  # noqa: E402
 from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
@@ -193,7 +194,7 @@ class Operations(CudaOperations):
             __slots__ = ()
 
             def launch(self, source, grid, *arguments):
-                driver.kernel_for(source, self.index)  # or a failure, before memory is known
+                kernels.launch_of(source, self.index)  # or a failure, before memory is known
                 memory.gpu.keys.append(source.key)
                 with memory.gpu.memory_of(arguments):
                     super().launch(source, grid, *arguments)
@@ -598,20 +599,25 @@ def test_a_launch_makes_its_device_current(gpu):
     assert [index for index, names in gpu.switches if names] == [1] * 4
     assert [name for _, names in gpu.switches for name in names] == ran
     assert gpu.here.current == 0
-    assert {device for key, device in driver._kernels if "merge_parts" not in key} == {1}
+    assert {device for key, device in kernels._machine.launches if "merge_parts" not in key} == {1}
     assert list(gpu.operations.counters) == [(1, 7)]
 
 
-def fails(monkeypatch, at):
+def fails(monkeypatch, gpu, at):
     """The `at`-th launch from now on does not start."""
-    calls = driver._driver().calls
-    start, numbers = calls["cuLaunchKernel"], itertools.count()
-    out_of_resources = 701
+    numbers, launcher = itertools.count(), gpu.device.launcher
 
-    def launch(*arguments):
-        return out_of_resources if next(numbers) == at else start(*arguments)
+    def failing(*kernel):
+        start = launcher(*kernel)
 
-    monkeypatch.setitem(calls, "cuLaunchKernel", launch)
+        def launch(*arguments):
+            if next(numbers) == at:
+                raise DriverError("out of resources", 701)
+            start(*arguments)
+
+        return launch
+
+    monkeypatch.setattr(gpu.device, "launcher", failing)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -620,7 +626,7 @@ def test_a_launch_that_fails_leaves_running_statistics(at, momentum, monkeypatch
     layer = layer_for(8, momentum=momentum)
     before = copy.deepcopy(layer.state_dict())
     x, dy = batch((4, 8, 16, 32), "float32"), torch.randn(4, 8, 16, 32)
-    fails(monkeypatch, at)
+    fails(monkeypatch, gpu, at)
     name = ("moments", "normalize")[at]
     with pytest.raises(BackendError, match=rf"planes_{name}-float32-\S+ to start on device 0"):
         layer(x)
@@ -633,7 +639,7 @@ def test_a_launch_that_fails_leaves_running_statistics(at, momentum, monkeypatch
 def test_a_launch_that_fails_in_backward_leaves_gradients(at, monkeypatch, gpu):
     layer = layer_for(8)
     x, dy = batch((4, 8, 16, 32), "float32").requires_grad_(), torch.randn(4, 8, 16, 32)
-    fails(monkeypatch, at)
+    fails(monkeypatch, gpu, at)
     y = layer(x)
     with pytest.raises(BackendError, match="CUDA_LAUNCH_BLOCKING"):
         y.backward(dy, retain_graph=True)

@@ -9,13 +9,13 @@ import os
 
 import pytest
 
-from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda import kernels
 
 WANTED = os.environ.get("SYNCBN_TEST_DEVICE", "cuda")
 
 
 def pytest_collection_modifyitems(items):
-    lacks = driver.missing() if WANTED == "cuda" else []
+    lacks = kernels.missing() if WANTED == "cuda" else []
     for item in items:
         if item.path.parent.name == "device":
             item.add_marker(pytest.mark.cuda)

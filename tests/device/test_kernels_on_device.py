@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from syncbn_core.backends.cuda import driver, launcher, usable  # noqa: E402
-from syncbn_core.backends.cuda.driver import KernelFailure  # noqa: E402
+from syncbn_core.backends.cuda import launcher, usable  # noqa: E402
+from syncbn_core.backends.cuda.kernels import KernelFailure, launch_of  # noqa: E402
 from syncbn_torch import SyncBatchNorm  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
 from syncbn_torch.forward import always_ours  # noqa: E402
@@ -58,12 +58,12 @@ def test_plain_operations_are_right(channels_last, dtype, device, monkeypatch):
 def test_steps_whose_kernel_fails_are_right(failing, device, only_cuda, monkeypatch):
     """ "": all kernels fail."""
 
-    def kernel_for(source, index):
+    def failing_launch_of(source, index):
         if failing in source.key:
             raise KernelFailure(f"{source.key} shall fail")
-        return driver.kernel_for(source, index)
+        return launch_of(source, index)
 
-    monkeypatch.setattr(launcher, "kernel_for", kernel_for)
+    monkeypatch.setattr(launcher, "launch_of", failing_launch_of)
     monkeypatch.setattr(usable, "_passed", set())
     monkeypatch.setattr(usable, "_failed", {})
     with always_ours(), pytest.warns(UserWarning, match="uses plain operations instead"):

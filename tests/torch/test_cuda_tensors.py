@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda import kernels
 from syncbn_torch.backends import cuda
 
 
@@ -15,7 +15,7 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the machine needs nothing then")
 
     monkeypatch.setenv("SYNCBN_KERNELS", "off")
-    monkeypatch.setattr(driver, "missing", asked)
+    monkeypatch.setattr(kernels, "missing", asked)
     assert not cuda._ready.__wrapped__(0, torch.float32)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from emulator.device import Refused
 
-from syncbn_core.backends.cuda import driver, usable
+from syncbn_core.backends.cuda import kernels, usable
 from syncbn_core.errors import BackendError
 
 WAYS = ["wrong", "does not compile", "does not load"]
@@ -26,7 +26,7 @@ def computes_wrongly(kernel):
 @contextmanager
 def failing(way, name, device):
     """Kernels are checked, and those with `name` in their names fail; gives the warnings."""
-    compile_source = driver.compile_source
+    compile_source = kernels.compile_source
 
     def compiled(source, capability):
         if way == "does not compile" and name in source.key:
@@ -43,7 +43,7 @@ def failing(way, name, device):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setenv("SYNCBN_KERNELS", "checked")
-        patch.setattr(driver, "compile_source", compiled)
+        patch.setattr(kernels, "compile_source", compiled)
         if way != "does not compile":
             patch.setattr(device, "before", before)
         forget()
@@ -55,7 +55,7 @@ def failing(way, name, device):
 
 def forget():
     """As in a new process."""
-    driver._kernels.clear()
-    driver._loaded.clear()
+    kernels._machine.launches.clear()
+    kernels._machine.loaded.clear()
     usable._passed.clear()
     usable._failed.clear()

@@ -14,8 +14,8 @@ from emulator.machine import Schedule
 from emulator.memory import Range
 
 from syncbn_core._kernels.cuda.constants import SIZES, UNROLL, lanes_of
-from syncbn_core.backends.cuda import driver
 from syncbn_core.backends.cuda import grid as cuda
+from syncbn_core.backends.cuda import kernels
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.moments import NormRule
 
@@ -161,7 +161,7 @@ class Bench:
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
         self.keys.append(source.key)
-        driver.kernel_for(source, self.index).launch(grid, 0, *arguments)
+        kernels.launch_of(source, self.index)(grid, 0, *arguments)
         assert not self.counters.array.any(), f"{source.key} leaves counters behind"
 
     def scratch(self, size: int) -> tuple[int, Buffer]:

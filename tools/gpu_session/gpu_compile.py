@@ -61,13 +61,13 @@ def installed() -> dict[str, str]:
 def missing(capabilities: Sequence[Capability]) -> list[str]:
     """Why no kernel can be compiled, each as a sentence with its remedy. Takes a few seconds."""
     try:
-        from syncbn_core.backends.cuda import driver
+        from syncbn_core.backends.cuda import kernels
     except ImportError as error:
         return [f"syncbn_core can't be imported ({error}): pip install numpy numba, set PYTHONPATH"]
-    lacks = driver._missing_packages()
+    lacks = kernels._missing_packages()
     if lacks:
         return lacks
-    failures = [driver.compile_failure(capability) for capability in capabilities]
+    failures = [kernels.compile_failure(capability) for capability in capabilities]
     if None in failures:  # the others are found again, kernel by kernel
         return []
     return [failure for failure in failures[:1] if failure]
@@ -224,9 +224,9 @@ def wanted(texts: Sequence[str]) -> list[Capability]:
     found = [tuple(map(int, text.split("."))) for text in texts]
     if not found:
         with suppress(ImportError):
-            from syncbn_core.backends.cuda import driver
+            from syncbn_core.backends.cuda import kernels
 
-            found = [each for each in driver._capabilities() if each >= driver.OLDEST]
+            found = [each for each in kernels._capabilities() if each >= kernels.OLDEST]
     if not found:
         print("no device: kernels are compiled for compute capability {}.{}".format(*NO_DEVICE))
         return [NO_DEVICE]

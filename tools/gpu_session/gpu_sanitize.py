@@ -259,9 +259,9 @@ def main() -> int:
 
 def report_kernels() -> None:
     """Which of the kernels have run; this looks behind the public layer."""
-    from syncbn_core.backends.cuda import driver
+    from syncbn_core.backends.cuda import kernels
 
-    keys = sorted({key for key, _ in driver._kernels})
+    keys = sorted({key for key, _ in kernels._machine.launches})
     print(f"{len(keys)} kernels: {' '.join(keys)}")
     if not keys:
         raise RuntimeError("expected our kernels to run, none did")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda import kernels
 from syncbn_core.backends.cuda.grid import SIZES
 from syncbn_core.backends.cuda.operations import CudaOperations
 from syncbn_core.backends.cuda.usable import setting
@@ -59,14 +59,14 @@ def _ready(device: int, dtype: torch.dtype) -> bool:
     if setting() == "off":
         return False
     # the instruction that rounds to bfloat16 needs compute capability 8.0
-    oldest = (8, 0) if dtype is torch.bfloat16 else driver.OLDEST
-    capability = driver.compute_capability(device) if not _missing() else (0, 0)
+    oldest = (8, 0) if dtype is torch.bfloat16 else kernels.OLDEST
+    capability = kernels.compute_capability(device) if not _missing() else (0, 0)
     return capability >= oldest and not _fails(capability)
 
 
 @cache
 def _missing() -> tuple[str, ...]:
-    missing = tuple(driver.missing())
+    missing = tuple(kernels.missing())
     if missing:
         _warn("CUDA tensors", "; ".join(missing))
     return missing
@@ -74,7 +74,7 @@ def _missing() -> tuple[str, ...]:
 
 @cache
 def _fails(capability: tuple[int, int]) -> bool:
-    failure = driver.compile_failure(capability)
+    failure = kernels.compile_failure(capability)
     if failure is not None:
         _warn("tensors on GPUs of compute capability {}.{}".format(*capability), failure)
     return failure is not None
@@ -137,7 +137,7 @@ class TensorDeviceMemory:
     def lasting_zeros(self, size: int, index: int, stream: int) -> _Counters | None:
         # not torch.zeros: in `use_mem_pool`, or while torch.compile warms up a CUDA graph, it
         # allocates from a temporary pool, whose memory is used again later
-        address = driver.lasting_zeros(index, size, stream)
+        address = kernels.lasting_zeros(index, size, stream)
         return None if address is None else _Counters(address, (size,))
 
     def upload(self, values: np.ndarray[Any, Any], dtype: str, index: int) -> Tensor:

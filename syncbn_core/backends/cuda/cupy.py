@@ -14,7 +14,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from syncbn_core.backends.cuda.driver import require
+from syncbn_core.backends.cuda.kernels import require
 from syncbn_core.backends.cuda.operations import CudaOperations
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.backends.cuda.usable import setting

@@ -6,7 +6,7 @@ from typing import Any
 
 from syncbn_core._kernels.cuda.constants import THREADS
 from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.backends.cuda.driver import LEGACY_STREAMS, kernel_for, multiprocessor_count
+from syncbn_core.backends.cuda.kernels import LEGACY_STREAMS, launch_of, multiprocessor_count
 from syncbn_core.backends.cuda.memory import DeviceMemory
 
 __all__ = ["Launcher"]
@@ -39,7 +39,7 @@ class Launcher:
 
         Raises `KernelFailure` if the kernel can't be compiled or loaded; nothing was started then.
         """
-        kernel_for(source, self.index).launch(grid, self.stream, *arguments)
+        launch_of(source, self.index)(grid, self.stream, *arguments)
 
     def scratch(self, size: int) -> tuple[Pointer, Array]:
         """Address of `size` float64 for the next launch, and the array that owns them."""

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 from syncbn_core.backends.cuda import grid
-from syncbn_core.backends.cuda.driver import KernelFailure
+from syncbn_core.backends.cuda.kernels import KernelFailure
 from syncbn_core.backends.cuda.launcher import Launcher
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations

@@ -22,9 +22,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from syncbn_core.backends.cuda.driver import (
+from syncbn_core.backends.cuda.driver import DriverError
+from syncbn_core.backends.cuda.kernels import (
     LEGACY_STREAMS,
-    DriverError,
     KernelFailure,
     description,
     failure_of,

@@ -22,7 +22,7 @@ from cupy_arrays import (
 from failing import WAYS, failing
 
 from syncbn_core import backends, functional
-from syncbn_core.backends.cuda import driver
+from syncbn_core.backends.cuda import kernels
 
 STEPS = ["moments", "normalize", "backward_reduce", "backward_input"]
 
@@ -74,7 +74,7 @@ def off(monkeypatch):
         raise AssertionError("nothing is needed then")
 
     monkeypatch.setenv("SYNCBN_KERNELS", "off")
-    monkeypatch.setattr(driver, "missing", missing)
+    monkeypatch.setattr(kernels, "missing", missing)
     before = sys.modules.pop(BACKEND)
     backends._operations_for_type.cache_clear()
     yield importlib.import_module(BACKEND)
