@@ -69,7 +69,7 @@ def session(first_call: Session) -> Session:
 
 
 STAGES = """facts tests sanitize shared capture compiled processes benchmark
-    memcheck racecheck initcheck doctor"""
+    memcheck racecheck initcheck doctor driver"""
 
 
 @for_bash

@@ -34,6 +34,7 @@ memcheck    45   60
 racecheck   45   60
 initcheck   45   90
 doctor      60  150
+driver      90  150
 replicas    20   40"
 COMPILE=50 # before all others, at most; it starts with 20
 
@@ -176,6 +177,10 @@ command_of() {
         command=("$python" -m pytest "${tests[@]}" -q -p no:cacheprovider
             --junitxml "$parts/tests.xml" -o addopts=--import-mode=importlib -o minversion=7
             -o filterwarnings=default)
+        ;;
+    driver)
+        command=("$python" tools/gpu_session/gpu_driver.py --json "$json")
+        [ "$dry" ] && command=(echo "dry run of: ${command[*]}")
         ;;
     sanitize) command=("$python" tools/gpu_session/gpu_sanitize.py "${one[@]}") ;;
     doctor) command=(bash -c "doctor '$json'") ;;
