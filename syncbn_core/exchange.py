@@ -40,7 +40,7 @@ from syncbn_core.comm import (
     ProcessCommunicator,
     SingleCommunicator,
 )
-from syncbn_core.comm.message_arrays import MessageArrays, NumpyArrays, arrays_of, is_on_device
+from syncbn_core.comm.message_arrays import NumpyArrays, arrays_of, is_on_device
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
 from syncbn_core.labels import (
     BACKWARD,
@@ -450,7 +450,7 @@ def _stays_on_device(communicator: Communicator, values: Array) -> bool:
     return is_on_device(values) or bool(getattr(values, "is_cuda", False))  # of CuPy or torch
 
 
-def _arrays(values: Array) -> MessageArrays:
+def _arrays(values: Array) -> Any:
     return arrays_of(values) or NumpyArrays()
 
 

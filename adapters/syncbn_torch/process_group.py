@@ -343,7 +343,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
 
 
 class TensorArrays:
-    """`MessageArrays` for tensors."""
+    """`DeviceArrays` for tensors."""
 
     @staticmethod
     def to_host(values: Tensor) -> np.ndarray[Any, Any]:

@@ -257,6 +257,9 @@ class PlainOperations(Operations):
     ) -> Array:
         statistics, affine, rule = norm
         invstd = statistics.invstd
+        if total is not None and labels is not None and len(total.shape) == 1:
+            wrong = labels.check_total(total)
+            total = self.xp.where(wrong, math.nan, total[:-1]).reshape(2, -1)
         dy = self.through_activation(x, dy, norm)
         scale = invstd
         if affine.weight is not None:

@@ -14,6 +14,7 @@ import numpy as np
 
 __all__ = [
     "CupyArrays",
+    "DeviceArrays",
     "MessageArrays",
     "NumpyArrays",
     "arrays_of",
@@ -49,7 +50,7 @@ def is_captured(stream: Any) -> bool:
 
 
 class MessageArrays(Protocol):
-    """The operations that messages and their labels need from one array library."""
+    """The operations that messages need from one array library."""
 
     def to_host(self, values: Array) -> np.ndarray[Any, Any]:
         """The values as a NumPy array; waits for the device if they are on one."""
@@ -57,11 +58,15 @@ class MessageArrays(Protocol):
     def from_host(self, values: np.ndarray[Any, Any], like: Array) -> Array:
         """The values as an array of this library, with the device and dtype of `like`."""
 
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        """New float64 memory on the device of `like`."""
-
     def copy(self, values: Array) -> Array:
         """A copy on the same device."""
+
+
+class DeviceArrays(MessageArrays, Protocol):
+    """What messages that stay on a device need besides."""
+
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+        """New float64 memory on the device of `like`."""
 
     def with_label(self, values: Array, label: float) -> Array:
         """A new array `(n + 1,)`: the n values, flattened, then the label."""
@@ -91,32 +96,12 @@ class NumpyArrays:
         return values
 
     @staticmethod
-    def empty(shape: tuple[int, ...], like: Array) -> Array:
-        return np.empty(shape)
-
-    @staticmethod
     def copy(values: Array) -> Array:
         return np.array(values)
 
-    @staticmethod
-    def with_label(values: Array, label: float) -> Array:
-        return np.append(values, label)
-
-    @staticmethod
-    def is_captured(values: Array) -> bool:
-        return False
-
-    @staticmethod
-    def page_locked(like: Array) -> Array:
-        return np.zeros(1)
-
-    @staticmethod
-    def write_where(wrong: Array, number: float, word: Array) -> None:
-        word[:] = np.where(wrong & (word == 0), number, word)
-
 
 class CupyArrays:
-    """`MessageArrays` of CuPy, on the current stream; the host does not wait for labels."""
+    """`DeviceArrays` of CuPy, on the current stream; the host does not wait for labels."""
 
     @staticmethod
     def to_host(values: Array) -> np.ndarray[Any, Any]:

@@ -16,7 +16,7 @@ from syncbn_core.backends.cuda import grid
 from syncbn_core.backends.cuda.kernels import KernelFailure
 from syncbn_core.backends.cuda.launcher import Launcher
 from syncbn_core.backends.cuda.memory import DeviceMemory, DeviceView
-from syncbn_core.backends.cuda.plain import PlainDeviceOperations
+from syncbn_core.backends.cuda.plain import PlainDeviceOperations, first_array
 from syncbn_core.backends.cuda.usable import give_up, usable
 from syncbn_core.labels import Labels
 from syncbn_core.layout import Layout
@@ -55,11 +55,9 @@ def _or_plain(step: _Step) -> _Step:
 
     @wraps(step)
     def chosen(self: CudaOperations, first: Any, *arguments: Any, **settings: Any) -> Any:
-        memory = self.memory
-        if isinstance(first, Sequence):  # moments to merge
-            index, dtype = memory.device_of(first[0].rows), None
-        else:
-            index, dtype = memory.device_of(first), memory.dtype_name(first)
+        memory, own = self.memory, first_array(first)
+        index = memory.device_of(own)
+        dtype = memory.dtype_name(own) if own is first else None  # None: to merge moments
         if usable(self, index, dtype):
             try:
                 return step(self, first, *arguments, **settings)
@@ -239,6 +237,8 @@ class CudaOperations(PlainDeviceOperations):
             pair = self._pair(x, memory.plain.through_activation(x, dy, norm))
             parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
+            if total is None or len(total.shape) == 2:
+                labels = None  # compared before
             if 0 in x.shape and labels is not None:
                 labels.check_total(total)  # no kernel runs
             dx = memory.target(pair.dense, pair.layout, out, pair.grad)

@@ -6,18 +6,31 @@ the two can be exchanged, within a member and between members.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from syncbn_core.backends.cuda.memory import DeviceMemory
-from syncbn_core.labels import Labels
 from syncbn_core.moments import Moments, NormRule, Statistics
-from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
+from syncbn_core.steps import Norm, Operations, RunningStatistics
 
-__all__ = ["PlainDeviceOperations"]
+__all__ = ["PlainDeviceOperations", "first_array"]
 
 Array = Any
+
+
+def first_array(first: Any) -> Array:
+    """Of the first argument of a step: x, or the rows of the first of several moments."""
+    return first[0].rows if isinstance(first, Sequence) else first
+
+
+def _plainly(name: str) -> Any:
+    """The step of `memory.plain`, while the device of its arrays is current."""
+
+    def step(self: PlainDeviceOperations, first: Any, *rest: Any, **settings: Any) -> Any:
+        with self.memory.on_device(self.memory.device_of(first_array(first))):
+            return getattr(self.memory.plain, name)(first, *rest, **settings)
+
+    return step
 
 
 class PlainDeviceOperations(Operations):
@@ -26,17 +39,14 @@ class PlainDeviceOperations(Operations):
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
 
+    moments: Any = _plainly("moments")
+    merge: Any = _plainly("merge")
+    forward_eval: Any = _plainly("forward_eval")
+    backward_reduce: Any = _plainly("backward_reduce")
+    backward_input: Any = _plainly("backward_input")
+
     def near(self, values: Array, like: Array) -> Array:
         return self.memory.plain.near(values, like)
-
-    def moments(self, x: Array, labels: Labels | None = None) -> Moments:
-        with self.memory.on_device(self.memory.device_of(x)):
-            return self.memory.plain.moments(x, labels)
-
-    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
-        memory = self.memory
-        with memory.on_device(memory.device_of(parts[0].rows)):
-            return memory.plain.merge(parts, labels)
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
         memory, index = self.memory, self.memory.device_of(total.rows)
@@ -53,49 +63,7 @@ class PlainDeviceOperations(Operations):
             total = Moments(statistics.rows, statistics.count, statistics.labels)
             known = plain.statistics(total, norm.rule)
             statistics.table[...] = known.table
-            y = plain.forward(x, norm._replace(statistics=known), None, out)
-            if running is not None:
-                self.update_running(running, known)
-            return y
-
-    def forward_eval(
-        self,
-        x: Array,
-        running: RunningStatistics,
-        affine: Affine,
-        rule: NormRule,
-        out: Array | None = None,
-    ) -> tuple[Array, Statistics]:
-        memory = self.memory
-        with memory.on_device(memory.device_of(x)):
-            return memory.plain.forward_eval(x, running, affine, rule, out)
-
-    def backward_reduce(
-        self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
-    ) -> Sums:
-        memory, index = self.memory, self.memory.device_of(x)
-        with memory.on_device(index):
-            sums = memory.plain.backward_reduce(x, dy, norm)
-            if labels is None:
-                return sums
-            label = memory.zeros((1,), "float64", index) + labels.own
-            return sums._replace(exchange=memory.join([sums.exchange.reshape(-1), label]))
-
-    def backward_input(
-        self,
-        x: Array,
-        dy: Array,
-        norm: Norm,
-        total: Array | None,
-        out: Any = None,
-        labels: Labels | None = None,
-    ) -> Array:
-        memory = self.memory
-        with memory.on_device(memory.device_of(x)):
-            if total is not None and labels is not None:
-                wrong = labels.check_total(total)
-                total = memory.plain.xp.where(wrong, math.nan, total[:-1]).reshape(2, -1)
-            return memory.plain.backward_input(x, dy, norm, total, out)
+            return plain.forward(x, norm._replace(statistics=known), running, out)
 
     def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
         with self.memory.on_device(self.memory.device_of(statistics.table)):
