@@ -268,14 +268,12 @@ class Exchange(NamedTuple):
         of the same shape, the last number is 0, or members were in the backward of different calls:
         then the sums are wrong, and a later call raises `ProtocolError`.
         """
-        member, own = (
-            self.member,
-            label_of_sum(len(KINDS) * sums[-1:] + BACKWARD, self.communicator.size),
-        )
+        member, size = self.member, self.communicator.size
+        own = label_of_sum(len(KINDS) * sums[-1:] + BACKWARD, size)
         labels = self._labels(member, BACKWARD, 0.0, 0.0, sums)
         sums[-1:] = own
         total = self._add_up(sums, self._call(member, BACKWARD, len(sums)))
-        total[-1:] -= own * self.communicator.size
+        total[-1:] -= own * size
         labels.check_total(total)
         member.exchanges += 1
         return total
@@ -334,7 +332,9 @@ class Exchange(NamedTuple):
         """The sums of all members; NaN if their labels differ, unless they still have them."""
         if len(sums.shape) == 1:  # `Operations.backward_input` compares
             return self._add_up(sums, call)
-        total = self._add_up(_arrays(sums).with_label(sums, labels.own), call)
+        sent = _arrays(sums).empty((math.prod(sums.shape) + 1,), sums)
+        sent[:-1], sent[-1:] = sums.reshape(-1), labels.own
+        total = self._add_up(sent, call)
         same = ~labels.check_total(total)
         return (total[:-1] / same * same).reshape(sums.shape)  # x / 0 * 0 is NaN
 

@@ -368,10 +368,6 @@ class TensorArrays:
         return values.detach().clone()
 
     @staticmethod
-    def with_label(values: Tensor, label: float) -> Tensor:
-        return torch.cat([values.reshape(-1), values.new_full((1,), label)])
-
-    @staticmethod
     def is_captured(values: Tensor) -> bool:
         if not values.is_cuda:
             return False

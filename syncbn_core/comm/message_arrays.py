@@ -68,9 +68,6 @@ class DeviceArrays(MessageArrays, Protocol):
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """New float64 memory on the device of `like`."""
 
-    def with_label(self, values: Array, label: float) -> Array:
-        """A new array `(n + 1,)`: the n values, flattened, then the label."""
-
     def is_captured(self, values: Array) -> bool:
         """Whether the work on `values` is captured into a CUDA graph; the host can't wait then."""
 
@@ -126,16 +123,6 @@ class CupyArrays:
     def copy(values: Array) -> Array:
         with values.device:
             return values.copy()
-
-    @staticmethod
-    def with_label(values: Array, label: float) -> Array:
-        import cupy
-
-        with values.device:
-            message = cupy.empty(values.size + 1, values.dtype)
-            message[:-1] = values.reshape(-1)
-            message[-1:] = label
-            return message
 
     @staticmethod
     def is_captured(values: Array) -> bool:
