@@ -350,7 +350,7 @@ class TensorArrays:
         if not values.is_cuda:
             return values.numpy(force=True)
         with torch.cuda.device(values.device):  # torch may have been told to report other waiting
-            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            on_host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             on_host.copy_(values.detach(), non_blocking=True)
             torch.cuda.current_stream().record_event().synchronize()
         return on_host.numpy()
@@ -376,7 +376,8 @@ class TensorArrays:
 
     @staticmethod
     def page_locked(like: Tensor) -> Tensor:
-        return torch.zeros(1, dtype=torch.float64, pin_memory=like.is_cuda)
+        with torch.inference_mode(False):  # it is written in other modes too
+            return torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=like.is_cuda)
 
     @staticmethod
     def write_where(wrong: Tensor, number: float, word: Tensor) -> None:

@@ -1,6 +1,7 @@
 """CUDA tensors by the contract of backends, as far as it can be tested without a device."""
 
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from syncbn_core.backends.cuda import kernels
 from syncbn_torch.backends import cuda
+from syncbn_torch.process_group import TensorArrays
 
 
 def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +53,13 @@ def test_arrays_of_a_check_go_to_the_device_and_back(
     found = memory.download(tensor)
     assert found.dtype == np.float64
     assert found.tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("mode", [torch.device("meta"), torch.inference_mode()], ids=str)
+def test_the_number_that_a_device_writes_is_on_the_host_in_every_mode(mode: Any) -> None:
+    like = torch.ones(1, dtype=torch.bool)
+    with mode:
+        word = TensorArrays.page_locked(like)
+    for number, found in ((0.0, 0), (5.0, 5), (6.0, 5)):
+        TensorArrays.write_where(like if number else ~like, number or 7.0, word)
+        assert np.asarray(word).tolist() == [found]
