@@ -189,21 +189,29 @@ def _statistics(settings: _Settings, x: Array, mask: Array | None) -> _Total:
 def _gathered(settings: _Settings, rows: Array) -> Array:
     """The rows of all members, `(members, *rows.shape)`."""
     name, groups = settings.axis_name, settings.groups
-    gather = partial(lax.all_gather, rows, name)
     try:
         if groups is not None:
-            gathered = gather(axis_index_groups=groups)
+            gathered = lax.all_gather(rows, name, axis_index_groups=groups)
         else:
-            try:  # shard_map must know that all members get the same, else it refuses `running`
-                gathered = gather(to="invarying")
-            except ValueError:  # vmap knows no such thing
-                gathered = gather()
+            gathered = _of_all(rows, name)
     except NameError as error:
         raise ArgumentError(
             f"expected to run under pmap, shard_map or vmap with an axis {name!r}, got none; under "
             "jit alone arrays are whole, so give axis_name=None"
         ) from error
     return gathered.reshape(-1, *rows.shape)
+
+
+def _of_all(rows: Array, name: Any) -> Array:
+    """`(members, *rows.shape)`; an axis for each name of several under vmap."""
+    try:  # shard_map must know that all members get the same, else it refuses `running`
+        return lax.all_gather(rows, name, to="invarying")
+    except (ValueError, AssertionError):  # vmap knows no such thing, nor several names at once
+        if not isinstance(name, tuple) or len(name) == 1:
+            return lax.all_gather(rows, name)
+        for each in reversed(name):
+            rows = _of_all(rows, each)
+        return rows
 
 
 def _wide(x: Array) -> Any:

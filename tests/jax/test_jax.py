@@ -108,16 +108,29 @@ def sharded(args: list[Any], check_vma: bool = True, **axes: int) -> Any:
     return jax.jit(mapped)(*args)
 
 
-def mapped(args: list[Any], by: str) -> Any:
+def same(function: Any) -> Any:
+    return function
+
+
+def in_a_scan(function: Any) -> Any:
+    return lambda *args: lax.scan(lambda _, __: (None, function(*args)), None, length=1)[1]
+
+
+def mapped(args: list[Any], by: str, within: Any = same, around: Any = same, **axes: int) -> Any:
+    names, sizes = (tuple(axes), tuple(axes.values())) if axes else ("d", (8,))
     x, weight, bias, running, *others = args
-    x, *others = (each.reshape(8, 2, *each.shape[1:]) for each in (x, *others))
+    x, *others = (each.reshape(*sizes, 2, *each.shape[1:]) for each in (x, *others))
     over = (0, None, None, None, *(0,) * len(others))
-    function = getattr(jax, by)(partial(step, axis_name="d"), axis_name="d", in_axes=over)
-    y, (dx, dweight, dbias), new = function(x, weight, bias, running, *others)
-    for each in new:  # the same bits on all members
+    function = within(partial(step, axis_name=names))
+    for name in reversed(names):
+        function = getattr(jax, by)(function, axis_name=name, in_axes=over)
+    outputs = around(function)(x, weight, bias, running, *others)
+    every = [each.reshape(8, -1) for each in jax.tree.leaves(outputs)]
+    y, dx, dweight, dbias, mean, var = every
+    for each in (mean, var):  # the same bits on all members
         assert (np.asarray(each) == np.asarray(each)[:1]).all()
-    first = Running(*(each[0] for each in new))
-    return y.reshape(SHAPE), (dx.reshape(SHAPE), dweight.sum(0), dbias.sum(0)), first
+    affine = dweight.sum(0), dbias.sum(0)
+    return y.reshape(SHAPE), (dx.reshape(SHAPE), *affine), Running(mean[0], var[0])
 
 
 def whole_arrays(args: list[Any], kind: AxisType) -> Any:
@@ -139,6 +152,11 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
     "shard_map over two axes": partial(sharded, a=2, b=4),
     "pmap": partial(mapped, by="pmap"),
     "vmap": partial(mapped, by="vmap"),
+    "vmap within jit": partial(mapped, by="vmap", around=jax.jit),
+    "jit within vmap": partial(mapped, by="vmap", within=jax.jit),
+    "scan within vmap": partial(mapped, by="vmap", within=in_a_scan),
+    "vmap over two axes": partial(mapped, by="vmap", a=2, b=4),
+    "two of them within jit": partial(mapped, by="vmap", around=jax.jit, a=2, b=4),
     "sharded arrays": partial(whole_arrays, kind=AxisType.Auto),
     "explicit sharding": partial(whole_arrays, kind=AxisType.Explicit),
 }
