@@ -7,12 +7,9 @@ On a host both directions are one `all_gather` of a row of float64 `(2 C + 2,)`:
 
 So results are bitwise the same on every member. All rows of a layer have one length, so a member in
 forward beside one in backward is told so. On a device the rows of forward stay as they are, the
-kernel that normalizes merges them, and backward is an `all_reduce` with a label behind the sums
-(`labels`).
+kernel that normalizes merges them, and backward is an `all_reduce` with a label behind the sums.
 
-By the label (`labels`), the last number of a row, members notice that they are in different layers,
-without a further message.
-
+By the label (`labels`) members notice that they are in different layers, without a further message.
 Members whose labels differ send their names. Other numbers, settings, kinds or calls are an error
 on every member. Other names are one if a member's own model holds another layer whose name is more
 like the names that the others have sent; if not, the members hold the model differently, which is
@@ -113,7 +110,7 @@ class Member:
         """The call in which a device found wrong labels, as an `Alarm` tells it."""
         call, kind, number = what_is_at(place)
         return CollectiveCall(
-            lambda: f"{KINDS[kind]} of {self.titles[number]}", remedy=REMEDY, number=call
+            lambda: f"{KINDS[kind]} of {self.titles.get(number)}", remedy=REMEDY, number=call
         )
 
 
@@ -205,9 +202,8 @@ class Exchange(NamedTuple):
         member = message.member
         try:
             if message.labels is not None:
-                total = Moments(
-                    self._on_device(own.rows, message, message.labels), None, message.labels
-                )
+                rows = self._on_device(own.rows, message, message.labels)
+                total = Moments(rows, None, message.labels)
             else:
                 row = np.asarray(_to_host(own.rows), np.float64)[0]
                 row[-1] = message.label
@@ -282,8 +278,8 @@ class Exchange(NamedTuple):
         self, member: Member, kind: int, own: float, expected: float, like: Array
     ) -> Labels:
         """Those of a message that stays on the device of `like`."""
-        number, _ = member.number_of(self.layer)
-        if number not in member.titles:
+        number, new = member.number_of(self.layer)
+        if new or number not in member.titles:
             member.titles[number] = self._title()
         communicator: Any = self.communicator
         alarm = communicator.alarm(like, member.call_at)
