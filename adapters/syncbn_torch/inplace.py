@@ -23,7 +23,7 @@ from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError, StateError
 from syncbn_core.moments import Moments, NormRule
 from syncbn_core.steps import Affine, Norm
-from syncbn_torch._torch_private import records_a_graph, untraced
+from syncbn_torch._torch_private import exporting, records_a_graph, untraced
 from syncbn_torch.arrays import HALVES
 from syncbn_torch.backends import plain
 from syncbn_torch.conversion.registry import register_conversion
@@ -165,7 +165,12 @@ class InPlaceABN(ABN):
         requires a gradient, a tensor with gaps or that is expanded, a part of `chunk`, `split` or
         `unbind`; and the errors of `SynchronizedBatchNorm2d`.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not uses_running_statistics(self):
+            if exporting():
+                raise StateError(
+                    f"expected {type(self).__name__} in eval for torch.export, got it in training, "
+                    "which computes by Python; call model.eval()"
+                )
             return self._without_a_graph(input)  # type: ignore[no-any-return]
         w = self.weight  # not `abs`, whose derivative at 0 is 0: such a weight would stay 0
         weight = None if w is None else torch.where(w < 0, -w, w) + self.eps

@@ -302,3 +302,15 @@ def test_a_compiled_model_equals_an_eager_one() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(model), backend="eager")
     torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", [InPlaceABN, InPlaceABNSync])
+def test_torch_export_takes_a_layer_in_eval(kind: Any) -> None:
+    layer, x = randomized(kind(3)).eval(), torch.randn(4, 3, 5)
+    program = torch.export.export(layer, (x,))
+    torch.testing.assert_close(program.module()(x), layer(x))
+    whole = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(whole(x), layer(x))
+    with pytest.raises(Exception, match=r"in eval for torch.export.*model\.eval\(\)"):
+        torch.export.export(layer.train(), (x,))
