@@ -55,7 +55,9 @@ def test_arrays_of_a_check_go_to_the_device_and_back(
     assert found.tolist() == values.tolist()
 
 
-@pytest.mark.parametrize("mode", [torch.device("meta"), torch.inference_mode()], ids=str)
+@pytest.mark.parametrize(
+    "mode", [torch.device("meta"), torch.inference_mode()], ids=["meta", "inference"]
+)
 def test_the_number_that_a_device_writes_is_on_the_host_in_every_mode(mode: Any) -> None:
     like = torch.ones(1, dtype=torch.bool)
     with mode:
