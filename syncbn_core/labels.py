@@ -60,8 +60,8 @@ KINDS = (
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 SETTINGS, NAMED = 1 << 12, 1 << 15
 _NUMBERS, _EXTRA_LIMIT, _CALLS = 1 << 19, 1 << 28, 1 << 30
-_EXTRA_UNIT = 32 * _NUMBERS  # what 1 of the extra adds to a label,
 _DIGITS = 53  # significant bits of a float64
+_EXTRA_UNIT = 32 * _NUMBERS  # what 1 of the extra adds to a label,
 NAME_UNIT = _EXTRA_UNIT * SETTINGS  # and 1 of the hash of a name: labels without one are less
 
 

@@ -63,7 +63,7 @@ class MessageArrays(Protocol):
 
 
 class DeviceArrays(MessageArrays, Protocol):
-    """What messages that stay on a device need besides."""
+    """The operations that messages on a device need too."""
 
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """New float64 memory on the device of `like`."""
@@ -74,7 +74,7 @@ class DeviceArrays(MessageArrays, Protocol):
     def page_locked(self, like: Array) -> Array:
         """A float64 0 of the host, `(1,)`, to which the device of `like` can write.
 
-        NumPy's, or one that `numpy.asarray` shares.
+        An array of NumPy, or one whose memory `numpy.asarray` shares.
         """
 
     def write_where(self, wrong: Array, number: float, word: Array) -> None:

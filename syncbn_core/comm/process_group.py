@@ -122,9 +122,9 @@ class ProcessCommunicator:
         return self._run(self.transport.all_reduce, values, call)
 
     def alarm(self, like: Array, call_at: Callable[[float], CollectiveCall]) -> Alarm:
-        """By which the device of `like` makes the next call raise `ProtocolError`.
+        """The `Alarm` of this group: once a device sets it, the next call raises `ProtocolError`.
 
-        `call_at`: of the first caller, describes the call at a place.
+        Made on first use, for the library of `like`, with this `call_at`.
         """
         if self._alarm is None:
             self._alarm = Alarm(like, call_at)
