@@ -62,21 +62,25 @@ SIDE_BY_SIDE = ("--numprocesses", "2")
 
 CHECK_WHEEL = """
 import sys
-from importlib import metadata, resources
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import syncbn_core
 assert "torch" not in sys.modules, "import syncbn_core has imported torch"
-import syncbn_torch
-import syncbn_verify
 from syncbn_core.__main__ import documentation
 
-for package in (syncbn_core, syncbn_torch, syncbn_verify):
-    place = Path(package.__file__).parent
+for package in ("core", "torch", "verify", "jax", "paddle"):
+    try:
+        import_module(f"syncbn_{package}")
+    except ModuleNotFoundError as error:
+        assert error.name == package, error  # the framework alone is not installed here
+    place = Path(find_spec(f"syncbn_{package}").origin).parent
     assert place.is_relative_to(sys.prefix), f"{place} is not the installed package"
-    assert resources.files(package).joinpath("py.typed").is_file(), f"no py.typed in {place}"
+    assert place.joinpath("py.typed").is_file(), f"no py.typed in {place}"
 for page in ("troubleshooting.md", "gpu.md"):
     assert (documentation() / page).is_file(), f"no {page} in the wheel"
+assert not list(documentation().glob("*.png")), "pictures in the wheel"
 assert any(file.name == "LICENSE" for file in metadata.files("syncbn")), "no licence in the wheel"
 version = metadata.version("syncbn")
 assert getattr(syncbn_core, "__version__", version) == version, "pyproject.toml disagrees"

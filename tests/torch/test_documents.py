@@ -90,6 +90,15 @@ def test_pages_that_the_code_names_exist() -> None:
         assert (ROOT / name).exists(), name
 
 
+def test_files_that_pages_for_developers_name_exist() -> None:
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [f"/{name}" for name in listed.splitlines()]
+    for page in (ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "internals").glob("*.md")):
+        for name in re.findall(r"`([\w./-]+(?:\.py|/))`", page.read_text()):
+            assert any(f"/{name}" in file for file in files), f"{page.name}: {name}"
+
+
 def test_every_error_is_explained() -> None:
     """In a section of its own, except those that are only caught."""
     page = ROOT / "docs" / "troubleshooting.md"

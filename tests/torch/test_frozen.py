@@ -14,6 +14,7 @@ from world import close, on_ranks
 from syncbn_core.errors import StateError
 from syncbn_torch import (
     DataParallelWithCallback,
+    DistributedCommunicator,
     SyncBatchNorm,
     SynchronizedBatchNorm2d,
     convert_model,
@@ -77,12 +78,14 @@ def test_parameters_get_no_gradient_until_they_had_one() -> None:
 
 @on_ranks(2)
 def test_ranks_send_nothing(rank: int, size: int) -> None:
-    layer = SyncBatchNorm(3)
+    group = DistributedCommunicator()
+    layer = SyncBatchNorm(3, process_group=group)
     freeze(layer)
-    if rank == 0:  # nobody waits
-        layer(torch.randn(4, 3, 2)).sum().backward()
+    layer(torch.randn(4, 3, 2, requires_grad=True)).sum().backward()
+    assert group.calls == 0
     unfreeze(layer)
     layer(torch.randn(4, 3, 2)).sum().backward()
+    assert group.calls == 2
 
 
 def test_without_running_statistics_nothing_is_frozen() -> None:
