@@ -41,6 +41,7 @@ nox.options.sessions = [
     "tests_oldest",
     f"tests_core-{NEWER_PYTHONS[-1]}",
     "tests_jax",
+    "kernels",
     "tests_cuda13",
     "tests",
 ]
@@ -53,6 +54,11 @@ TORCHES = ("2.10.0", "2.11.0", "2.12.1", "2.14.1")
 # Of the core, what can be tested of CUDA without a device.
 WITHOUT_DEVICE = [f"tests/core/test_{name}.py" for name in ("driver", "no_device")]
 WITHOUT_DEVICE += ["tools/fake_cupy/test_fake_cupy.py"]
+
+# Of kernels alone, and when they last passed.
+KERNELS = [f"tests/cuda/test_{name}.py" for name in ("kernels", "ptx")]
+KERNELS += ["ptx_emulator", "tools/gpu_emulator"]
+KERNELS_PASSED = ROOT / "tests" / "cuda" / "kernels_passed.txt"
 
 BENCHMARKS = "tools/test_scripts.py"  # which measure for so many seconds
 DRY_RUN = "tools/test_session.py"  # of the session on a GPU
@@ -282,12 +288,36 @@ def install_cuda(session: nox.Session, cuda: str, *extras: str) -> None:
 
 @nox.session(python=TORCH_PYTHON, tags=["cuda"])
 def tests_cuda13(session: nox.Session) -> None:
-    """The CUDA kernels without a device: compiled, executed on the CPU; clear errors."""
+    """What runs CUDA kernels, without a device: torch's tensors, CuPy's arrays; clear errors."""
     install_cuda(session, "13", "torch", "examples")
-    # `architectures13` sends all kernels through ptxas, here those that most layers use
-    usual = ["-k", "not sm_80 and not (test_ptx and (float64 or bfloat16))"]
-    usual += [*WITHOUT_DEVICE, "tests/cuda", "tools/gpu_emulator", "tools/gpu_session"]
+    others = [word for path in KERNELS for word in ("--ignore", path)]
+    usual = [*WITHOUT_DEVICE, "tests/cuda", "tools/gpu_session", *others]
     session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
+
+
+@nox.session(python=TORCH_PYTHON, tags=["cuda"])
+def kernels(session: nox.Session) -> None:
+    """The CUDA kernels: compiled, executed on the CPU. Only if they have changed since."""
+    digest = digest_of_kernels()
+    if not session.posargs and KERNELS_PASSED.read_text(encoding="utf-8").strip() == digest:
+        session.log("kernels, emulator and tests are those that have passed: nothing to do")
+        return
+    install_cuda(session, "13")
+    # `architectures13` sends all kernels through ptxas, here those that most layers use
+    usual = ["-k", "not sm_80 and not (test_ptx and (float64 or bfloat16))", *KERNELS]
+    session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
+    if not session.posargs:
+        KERNELS_PASSED.write_text(digest + "\n", encoding="utf-8")
+
+
+def digest_of_kernels() -> str:
+    """Of all that says what the session `kernels` finds."""
+    core = ROOT / "syncbn_core"
+    sources = [ROOT / "constraints.txt", *(core / "_kernels" / "cuda").glob("*.py")]
+    sources += [core / "backends" / "cuda" / f"{name}.py" for name in ("compiler", "grid")]
+    for path in map(ROOT.joinpath, KERNELS):
+        sources += [path] if path.is_file() else path.glob("*.py")
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
 
 
 @nox.session(python=TORCH_PYTHON, tags=["cuda"])

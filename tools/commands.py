@@ -36,6 +36,7 @@ NOT_RUN = {
     "python3 dev.py tests -- tests/core -k moments": SESSION,
     "python3 dev.py lint types": SESSION,
     "python3 dev.py coverage": SESSION,
+    "python3 dev.py kernels": SESSION,
     "python3 dev.py tests_cuda12": SESSION,
     "python3 dev.py architectures13 -- sm_100": SESSION,
     "python3 dev.py architectures13 architectures12": SESSION,

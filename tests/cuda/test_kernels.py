@@ -17,8 +17,7 @@ from zlib import crc32
 import large
 import numpy as np
 import pytest
-from emulator.device import Launch
-from emulator.machine import Schedule
+from emulated_device import Launch
 from harness import (
     DTYPES,
     FORMS,
@@ -34,6 +33,7 @@ from harness import (
     steps,
 )
 
+from ptx_emulator.machine import Schedule
 from syncbn_core._kernels.cuda.signatures import SIGNATURES, codes_of
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.labels import KINDS, differ, label_of

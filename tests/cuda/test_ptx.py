@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from emulator.device import program_of, ptx_of
+from emulated_device import program_of, ptx_of
 from harness import variants
 
 from syncbn_core._kernels.cuda.constants import THREADS

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from emulator.device import Device, emulated
-from emulator.machine import Schedule
-from emulator.memory import Range
+from emulated_device import Device, emulated
+
+from ptx_emulator.machine import Schedule
+from ptx_emulator.memory import Range
 
 torch = pytest.importorskip("torch")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from emulator.device import emulated
+from emulated_device import emulated
 from test_torch_on_cuda import on_kernels
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -13,7 +13,7 @@ import fake_cupy
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cupy import Device, Stream, races
+from fake_cupy import Device, Stream, log
 
 from syncbn_core import BatchNorm
 from syncbn_core.comm import NCCLCommunicator, run_in_threads, thread_group
@@ -39,16 +39,6 @@ def close(actual, expected, dtype, what=""):
     bound = TOLERANCE[dtype] * (1 + np.abs(expected).max(initial=0))
     assert actual.shape == expected.shape, what
     np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=what)
-
-
-def alone(view):
-    """The same array; kernels must not read what lies around it in its memory."""
-    own = view._grains()
-    if own is not None:
-        kept = own.copy()
-        view.data.mem.area.written[:] = False
-        own[...] = kept
-    return view
 
 
 # shape of what is uploaded, and the (N, C, ...) view of it
@@ -84,7 +74,7 @@ def pair(rng, layout, dtype="float32", mean=3.0):
     named = {**LAYOUTS, **SPLIT}
     shape, view = named[layout] if isinstance(layout, str) else (layout, lambda a: a)
     values = rng.normal(mean, 2, shape).astype(numpy_dtype(dtype))
-    return alone(view(to_device(values))), as_float64(view(values))
+    return view(to_device(values)), as_float64(view(values))
 
 
 def parameters(rng, channels, dtype="float32"):
@@ -106,24 +96,12 @@ def streams(rank):
 
 
 @contextlib.contextmanager
-def per_thread_streams(rank):
-    with Stream.ptds:
-        yield
-
-
-@contextlib.contextmanager
 def two_devices(rank):
     with Device(rank % 2), Stream():
         yield
 
 
-@contextlib.contextmanager
-def two_devices_default_streams(rank):
-    with Device(rank % 2):
-        yield
-
-
-PLACES = [one_stream, streams, per_thread_streams, two_devices, two_devices_default_streams]
+PLACES = [one_stream, streams, two_devices]
 places = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 
 
@@ -156,7 +134,7 @@ def train(parts, grads, place, nccl=False, **settings):
         results = []
         for scale in (1, 2):
             x, dy = to_device(parts[rank] * scale), to_device(grads[rank])
-            races.transfers.clear()
+            log.transfers.clear()
             results += [layer(x), layer.backward(dy)]
             del x, dy  # memory is free for others as early as it can be
         gradients = own.all_reduce(layer.weight_grad)

@@ -9,13 +9,13 @@ import fake_cupy
 import numpy as np
 import pytest
 from cupy_arrays import BACKEND
-from emulator.device import emulated
-from emulator.machine import Schedule
-from fake_cupy import DEVICES, races
+from emulated_device import emulated
+from fake_cupy import DEVICES, log
 
 import syncbn_core.backends
+from ptx_emulator.machine import Schedule
 
-__all__ = ["cupy", "gpu", "no_races", "rng"]
+__all__ = ["cupy", "gpu", "no_faults", "rng"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,15 +44,14 @@ def cupy(gpu):
 
 
 @pytest.fixture(autouse=True)
-def no_races(cupy, gpu):
-    """Each test begins without records, and ends without races, faults or used counters."""
+def no_faults(cupy, gpu):
+    """Each test begins without records, and ends without faults or used counters."""
     counters = sys.modules[BACKEND].OPERATIONS.counters
     counters.clear()
-    races.reset()
+    log.reset()
     gpu.launches.clear()
     gpu.fault, gpu.schedule = None, Schedule()
-    yield races
-    assert not races.found, races.found
+    yield
     assert gpu.fault is None
     assert not any(array._a.any() for array in counters.values()), "kernels leave counters behind"
 

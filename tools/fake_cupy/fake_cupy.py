@@ -1,23 +1,19 @@
-"""A `cupy` for tests without a device: arrays on "devices", streams, events, and a race checker.
+"""A `cupy` for tests without a device: arrays on "devices", on one stream at a time.
 
 `install(emulated)` gives a module for `sys.modules["cupy"]`, whose memory the kernels of an
-emulated device know: they may touch a block until it is released, and read what somebody has
-written. What runs, runs at once and in the order of the host; whether the order is one that
-*streams* guarantee is checked beside it (`Races`). It has what the library uses and no more, and
+emulated device know: they may touch a block until it is released. New memory is full of NaN. What
+runs, runs at once and in the order of the host. It has what the library uses and no more, and
 refuses what CuPy 14 refuses: implicit conversion to NumPy, NumPy arrays as operands, arrays that
-are not on the current device (real CuPy reaches over where the devices are peers, and warns),
-attributes that `cupy.ndarray` doesn't have. It is no subclass of `numpy.ndarray`, as
-`numpy.asarray` asks a subclass for nothing.
-
-Stricter than CUDA in one thing: the legacy default stream waits for no other stream.
+are not on the current device, attributes that `cupy.ndarray` doesn't have. It is no subclass of
+`numpy.ndarray`, as `numpy.asarray` asks a subclass for nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
-import sys
 import threading
 import weakref
 from types import ModuleType, SimpleNamespace
@@ -25,89 +21,32 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from ptx_emulator.memory import Range
+
 if TYPE_CHECKING:
-    from emulator.device import Device as Emulated
-    from emulator.device import Launch
-    from emulator.memory import Range
+    from emulated_device import Device as Emulated
+    from emulated_device import Launch
+
 
 DEVICES = 2
-LEGACY, PER_THREAD = 0, 2  # handles of the default streams
-GRAIN = 2  # bytes that are tracked together
+NAMES = ["float16", "float32", "float64", "int32", "int64"]
+NAMES += ["exp", "sqrt", "isfinite", "maximum"]  # which call `__array_ufunc__`
 
 _local = threading.local()
 _emulated: Emulated | None = None  # whose kernels know the blocks
 
 
-def _where():
-    """The nearest line that is not of this file."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    if frame is None:
-        return "?"
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-
-
-# ------------------------------------------------------------------------ race checker
-
-
-class Races:
-    """Vector clocks of streams. Two accesses to one block, one of them a write, need an order.
-
-    An event carries the clock of the stream it was recorded on; who waits for it takes that over.
-    Allocation and release count as writes on the stream of the allocation: CuPy's pool hands
-    memory out again, to that stream, without waiting for anybody.
-    """
+class Log:
+    """What a test asks for: transfers between host and device, and launches."""
 
     def __init__(self):
-        self._lock = threading.RLock()  # a release may come at any time
         self.reset()
 
     def reset(self):
-        with self._lock:
-            self._clocks = {}
-            self._accesses = {}
-            self.found = []
-            self.transfers = []  # between host and device
-            self.launches = []
-
-    def clock(self, stream):
-        return self._clocks.setdefault(stream, {stream: 0})
-
-    def record(self, stream):
-        with self._lock:
-            return dict(self.clock(stream))
-
-    def wait(self, stream, snapshot):
-        with self._lock:
-            clock = self.clock(stream)
-            for other, tick in snapshot.items():
-                clock[other] = max(clock.get(other, 0), tick)
-
-    def access(self, block, stream, write, what):
-        with self._lock:
-            clock = self.clock(stream)
-            clock[stream] += 1
-            past = self._accesses.setdefault(block.number, [])
-            new = (stream, clock[stream], write, what)
-            for other, tick, wrote, before in past:
-                if (write or wrote) and clock.get(other, 0) < tick:
-                    self.found.append(
-                        f"{block}: {what} on stream {stream} is not ordered after "
-                        f"{before} on stream {other}"
-                    )
-            past.append(new)
-
-    def forget(self, block):
-        with self._lock:
-            self._accesses.pop(block.number, None)
-
-    def note(self, text):
-        with self._lock:
-            self.found.append(text)
+        self.transfers, self.launches = [], []
 
 
-races = Races()
+log = Log()
 
 
 # ----------------------------------------------------------------- devices and streams
@@ -153,111 +92,42 @@ def _set_device(number):
         _emulated.make_current(number)
 
 
-def _currents():
-    """The current stream of each device, in this thread."""
-    if not hasattr(_local, "streams"):
-        _local.streams = [Stream.null] * DEVICES
-    return _local.streams
-
-
 class Event:
-    def __init__(self, block=False, disable_timing=False, interprocess=False):
-        self.device_id = _get_device()
-        self.snapshot = None
-
-    @property
-    def done(self):
-        return not stuck
-
-    def record(self, stream=None):
-        (stream or get_current_stream()).record(self)
-
-    def synchronize(self):
-        """Work is done as soon as it is launched."""
-
-
-def _key(device, handle):
-    return device, handle, threading.get_ident() if handle == PER_THREAD else 0
+    done = property(lambda self: not stuck)
 
 
 class Stream:
-    _next = 0x1000
-    _lock = threading.Lock()
-    _devices: ClassVar = {}  # by handle
+    """A handle to be current within a `with`; work never waits for one."""
+
+    _handles = itertools.count(0x1000, 16)
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
-        if null or ptds:
-            self.ptr, self.device_id = (LEGACY if null else PER_THREAD), -1
-        else:
-            with Stream._lock:
-                Stream._next += 16
-                self.ptr = Stream._next
-            self.device_id = Stream._devices[self.ptr] = _get_device()
-        self._before = []
-
-    def __eq__(self, other):
-        return isinstance(other, Stream) and self.ptr == other.ptr
-
-    def __hash__(self):
-        return self.ptr
-
-    @property
-    def _key(self):
-        """Which stream of the hardware this is, here and now."""
-        return _key(_get_device() if self.device_id == -1 else self.device_id, self.ptr)
-
-    def _on_current_device(self):
-        current = _get_device()
-        if self.device_id not in (-1, current):
-            raise RuntimeError(
-                f"The device that the stream is created on ({self.device_id}) does not match with "
-                f"the current device ({current})"
-            )
-        return current
+        self.ptr = 0 if null else next(Stream._handles)
 
     def __enter__(self):
-        device = self._on_current_device()
-        self._stack().append((device, _currents()[device]))
-        _currents()[device] = self
+        self._before = get_current_stream()
+        _local.stream = self
         return self
 
     def __exit__(self, *args):
-        device, before = self._stack().pop()
-        _currents()[device] = before
-
-    @staticmethod
-    def _stack():
-        if not hasattr(_local, "entered"):
-            _local.entered = []
-        return _local.entered
-
-    def use(self):
-        _currents()[self._on_current_device()] = self
-        return self
+        _local.stream = self._before
 
     def record(self, event=None):
-        if event is None:
-            event = Event()
-        if event.device_id != self._key[0]:
-            raise RuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
-        event.snapshot = races.record(self._key)
-        return event
+        return event or Event()
 
     def wait_event(self, event):
-        if event.snapshot is not None:
-            races.wait(self._key, event.snapshot)
+        """All work is done as soon as it is launched."""
 
 
 Stream.null = Stream(null=True)
-Stream.ptds = Stream(ptds=True)
 
 
 def get_current_stream(device_id=-1):
-    return _currents()[_get_device() if device_id == -1 else device_id]
+    return getattr(_local, "stream", Stream.null)
 
 
 def _stream_is_capturing(stream):
-    if stream == LEGACY:
+    if stream == 0:
         raise RuntimeError("cudaErrorStreamCaptureImplicit")
     return stream in capturing
 
@@ -285,56 +155,32 @@ stuck = _Stuck()
 
 
 class Block:
-    """Memory from the pool of a stream. Full of NaN, or of minus ones. No address comes twice."""
+    """Memory of a device. Full of NaN, or of minus ones. No address comes twice."""
 
     _lock = threading.Lock()
-    _count = 0
     _free = 1 << 32
     _live: ClassVar = weakref.WeakValueDictionary()  # by address
 
-    def __init__(self, nbytes, what):
+    def __init__(self, nbytes, name):
         with Block._lock:
-            Block._count += 1
-            self.number = Block._count
             self.ptr = Block._free
             Block._free += (nbytes // 512 + 2) * 512  # between two blocks lies nobody's memory
             Block._live[self.ptr] = self
         self.raw = np.full(nbytes, 0xFF, np.uint8)
         self.device_id = _get_device()
-        self.stream = get_current_stream()._key
-        self.what = f"{what} of {_where()}"
-        self._memory, self.area = None, None
+        self.name = name
+        self._memory = None
         if _emulated is not None and nbytes:
-            self._memory, self.area = _emulated.memory, _area(self)
-            self._memory.add(self.area)
-        races.access(self, self.stream, True, "its allocation")
-
-    def __str__(self):
-        return self.what
+            self._memory = _emulated.memory
+            self._area = self._memory.add(Range(self.ptr, self.raw, name=name))
 
     def __del__(self):
         if self._memory is not None:
-            self._memory.remove(self.area)
-        races.access(self, self.stream, True, "its release")
-        races.forget(self)
-
-    def grains(self, start, size):
-        """Which of these bytes have been written, two at a time; None if nobody asks."""
-        if self.area is None:
-            return None
-        return self.area.written[start // GRAIN : -(-(start + size) // GRAIN)]
-
-
-def _area(block) -> Range:
-    from emulator.memory import Range
-
-    return Range(block.ptr, block.raw, written=False, name=str(block))
+            self._memory.remove(self._area)
 
 
 def _alloc_pinned_memory(size):
     """Memory of the host to which kernels of all devices may write, also at once."""
-    from emulator.memory import Range
-
     memory = bytearray(size)
     if _emulated is not None:
         data = np.frombuffer(memory, np.uint8)
@@ -350,27 +196,18 @@ _pinned = set()
 def _after_launch(launch: Launch) -> None:
     """Log what a kernel has touched; raises for what another device owns."""
     kernel = _name(launch.program.kernel.name)
-    races.launches.append(kernel)
-    current, of_stream = _get_device(), Stream._devices.get(launch.stream, launch.device)
-    if not current == launch.device == of_stream:
-        raise ValueError(
-            f"{kernel} runs on device {launch.device}, on a stream of device {of_stream}; the "
-            f"current device is {current}"
-        )
-    key = _key(launch.device, launch.stream)
-    for touched, write in ((launch.read_bytes, False), (launch.stored_bytes, True)):
-        for address in touched:
-            if address in _pinned:
-                continue
-            block = Block._live.get(address)
-            if block is None:
-                raise ValueError(f"{kernel} touches memory that is released while it runs")
-            if block.device_id != launch.device:
-                raise ValueError(
-                    f"{kernel} on device {launch.device} touches memory of device "
-                    f"{block.device_id}: {block}"
-                )
-            races.access(block, key, write, f"kernel {kernel}")
+    log.launches.append(kernel)
+    if _get_device() != launch.device:
+        raise ValueError(f"{kernel} runs on device {launch.device}, not on the current one")
+    for address in {*launch.read_bytes, *launch.stored_bytes} - _pinned:
+        block = Block._live.get(address)
+        if block is None:
+            raise ValueError(f"{kernel} touches memory that is released while it runs")
+        if block.device_id != launch.device:
+            raise ValueError(
+                f"{kernel} on device {launch.device} touches memory of device "
+                f"{block.device_id}: {block.name}"
+            )
 
 
 def _name(entry):
@@ -392,66 +229,24 @@ class MemoryPointer:
     def device(self):
         return Device(self.device_id)
 
-    def _bytes(self, size):
-        start = self.ptr - self.mem.ptr
-        assert 0 <= start <= start + size <= self.mem.raw.size, f"beyond the end of {self.mem}"
-        return self.mem.raw[start : start + size]
-
-    def _grains(self, size):
-        return self.mem.grains(self.ptr - self.mem.ptr, size)
-
-    def copy_from_device_async(self, src, size, stream=None):
-        if size > 0:
-            key = (stream or get_current_stream())._key
-            races.access(src.mem, key, False, f"copy from, {_where()}")
-            races.access(self.mem, key, True, f"copy into, {_where()}")
-            self._bytes(size)[...] = src._bytes(size)
-            if self.mem.area is not None:
-                self._grains(size)[...] = src._grains(size)
-
     def copy_from_host_async(self, mem, size, stream=None):
-        key = (stream or get_current_stream())._key
-        races.access(self.mem, key, True, f"copy into, {_where()}")
-        self._bytes(size)[...] = np.frombuffer((ctypes.c_uint8 * size).from_address(mem), np.uint8)
-        if self.mem.area is not None:
-            self._grains(size)[...] = True
-
-    def memset_async(self, value, size, stream=None):
-        if size > 0:
-            key = (stream or get_current_stream())._key
-            races.access(self.mem, key, True, f"memset, {_where()}")
-            self._bytes(size)[...] = value
-            if self.mem.area is not None:
-                self._grains(size)[...] = True
+        start = self.ptr - self.mem.ptr
+        source = np.frombuffer((ctypes.c_uint8 * size).from_address(mem), np.uint8)
+        self.mem.raw[start : start + size] = source
 
 
 # ------------------------------------------------------------------------------ arrays
 
 
-def _compute(name, reads, writes=()):
-    """Log an operation on the current stream of the current device."""
-    current, key = _get_device(), get_current_stream()._key
-    for array in (*reads, *writes):
+def _compute(name, *arrays):
+    """Check an operation on the current device."""
+    current = _get_device()
+    for array in arrays:
         if array.data.device_id != current:
             raise ValueError(
                 "Array device must be same as the current device: array device = "
                 f"{array.data.device_id} while current = {current} ({name})"
             )
-    for arrays, write in ((reads, False), (writes, True)):
-        for array in arrays:
-            if array.size:
-                races.access(array.data.mem, key, write, f"{name}, {_where()}")
-                _check_written(array, write, name)
-
-
-def _check_written(array, write, name):
-    grains = array._grains()
-    if grains is None:
-        return
-    if write:
-        grains[...] = True
-    elif not grains.all():
-        races.note(f"{name}, {_where()}, reads what nobody has written: {array.data.mem}")
 
 
 def _operand(value):
@@ -460,7 +255,7 @@ def _operand(value):
     return value
 
 
-class ndarray:  # noqa: N801
+class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801
     """`_a`: a NumPy array over the bytes of a block."""
 
     __array_priority__ = 100
@@ -476,15 +271,6 @@ class ndarray:  # noqa: N801
             strides = (0,) * len(shape)  # CuPy's, of an empty array
         self._a = np.ndarray(shape, dtype, memptr.mem.raw, start, strides, order)
         self.data = memptr
-
-    def _grains(self):
-        """Which of its numbers have been written, `[*shape, grains of a number]`."""
-        block, start = self.data.mem, self.data.ptr - self.data.mem.ptr
-        if block.area is None or self.itemsize % GRAIN or not self.size:
-            return None
-        shape = (*self.shape, self.itemsize // GRAIN)
-        strides = (*(stride // GRAIN for stride in self.strides), 1)
-        return np.ndarray(shape, bool, block.area.written, start // GRAIN, strides)
 
     def _view(self, values):
         view = object.__new__(ndarray)
@@ -530,48 +316,11 @@ class ndarray:  # noqa: N801
         arrays = [value for value in inputs if isinstance(value, ndarray)]
         with np.errstate(all="ignore"):
             values = ufunc(*[v._a if isinstance(v, ndarray) else v for v in inputs])
-        target = _empty(values.shape, values.dtype) if out is None else out[0]
-        _compute(ufunc.__name__, arrays, [target])
+        target = empty(values.shape, values.dtype) if out is None else out[0]
+        _compute(ufunc.__name__, *arrays, target)
         np.copyto(target._a, values, casting="same_kind")
         return target
 
-    def _binary(ufunc, reflected=False, in_place=False):  # noqa: N805
-        def operation(self, other):
-            operands = (other, self) if reflected else (self, other)
-            out = (self,) if in_place else None
-            return self.__array_ufunc__(ufunc, "__call__", *operands, out=out)
-
-        return operation
-
-    __add__, __radd__, __iadd__ = (
-        _binary(np.add),
-        _binary(np.add, True),
-        _binary(np.add, in_place=True),
-    )
-    __sub__, __rsub__, __isub__ = (
-        _binary(np.subtract),
-        _binary(np.subtract, True),
-        _binary(np.subtract, in_place=True),
-    )
-    __mul__, __rmul__, __imul__ = (
-        _binary(np.multiply),
-        _binary(np.multiply, True),
-        _binary(np.multiply, in_place=True),
-    )
-
-    def __neg__(self):
-        return self.__array_ufunc__(np.negative, "__call__", self)
-
-    def __invert__(self):
-        return self.__array_ufunc__(np.logical_not, "__call__", self)
-
-    __truediv__, __rtruediv__ = _binary(np.divide), _binary(np.divide, True)
-    __mod__, __floordiv__ = _binary(np.remainder), _binary(np.floor_divide)
-    __and__, __or__ = _binary(np.logical_and), _binary(np.logical_or)
-    __pow__, __matmul__ = _binary(np.power), _binary(np.matmul)
-    __lt__, __gt__ = _binary(np.less), _binary(np.greater)
-    __le__, __ge__ = _binary(np.less_equal), _binary(np.greater_equal)
-    __eq__, __ne__ = _binary(np.equal), _binary(np.not_equal)
     __hash__ = None
 
     def __getitem__(self, index):
@@ -586,7 +335,7 @@ class ndarray:  # noqa: N801
         if not isinstance(value, ndarray):
             part.fill(_operand(value))
             return
-        _compute("assignment", [value], [part])
+        _compute("assignment", value, part)
         np.copyto(part._a, value._a, casting="same_kind")
 
     def __len__(self):
@@ -601,17 +350,14 @@ class ndarray:  # noqa: N801
     def __int__(self):
         return int(self.item())
 
-    def __float__(self):
-        return float(self.item())
-
     def item(self):
         return self.get().item()
 
     def get(self, stream=None, order="C", out=None, blocking=True):
         with self.device:
-            _compute("get", [self])
+            _compute("get", self)
             if blocking:
-                races.transfers.append(f"get, {_where()}")
+                log.transfers.append("get")
             if out is None:
                 return self._a.copy()
             assert out.flags.c_contiguous
@@ -623,11 +369,8 @@ class ndarray:  # noqa: N801
             return out
 
     def fill(self, value):
-        if value == 0 and self._a.flags.c_contiguous:
-            self.data.memset_async(0, self.nbytes)
-        else:
-            _compute("fill", [], [self])
-            self._a.fill(value)
+        _compute("fill", self)
+        self._a.fill(value)
 
     def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
         assert casting is None
@@ -636,9 +379,9 @@ class ndarray:  # noqa: N801
         if values is self._a:
             return self
         axes = np.argsort([-stride for stride in values.strides], kind="stable")
-        new = _empty([values.shape[axis] for axis in axes], values.dtype)
+        new = empty([values.shape[axis] for axis in axes], values.dtype)
         new = new.transpose(np.argsort(axes).tolist()) if values.ndim else new
-        _compute("astype", [self], [new])
+        _compute("astype", self, new)
         new._a[...] = values
         return new
 
@@ -650,8 +393,8 @@ class ndarray:  # noqa: N801
             near = self.astype(self.dtype, order=order, copy=False)
         if not (near.flags.c_contiguous or near.flags.f_contiguous):
             raise NotImplementedError("CuPy cannot copy non-contiguous array between devices.")
-        new = _empty(near.shape, near.dtype, "C" if near.flags.c_contiguous else "F")
-        new.data.copy_from_device_async(near.data, near.nbytes)
+        new = empty(near.shape, near.dtype, "C" if near.flags.c_contiguous else "F")
+        new._a[...] = near._a
         return new
 
     def transpose(self, *axes):
@@ -677,8 +420,8 @@ class ndarray:  # noqa: N801
 
     def _reduced(self, name, values):
         values = np.asarray(values)
-        new = _empty(values.shape, values.dtype)
-        _compute(name, [self], [new])
+        new = empty(values.shape, values.dtype)
+        _compute(name, self, new)
         new._a[...] = values
         return new
 
@@ -686,22 +429,16 @@ class ndarray:  # noqa: N801
 ndarray.__module__ = "cupy"
 
 
-def _empty(shape, dtype, order="C"):
+def empty(shape, dtype=float, order="C"):
     return ndarray(shape, dtype, order=order)
 
 
-def empty(shape, dtype=float, order="C"):
-    return _empty(shape, dtype, order)
-
-
 def zeros(shape, dtype=float, order="C"):
-    new = _empty(shape, dtype, order)
-    new.data.memset_async(0, new.nbytes)
-    return new
+    return full(shape, 0, dtype, order)
 
 
 def full(shape, fill_value, dtype=None, order="C"):
-    new = _empty(shape, np.array(fill_value).dtype if dtype is None else dtype, order)
+    new = empty(shape, np.array(fill_value).dtype if dtype is None else dtype, order)
     new.fill(fill_value)
     return new
 
@@ -721,10 +458,10 @@ def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
         return a.astype(a.dtype if dtype is None else dtype, order=order or "K", copy=bool(copy))
     values = np.array(a, dtype, order=order or "K")
     axes = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
-    new = _empty([values.shape[axis] for axis in axes], values.dtype)
+    new = empty([values.shape[axis] for axis in axes], values.dtype)
     new = new.transpose(np.argsort(axes).tolist()) if axes else new
-    _compute("upload", [], [new])
-    races.transfers.append(f"asarray, {_where()}")
+    _compute("upload", new)
+    log.transfers.append("asarray")
     new._a[...] = values
     return new
 
@@ -753,33 +490,17 @@ def _joined(name, function, arrays, axis, out):
         raise TypeError("Only cupy arrays can be concatenated")
     assert out is None
     values = function([array._a for array in arrays], axis)
-    new = _empty(values.shape, values.dtype)
-    _compute(name, arrays, [new])
+    new = empty(values.shape, values.dtype)
+    _compute(name, *arrays, new)
     new._a[...] = values
     return new
-
-
-def exp(x):
-    return np.exp(x)
-
-
-def sqrt(x):
-    return np.sqrt(x)
-
-
-def isfinite(x):
-    return np.isfinite(x)
-
-
-def maximum(x, y):
-    return np.maximum(x, y)
 
 
 def where(condition, x, y):
     arrays = [v for v in (condition, x, y) if isinstance(v, ndarray)]
     values = np.where(*(v._a if isinstance(v, ndarray) else v for v in (condition, x, y)))
-    new = _empty(values.shape, values.dtype)
-    _compute("where", arrays, [new])
+    new = empty(values.shape, values.dtype)
+    _compute("where", *arrays, new)
     new._a[...] = values
     return new
 
@@ -829,16 +550,11 @@ class NcclCommunicator:
         self._write(recvbuf, sum(self._exchange(sendbuf, recvbuf, count, datatype, stream)))
 
     def _exchange(self, sendbuf, recvbuf, count, datatype, stream):
-        current = get_current_stream()
-        assert stream == current.ptr
+        assert stream == get_current_stream().ptr
         assert _get_device() == self._device, "NCCL takes arrays of its own device"
         shared = self._shared
         block, start = _block_at(sendbuf)
         size = count * np.dtype(datatype).itemsize
-        races.access(block, current._key, False, "NCCL reads")
-        races.access(Block._live[recvbuf], current._key, True, "NCCL writes")
-        if block.area is not None and not block.grains(start, size).all():
-            races.note(f"NCCL reads what nobody has written: {block}")
         shared.barrier.wait()
         shared.sent[self._rank] = block.raw[start : start + size].view(datatype)
         shared.barrier.wait()
@@ -851,8 +567,6 @@ class NcclCommunicator:
     def _write(self, recvbuf, values):
         raw, block = values.view(np.uint8), Block._live[recvbuf]
         block.raw[: raw.size] = raw
-        if block.area is not None:
-            block.grains(0, raw.size)[...] = True
         self._shared.barrier.wait()  # before anybody's memory is used for something else
 
 
@@ -878,10 +592,10 @@ def install(emulated: Emulated | None = None) -> ModuleType:
     module.__version__ = "14"
     for function in (
         *(ndarray, empty, zeros, ones, ones_like, full, asarray, asnumpy, ascontiguousarray),
-        *(concatenate, stack, exp, sqrt, isfinite, maximum, where, may_share_memory),
+        *(concatenate, stack, where, may_share_memory),
     ):
         setattr(module, function.__name__, function)
-    for name in ("float16", "float32", "float64", "int32", "int64"):
+    for name in NAMES:
         setattr(module, name, getattr(np, name))
     module.cuda = ModuleType("cupy.cuda")
     module.cuda.Device, module.cuda.Event, module.cuda.Stream = Device, Event, Stream

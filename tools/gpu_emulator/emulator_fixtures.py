@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from emulator.device import emulated
+from emulated_device import emulated
 from harness import capability
 
 __all__ = ["arch", "device", "monkeypatch_session", "tools"]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from emulator.device import Refused
+from emulated_device import Refused
 
 from syncbn_core.backends.cuda import kernels, usable
 from syncbn_core.errors import BackendError

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator.device import Device, Launch
-from emulator.machine import Schedule
-from emulator.memory import Range
+from emulated_device import Device, Launch
 
+from ptx_emulator.machine import Schedule
+from ptx_emulator.memory import Range
 from syncbn_core._kernels.cuda.constants import SIZES, UNROLL, lanes_of
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.backends.cuda import kernels

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator.machine import Schedule
-from emulator.memory import Range
 from harness import STORAGE, Bench, Buffer, View, to_bfloat16, within, work_epsilon
 
+from ptx_emulator.machine import Schedule
+from ptx_emulator.memory import Range
 from syncbn_core._kernels.cuda.constants import SIZES, THREADS, UNROLL, lanes_of
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.moments import NormRule

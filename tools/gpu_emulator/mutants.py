@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from emulator.device import Device, emulated, program_of, ptx_of
-from emulator.machine import Schedule
-from emulator.parse import Kernel, Number
+from emulated_device import Device, emulated, program_of, ptx_of
 from harness import DTYPES, FORMS, SETTINGS, STEPS, Bench, Case, Steps, capability, source_of
 
+from ptx_emulator.machine import Schedule
+from ptx_emulator.parse import Kernel, Number
 from syncbn_core._kernels.cuda.constants import lanes_of
 from syncbn_core.errors import BackendError
 

@@ -17,9 +17,9 @@ from cupy_arrays import (
     to_device,
     to_host,
 )
-from emulator.machine import Schedule
-from fake_cupy import races
+from fake_cupy import log
 
+from ptx_emulator.machine import Schedule
 from syncbn_core import BatchNorm, functional
 from syncbn_core.errors import BatchSizeError
 from syncbn_core.moments import ACTIVATIONS
@@ -40,12 +40,12 @@ def test_forward_and_backward_equal_numpy_in_two_launches_each(layout, dtype, rn
     weight, bias = parameters(rng, host.shape[1])
     grads = to_device(dy)
     settings = [to_device(weight), to_device(bias)]
-    races.transfers.clear()
+    log.transfers.clear()
     y, saved = functional.batch_norm_forward(x, *settings)
-    assert len(races.launches) == 2
+    assert len(log.launches) == 2
     gradients = functional.batch_norm_backward(grads, saved)
-    assert len(races.launches) == 4
-    assert not races.transfers, "nothing goes by the host"
+    assert len(log.launches) == 4
+    assert not log.transfers, "nothing goes by the host"
     expected, kept = functional.batch_norm_forward(host, as_float64(weight), as_float64(bias))
     wanted = functional.batch_norm_backward(as_float64(dy), kept)
     close(y, expected, dtype)
@@ -189,12 +189,12 @@ def test_eval_and_its_backward_leave_running_statistics(layout, rng):
     dy = rng.normal(size=host.shape)
     arrays = [to_device(v) for v in (mean, var, weight, bias)]
     grad = to_device(dy)
-    races.transfers.clear()
+    log.transfers.clear()
     y, saved = functional.batch_norm_eval(x, *arrays)
     arrays[0][...] = 7.0  # what came before its backward is what counts
     gradients = functional.batch_norm_backward(grad, saved)
-    assert not races.transfers
-    assert len(races.launches) == 3
+    assert not log.transfers
+    assert len(log.launches) == 3
     expected, kept = functional.batch_norm_eval(
         host, mean, var, as_float64(weight), as_float64(bias)
     )

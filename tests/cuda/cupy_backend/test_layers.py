@@ -6,7 +6,7 @@ import fake_cupy
 import numpy as np
 import pytest
 from cupy_arrays import close, pair, parameters, to_device, to_host
-from fake_cupy import Device, races
+from fake_cupy import Device, log
 
 from syncbn_core import BatchNorm, functional
 from syncbn_core.errors import BackendError, DeviceError, SyncBNError
@@ -31,7 +31,7 @@ def layer_pair(rng, channels, **settings):
 def test_a_layer_trains_as_its_numpy_twin_without_the_host(settings, rng):
     there, here = layer_pair(rng, 5, **settings)
     batches = [(*pair(rng, "NCHW", "float64"), *pair(rng, "NCHW", "float64")) for _ in range(2)]
-    races.transfers.clear()
+    log.transfers.clear()
     results = []
     for x, host, dy, grad in batches:
         results += [(there(x), here(host)), (there.backward(dy), here.backward(grad))]
@@ -43,7 +43,7 @@ def test_a_layer_trains_as_its_numpy_twin_without_the_host(settings, rng):
         there.zero_grad(), here.zero_grad()
     there.eval(), here.eval()
     results += [(there(x), here(host)), (there.backward(dy), here.backward(grad))]
-    assert not races.transfers
+    assert not log.transfers
     state, twin = there.state_dict(), here.state_dict()
     assert state.keys() == twin.keys()
     for actual, expected in [*results, *((state[name], twin[name]) for name in state)]:
@@ -161,4 +161,4 @@ def test_a_layer_with_an_input_from_elsewhere_changes_nothing(wrong):
         layer(wrong(np.ones((3, 4), "float32")))
     assert int(layer.num_batches_tracked) == 0
     assert not to_host(layer.running_mean).any()
-    assert not races.launches
+    assert not log.launches

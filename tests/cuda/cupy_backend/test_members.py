@@ -20,7 +20,7 @@ from cupy_arrays import (
     to_host,
     two_devices,
 )
-from fake_cupy import Device, races
+from fake_cupy import Device, log
 
 from syncbn_core import BatchNorm, functional
 from syncbn_core.errors import BatchSizeError, ShapeError
@@ -92,11 +92,11 @@ def test_a_step_of_members_launches_two_kernels_per_direction():
         layer.backward(x)
 
     for place in (one_stream, two_devices):
-        races.launches.clear()
+        log.launches.clear()
         in_group(1, place, member)
-        assert len(races.launches) == 4
+        assert len(log.launches) == 4
         in_group(3, place, member)
-        assert len(races.launches) == 4 + 3 * 4
+        assert len(log.launches) == 4 + 3 * 4
 
 
 def test_members_may_be_on_host_and_device(rng):

@@ -15,7 +15,7 @@ from cupy_arrays import (
     to_host,
     two_devices,
 )
-from fake_cupy import races
+from fake_cupy import log
 
 from syncbn_core import BatchNorm, functional
 from syncbn_core.errors import (
@@ -37,9 +37,9 @@ def test_the_host_takes_no_part_in_nccl(rng):
     def member(rank, own):
         layer, part = BatchNorm(3, device="cuda", communicator=own), to_device(x)
         layer.backward(layer(part))  # in the first call the host waits for labels
-        races.transfers.clear()
+        log.transfers.clear()
         layer.backward(layer(part))
-        assert not races.transfers
+        assert not log.transfers
         own.synchronize()
 
     in_group(2, two_devices, member, nccl=True)

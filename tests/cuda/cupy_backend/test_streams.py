@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 
-import pytest
 from cupy_arrays import (
     BACKEND,
     captured,
     close,
     pair,
-    per_thread_streams,
     streams,
     to_device,
     to_host,
-    two_devices_default_streams,
 )
 from fake_cupy import Stream
 
@@ -22,23 +19,17 @@ from syncbn_core import functional
 from syncbn_core.comm import run_in_threads
 
 
-@pytest.mark.parametrize(
-    "place", [streams, per_thread_streams, two_devices_default_streams], ids=lambda p: p.__name__
-)
-def test_channels_over_several_blocks_on_streams_side_by_side(place, rng):
+def test_channels_over_several_blocks_on_streams_side_by_side(rng):
     """Each alone: what a launch counts in, and its partial sums, are no other's."""
     values = rng.normal(3, 2, (4, 2, 2048))
 
     def member(rank):
-        with place(rank):
+        with streams(rank):
             x = to_device(values * (rank + 1))
             y, saved = functional.batch_norm_forward(x)
             return to_host(y), to_host(functional.batch_norm_backward(x, saved).x)
 
     results = run_in_threads([lambda rank=rank: member(rank) for rank in range(2)])
-    # those of default streams are kept; a handle of another stream may come to mean a new one
-    kept = sys.modules[BACKEND].OPERATIONS.counters
-    assert len(kept) == (2 if place is two_devices_default_streams else 0)
     for rank, result in enumerate(results):
         y, saved = functional.batch_norm_forward(values * (rank + 1))
         close(result[0], y, "float64")
@@ -55,9 +46,8 @@ def test_the_counters_of_the_default_stream_are_kept(rng, gpu):
     assert sum(counters.data.ptr in launch.stored_bytes for launch in gpu.launches) == 2
 
 
-@pytest.mark.parametrize("stream", [Stream, lambda: Stream.ptds], ids=["stream", "per thread"])
-def test_nothing_is_kept_of_streams_that_may_end_nor_of_graphs(stream, rng):
-    with stream() as current:
+def test_nothing_is_kept_of_streams_that_may_end_nor_of_graphs(rng):
+    with Stream() as current:
         x, _ = pair(rng, "planes")
         _, saved = functional.batch_norm_forward(x)
         functional.batch_norm_backward(x, saved)

@@ -1,6 +1,6 @@
 """The emulator itself, by small kernels written by hand: rounding, faults, refusals.
 
-That it finds missing barriers, fences and resets is shown by `test_mutants.py`.
+That it finds missing barriers, fences and resets is shown by `tools/gpu_emulator/test_mutants.py`.
 """
 
 from __future__ import annotations
@@ -14,68 +14,17 @@ from itertools import product
 
 import numpy as np
 import pytest
-from emulator import device as emulated_device
-from emulator.device import emulated
-from emulator.machine import Schedule, run
-from emulator.memory import Fault, GlobalMemory, Range
-from emulator.parse import Unsupported, parse
-from emulator.translate import Program, translate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncbn_core.backends.cuda import kernels
-from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.errors import BackendError
+from ptx_emulator.by_hand import THREADS, element, module
+from ptx_emulator.machine import Schedule, run
+from ptx_emulator.memory import Fault, GlobalMemory, Range
+from ptx_emulator.parse import Unsupported, parse
+from ptx_emulator.translate import Program, translate
 
-THREADS = 64
 IN_ORDER = Schedule()
 FIRST = 1 << 32  # the address of the first array, others follow at the same distance
-
-# ---------------------------------------------------------------------- kernels as text
-
-
-def module(body, parameters="", shared=None):
-    """A kernel: in %t, %b, %n and %i are thread, block, number of blocks, thread of the grid; in
-    %a0, %a1, ... the parameters, a letter each: "q" for an integer or pointer, "d" for a float64.
-    """
-    kinds = {"q": "u64", "d": "f64"}
-    given = [f".param .{kinds[letter]} k_param_{n}" for n, letter in enumerate(parameters)]
-    arrays = [
-        f".visible .shared .align 8 .b8 {name}[{size}];" for name, size in (shared or {}).items()
-    ]
-    lines = [
-        "// by hand",
-        ".version 8.0",
-        ".target sm_90",
-        ".address_size 64",
-        *arrays,
-        f".visible .entry k({', '.join(given)})",
-        f".maxntid {THREADS}, 1, 1",
-        "{",
-        ".reg .pred %p<10>;",
-        ".reg .b16 %rs<10>;",
-        ".reg .b32 %r<20>;",
-        ".reg .b32 %t, %b, %n, %i;",
-        ".reg .f32 %f<10>;",
-        ".reg .b64 %rd<20>;",
-        ".reg .b64 %a<10>;",
-        ".reg .f64 %fd<10>;",
-        *(f"ld.param.u64 %a{n}, [k_param_{n}];" for n in range(len(parameters))),
-        "mov.u32 %t, %tid.x;",
-        "mov.u32 %b, %ctaid.x;",
-        "mov.u32 %n, %nctaid.x;",
-        "mov.u32 %i, %ntid.x;",
-        "mad.lo.s32 %i, %b, %i, %t;",
-        *body.splitlines(),
-        "ret;",
-        "}",
-    ]
-    return "\n".join(lines)
-
-
-def element(to, base, index, size=4):
-    """The address of a number in an array, into `to`."""
-    return f"mul.wide.s32 {to}, {index}, {size};\nadd.s64 {to}, {base}, {to};"
 
 
 @cache
@@ -451,82 +400,3 @@ def test_what_is_unknown_is_refused_with_its_line(text):
     line = whole.splitlines().index(text) + 1
     with pytest.raises(Unsupported, match=rf"^line {line}: "):
         translate(parse(whole))
-
-
-# --------------------------------------------------------------------------------- driver
-
-
-class Machine:
-    """A device with a kernel that is loaded by the library's driver module."""
-
-    def __init__(self, device, patch):
-        self.device, self.patch, self.loaded = device, patch, 0
-
-    def load(self, body, parameters, threads=THREADS, device=0):
-        self.patch.setattr(emulated_device, "ptx_of", lambda *given: module(body, parameters))
-        self.loaded += 1
-        source = Source(f"by-hand-{self.loaded}", lambda: None, parameters, threads)
-        return kernels.launch_of(source, device)
-
-    def array(self, array, name="array"):
-        """Its address, where it really is."""
-        data = array.view(np.uint8)
-        start = data.__array_interface__["data"][0]
-        self.device.memory.add(Range(start, data, name=name))
-        return start
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    with emulated((9, 0), devices=2) as device:
-        device.make_current(0)
-        yield Machine(device, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("grid", "threads", "sound"),
-    [
-        ((1, 1), THREADS, True),
-        ((0, 1), THREADS, False),
-        ((1, 0), THREADS, False),
-        ((1, 65536), THREADS, False),
-        ((2**31, 1), THREADS, False),
-        ((-1, 1), THREADS, False),
-        ((1, 1), 0, False),
-        ((1, 1), THREADS + 1, False),
-    ],
-)
-def test_a_bad_geometry_is_refused(machine, grid, threads, sound):
-    kernel = machine.load("mov.u32 %r1, 1;", "", threads)
-    if sound:
-        kernel(grid, 0)
-        assert machine.device.launches[-1].grid == (*grid, 1)
-    else:
-        with pytest.raises(BackendError, match=r"CUDA_ERROR_INVALID_VALUE \(1\): .*grid \("):
-            kernel(grid, 0)
-        assert not machine.device.launches
-
-
-READ_ONE = f"""
-    add.s32 %r1, %i, 3;
-    {element("%rd1", "%a0", "%r1")}
-    ld.global.u32 %r2, [%rd1];
-    {element("%rd1", "%a1", "%i")}
-    st.global.u32 [%rd1], %r2;
-"""
-
-
-def test_a_fault_says_what_and_where(machine):
-    kernel = machine.load(READ_ONE, "qq")
-    line = module(READ_ONE, "qq").splitlines().index("    ld.global.u32 %r2, [%rd1];") + 1
-    x, y = machine.array(words(THREADS), "x of 64"), machine.array(words(THREADS))
-    said = rf"kernel by-hand-1 .*ILLEGAL_ADDRESS \(700\): Fault: .*of x of 64 .*line {line} of .*k"
-    with pytest.raises(BackendError, match=said):
-        kernel((1, 1), 0, x, y)
-    assert isinstance(machine.device.fault, Fault)
-    assert not machine.device.launches
-    with pytest.raises(BackendError, match=r"\(101\)$"):  # not that of the launch
-        kernels.compute_capability(7)
-    x = machine.array(words(THREADS + 3))
-    kernel((1, 1), 0, x, y)
-    assert machine.device.launches[-1].read_bytes == {x: 4 * THREADS}

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptx_emulator.machine import Counts, Schedule, run
+from ptx_emulator.memory import GlobalMemory
+from ptx_emulator.parse import Kernel, parse
+from ptx_emulator.translate import Program, translate
 from syncbn_core.backends.cuda import compiler, kernels, usable
 from syncbn_core.backends.cuda.compiler import Code, Source, cache_file, store, stored
 from syncbn_core.backends.cuda.driver import DriverError
-
-from .machine import Counts, Schedule, run
-from .memory import GlobalMemory
-from .parse import Kernel, parse
-from .translate import Program, translate
 
 __all__ = ["Device", "Launch", "Refused", "emulated", "program_of", "ptx_of"]
 

@@ -1,0 +1,1 @@
+"""Execution of compiled CUDA kernels (PTX) on a CPU; README.md says how."""
