@@ -26,6 +26,7 @@ nox.options.download_python = "never"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
+COMPILED = ROOT / ".nox" / "compiled"  # kernels of CPUs
 PROJECT = nox.project.load_toml("pyproject.toml")
 # Python compiles what is imported: compiling every installed file takes longer than installing it.
 PIP_OPTIONS = ("--no-compile", "-c", "constraints.txt")
@@ -61,7 +62,7 @@ KERNELS += ["ptx_emulator", "tools/gpu_emulator"]
 KERNELS_PASSED = ROOT / "tests" / "cuda" / "kernels_passed.txt"
 
 BENCHMARKS = "tools/test_scripts.py"  # which measure for so many seconds
-DRY_RUN = "tools/test_session.py"  # of the session on a GPU
+DRY_RUN = "tools/test_gpu_session.py"  # of the session on a GPU
 
 # For tests that compute in one thread and wait for nobody.
 SIDE_BY_SIDE = ("--numprocesses", "2")
@@ -96,19 +97,6 @@ print("syncbn", version, "imports from the wheel")
 # What torchrun sets.
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
-# Once, instead of in every rank at the same time.
-COMPILE_KERNELS = """
-import numpy as np
-from syncbn_core import BatchNorm
-from syncbn_core.comm import SingleCommunicator
-
-for dtype in (np.float64, np.float32):
-    for shape in ((12, 5), (12, 5, 3, 2)):
-        for communicator in (None, SingleCommunicator()):
-            layer = BatchNorm(5, dtype=dtype, communicator=communicator)
-            layer.backward(layer(np.ones(shape, dtype)))
-"""
-
 
 def install(session: nox.Session, *wanted: str, options: tuple[str, ...] = PIP_OPTIONS) -> None:
     """Install `wanted`; on a CI machine first delete the environments of other sessions.
@@ -118,7 +106,7 @@ def install(session: nox.Session, *wanted: str, options: tuple[str, ...] = PIP_O
     if os.environ.get("CI"):
         own = Path(session.virtualenv.location).resolve()
         for environment in own.parent.iterdir():
-            if environment.is_dir() and environment != own:
+            if environment.is_dir() and environment not in (own, COMPILED):
                 shutil.rmtree(environment, ignore_errors=True)
     session.install(*options, *wanted, silent=False)  # pip says what it downloads
 
@@ -134,16 +122,15 @@ def fresh_directory(session: nox.Session, name: str) -> Path:
     return path
 
 
-def fresh_numba_cache(session: nox.Session) -> None:
-    """Compile anew: Numba's cache looks at a kernel's own file, not at the helpers it calls."""
-    session.env["NUMBA_CACHE_DIR"] = str(fresh_directory(session, "numba-cache"))
+def kept_numba_cache(session: nox.Session, versions: str = "pinned") -> None:
+    """Keep what is compiled, for all sessions with these `versions` of Numba and NumPy.
 
-
-def kept_numba_cache(session: nox.Session) -> None:
-    """Keep what is compiled until any kernel's or helper's source changes: see above."""
+    Until any kernel's or helper's source changes: Numba's cache looks at a kernel's own file, not
+    at the helpers it calls.
+    """
     sources = sorted((ROOT / "syncbn_core" / "_kernels").rglob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    path = Path(session.virtualenv.location).resolve() / "numba-cache" / digest[:16]
+    path = COMPILED / versions / digest[:16]
     if not path.exists():
         shutil.rmtree(path.parent, ignore_errors=True)
         path.mkdir(parents=True)
@@ -151,7 +138,7 @@ def kept_numba_cache(session: nox.Session) -> None:
 
 
 @nox.session(python=TORCH_PYTHON)
-def test(session: nox.Session) -> None:
+def quick(session: nox.Session) -> None:
     """The tests in short, with torch: one dtype, one world, nothing slow; three minutes."""
     install(session, "-e", ".[torch]", *groups("test"))
     kept_numba_cache(session)
@@ -165,7 +152,7 @@ def test(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests, with torch, and with ranks of MPI; of the benchmarks what docs are made of."""
     install(session, "-e", ".[torch,mpi]", *groups("test", "bench", "mpi"))
-    fresh_numba_cache(session)
+    kept_numba_cache(session)
     if session.posargs:
         session.run("pytest", *session.posargs)
     else:  # most of the core's time is compilation
@@ -177,17 +164,21 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def tests_gpu_session(session: nox.Session) -> None:
-    """The session on a GPU, run dry on the CPU; not in the usual check."""
+    """The session on a GPU run dry, and its tests on the CPU; not in the usual check."""
     install(session, "-e", ".[torch]", *groups("test", "bench"))
     kept_numba_cache(session)
-    session.run("pytest", *(session.posargs or [DRY_RUN]))
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    session.run("pytest", DRY_RUN)
+    session.run("pytest", *SIDE_BY_SIDE, "tests/device", env={"SYNCBN_TEST_DEVICE": "cpu"})
 
 
 @nox.session(python=TORCH_PYTHON)
 def tests_benchmarks(session: nox.Session) -> None:
     """Every script of `benchmarks` and `tools` runs to its end; not in the usual check: minutes."""
     install(session, "-e", ".[torch]", *groups("test", "bench", "nets"), options=NEWEST)
-    fresh_numba_cache(session)
+    kept_numba_cache(session, "newest")
     session.run("pytest", *(session.posargs or [BENCHMARKS]))
 
 
@@ -198,7 +189,7 @@ def works_with(session: nox.Session) -> None:
     Writes docs/works-with.md.
     """
     install(session, "-e", ".[torch]", *groups("test", "works_with"), options=NEWEST)
-    fresh_numba_cache(session)
+    kept_numba_cache(session, "newest")
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
@@ -243,24 +234,12 @@ def soak(session: nox.Session) -> None:
 def tests_core(session: nox.Session) -> None:
     """The tests of the core, without torch, on the newer Pythons."""
     install(session, "-e", ".", *groups("test"))
-    fresh_numba_cache(session)
+    kept_numba_cache(session)
     # what the kernels compute does not depend on Python: of them, the tests of the layer
     names = ("comm", "comm_failures", "dlpack", "functional_errors", "imports")
     names += ("layers", "exchange", "layout", "moments")
     usual = [*SIDE_BY_SIDE, *(f"tests/core/test_{name}.py" for name in names)]
     session.run("pytest", *(session.posargs or usual))
-
-
-@nox.session(python=OLDEST_PYTHON)
-def tests_mpi(session: nox.Session) -> None:
-    """Ranks of MPI without torch; Open MPI comes as a wheel, so that nobody has to be root."""
-    install(session, "-e", ".[mpi]", "scikit-learn", *groups("test", "mpi"))
-    fresh_numba_cache(session)
-    session.run("python", "-c", COMPILE_KERNELS)
-    usual = ["-k", "mpi", "tests/core/test_mpi.py", "tests/core/test_exchange.py"]
-    session.run("pytest", *(session.posargs or usual))
-    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
-    session.run(*mpirun, "python", "-m", "mpi4py", "examples/mpi_numpy.py")
 
 
 @nox.session(python=TORCH_PYTHON)
@@ -275,7 +254,7 @@ def tests_jax(session: nox.Session) -> None:
 def tests_paddle(session: nox.Session) -> None:
     """The adapter for PaddlePaddle, whose wheel is large; not in the usual check."""
     install(session, "-e", ".[paddle]", *groups("test"), options=NEWEST)
-    kept_numba_cache(session)
+    kept_numba_cache(session, "newest")
     session.run("pytest", *(session.posargs or ["tests/paddle"]))
 
 
@@ -291,7 +270,7 @@ def tests_cuda13(session: nox.Session) -> None:
     """What runs CUDA kernels, without a device: torch's tensors, CuPy's arrays; clear errors."""
     install_cuda(session, "13", "torch", "examples")
     others = [word for path in KERNELS for word in ("--ignore", path)]
-    usual = [*WITHOUT_DEVICE, "tests/cuda", "tools/gpu_session", *others]
+    usual = [*WITHOUT_DEVICE, "tests/cuda", *others]
     session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
 
 
@@ -303,7 +282,7 @@ def kernels(session: nox.Session) -> None:
         session.log("kernels, emulator and tests are those that have passed: nothing to do")
         return
     install_cuda(session, "13")
-    # `architectures13` sends all kernels through ptxas, here those that most layers use
+    # `architectures` sends all kernels through ptxas, here those that most layers use
     usual = ["-k", "not sm_80 and not (test_ptx and (float64 or bfloat16))", *KERNELS]
     session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *usual]))
     if not session.posargs:
@@ -321,41 +300,20 @@ def digest_of_kernels() -> str:
 
 
 @nox.session(python=TORCH_PYTHON, tags=["cuda"])
-def tests_cuda12(session: nox.Session) -> None:
-    """What differs with the packages of CUDA 12: the compiler of the kernels, CuPy, errors.
-
-    Not among the usual sessions, for time: run it after changes to kernels or to the driver.
-    """
-    install_cuda(session, "12")
-    if session.posargs:
-        session.run("pytest", *session.posargs)
-        return
-    session.run("pytest", *SIDE_BY_SIDE, *WITHOUT_DEVICE)
-    test = "tests/cuda/test_kernels.py::test_every_basic_block_computes_what_is_right"
-    # float64 and bfloat16 are compiled from the same sources; `architectures12` runs them
-    session.run("pytest", *SIDE_BY_SIDE, "-k", "not float64 and not bfloat16", test)
-
-
-def run_architectures(session: nox.Session, cuda: str, *names: str) -> None:
+@nox.parametrize("cuda", ["12", "13"], ids=["12", "13"])
+def architectures(session: nox.Session, cuda: str) -> None:
+    """The compiled CUDA kernels of each architecture, or of those named, and all mutants."""
     install_cuda(session, cuda, "torch", "examples")
+    names = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_121"]
+    names = ["sm_70", *names] if cuda == "12" else names
     files = ("kernels", "torch_on_cuda")
     tests = [*(f"tests/cuda/test_{name}.py" for name in files), "tests/cuda/cupy_backend"]
+    session.run("pytest", *SIDE_BY_SIDE, *WITHOUT_DEVICE)
     for arch in session.posargs or names:
         session.run("pytest", *SIDE_BY_SIDE, "--arch", arch, *tests)
         session.run("python", "tools/gpu_emulator/mutants.py", "--arch", arch)
-
-
-@nox.session(python=TORCH_PYTHON, tags=["cuda"])
-def architectures13(session: nox.Session) -> None:
-    """The compiled CUDA kernels of each architecture, or of those named, and all mutants."""
-    run_architectures(session, "13", "sm_75", "sm_80", "sm_90", "sm_100", "sm_121")
-    session.run("pytest", *SIDE_BY_SIDE, "tests/cuda/test_ptx.py")
-
-
-@nox.session(python=TORCH_PYTHON, tags=["cuda"])
-def architectures12(session: nox.Session) -> None:
-    """The same with the packages of CUDA 12."""
-    run_architectures(session, "12", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100", "sm_121")
+    if cuda == "13":
+        session.run("pytest", *SIDE_BY_SIDE, "tests/cuda/test_ptx.py")
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -372,7 +330,7 @@ def tests_oldest(session: nox.Session) -> None:
     others.write_text("\n".join(pins), encoding="utf-8")
     options = ("--no-compile", "-c", str(others))
     install(session, *oldest, "-e", ".[torch]", *groups("test"), options=options)
-    fresh_numba_cache(session)
+    kept_numba_cache(session, "oldest")
     # what depends on them: the kernels, and how arrays and tensors are read
     names = ("dlpack", "functional", "half_precision", "kernels", "layers", "layout", "moments")
     core = [f"tests/core/test_{name}.py" for name in names]
@@ -412,7 +370,7 @@ def types(session: nox.Session) -> None:
 def coverage(session: nox.Session) -> None:
     """All tests under coverage; the kernels are left out, because Numba compiles them."""
     install(session, "-e", ".[torch]", *groups("test", "coverage"))
-    fresh_numba_cache(session)
+    kept_numba_cache(session)
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *session.posargs)
     session.run("coverage", "combine", "--quiet")
@@ -471,7 +429,7 @@ def in_fresh_environment(session: nox.Session, wanted: str, *programs: str) -> N
 def benchmark(session: nox.Session) -> None:
     """Measure the CPU: tables, JSON, and the picture of the README; fifteen minutes."""
     install(session, "-e", ".[torch]", *groups("bench", "nets"), options=NEWEST)
-    fresh_numba_cache(session)
+    kept_numba_cache(session, "newest")
     session.run("python", "benchmarks/cpu.py", *(session.posargs or ["--plot", "docs/speed.png"]))
 
 
@@ -481,7 +439,7 @@ def compare(session: nox.Session) -> None:
     given = list(session.posargs)
     revision = given.pop(0) if given and not given[0].startswith("-") else "HEAD"
     install(session, "torch", "numba", "numpy", *groups("bench"))
-    fresh_numba_cache(session)
+    session.env["NUMBA_CACHE_DIR"] = str(fresh_directory(session, "numba-cache"))
     other = fresh_directory(session, "other")
     git = {"external": True, "silent": True}
     session.run("git", "worktree", "add", "--force", "--detach", str(other), revision, **git)

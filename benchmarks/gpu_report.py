@@ -46,6 +46,12 @@ def file_name(machine: Row) -> str:
     return name.replace(" ", "-")
 
 
+def process_label(case: Row) -> str:
+    """Of a case of `gpu_processes.py`."""
+    shape = "x".join(map(str, case["shape"]))
+    return f"{case.get('net', 'layer')} {shape} {case['dtype']}"
+
+
 def label(case: Row) -> str:
     return f"{'x'.join(map(str, case['shape']))} {case['dtype']} {case['layout']}"
 
@@ -177,18 +183,18 @@ def cell(pairs: Sequence[tuple[float, str]], worst: int) -> str:
 
 
 def show_session(session: Row) -> None:
-    """What the stages of `gpu_session.sh` besides the benchmark came to."""
+    """What the stages of `gpu_session.py` besides the benchmark came to."""
     rows = []
     for stage in session["stages"]:
         went = f"status {stage['status']}" if stage["status"] else "ok"
         rows.append([stage["name"], went, f"{stage['seconds']} s", stage["last"]])
     table("Stages", ["", "", "time", "last line"], rows)
-    for text in session["compile"].get("failures", []):
-        print(f"compile: {text}")
-    for name in session["tests"].get("failures", []):
-        print(f"tests: failed: {name}")
+    for stage in session["stages"]:
+        found = session.get(stage["name"])
+        for name in found.get("failures", []) if isinstance(found, dict) else []:
+            print(f"{stage['name']}: failed: {name}")
     rows = []
-    for group in session["processes"]:
+    for group in session.get("processes", []):
         where = f"{group['backend']}, {group['ranks']}"
         if "error" in group:
             rows.append([where, "refused", group["error"]])
@@ -197,8 +203,7 @@ def show_session(session: Row) -> None:
                 f"{name} " + (row.get("error") or f"{row['wall'] * 1e6:.0f} us")
                 for name, row in case["found"].items()
             ]
-            shape = "x".join(map(str, case["shape"]))
-            rows.append([where, f"{shape} {case['dtype']}", ", ".join(times)])
+            rows.append([where, process_label(case), ", ".join(times)])
     table("Process groups: backend and ranks, wall time per step", ["", "case", ""], rows)
 
 

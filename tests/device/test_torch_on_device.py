@@ -111,6 +111,95 @@ def test_a_layer_equals_torch_in_float64(shape, channels_last, dtype, device):
     assert layer.num_batches_tracked == 1
 
 
+# Each kernel on a few numbers, beside float64 on the CPU: compute-sanitizer runs these too.
+EACH_KERNEL = [
+    (4, 8, 16, 16),  # whole vectors
+    (6, 8, 7, 7),  # misaligned planes
+    (9, 4, 3, 1),  # planes shorter than a vector
+    (3, 3, 128, 96),
+    (3, 1, 97, 101),  # one channel, many blocks; with a tail
+    (70, 8, 7, 7),
+    (2, 130, 6, 6),
+    (32, 64, 1, 1),  # one value per plane
+    (11, 16, 31),
+    (64, 8),
+    (33, 130),
+    (2100, 1),
+]
+UNUSUAL = {
+    "momentum None": {"momentum": None},
+    "no affine": {"affine": False},
+    "no statistics": {"track_running_stats": False},
+    "clamp": {"eps_mode": "clamp", "eps": 1.0},
+    "parameters of x": {"dtype": ...},
+}
+
+
+def equals_the_cpu(shape, dtype, device, layout="contiguous", offset=0, settings=None):
+    """Two steps. `offset`: elements by which x, and in the second step dy, are misaligned."""
+    torch.manual_seed(sum(shape))
+    kind = getattr(torch, dtype)
+    settings = {"dtype": torch.float64 if dtype == "float64" else None, **(settings or {})}
+    settings["dtype"] = kind if settings["dtype"] is ... else settings["dtype"]
+    layer = syncbn_torch.SyncBatchNorm(shape[1], **settings)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, 1, 0.3)
+    twin = copy.deepcopy(layer).double()
+    layer.to(device)
+
+    def placed(values, offset):
+        if layout == "sliced":
+            return F.pad(values, (1, 1), value=float("nan")).to(device)[..., 1:-1]
+        if layout == "channels last":
+            values = values.contiguous(memory_format=torch.channels_last)
+        memory = torch.empty(values.numel() + offset, dtype=kind, device=device)
+        return memory.as_strided(values.shape, values.stride(), offset).copy_(values)
+
+    for step in range(2):
+        values, dy = (torch.randn(shape).to(kind) for _ in range(2))
+        values = values * 0.5 + 3
+        expanded = layout == "expanded dy"
+        dy = dy[:1, :1].expand(shape) if expanded else dy
+        x, wide = placed(values, offset).requires_grad_(), values.double().requires_grad_()
+        layer.zero_grad(), twin.zero_grad()
+        y, expected = layer(x), twin(wide)
+        y.backward(dy[:1, :1].to(device).expand(shape) if expanded else placed(dy, step * offset))
+        expected.backward(dy.double())
+        pairs = [
+            (y, expected),
+            (x.grad, wide.grad),
+            *zip(layer.buffers(), twin.buffers(), strict=True),
+        ]
+        both = zip(layer.parameters(), twin.parameters(), strict=True)
+        pairs += [(own.grad, other.grad) for own, other in both]
+        for actual, wanted in pairs:
+            own = str(actual.dtype).removeprefix("torch.")
+            close(actual.detach().cpu(), wanted.detach(), DTYPES.get(own, 0))
+
+
+@pytest.mark.parametrize("settings", UNUSUAL.values(), ids=UNUSUAL)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sanitized_settings(dtype, layout, settings, device):
+    equals_the_cpu((6, 8, 5, 5), dtype, device, layout, settings=settings)
+
+
+@pytest.mark.parametrize("layout", ["sliced", "expanded dy"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sanitized_layouts(dtype, layout, device):
+    equals_the_cpu((6, 8, 5, 5), dtype, device, layout)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", EACH_KERNEL, ids=str)
+def test_sanitized_shapes(shape, dtype, layout, offset, device):
+    if layout == "channels last" and len(shape) != 4:
+        pytest.skip("has four dimensions")
+    equals_the_cpu(shape, dtype, device, layout, offset)
+
+
 @pytest.mark.parametrize("mean", [1e3, 1e6])
 @pytest.mark.parametrize("shape", [(32, 16, 28, 28), (32, 16, 7, 7), (4096, 16)], ids=str)
 def test_digits_survive_a_large_mean(shape, mean, device):

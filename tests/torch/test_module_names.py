@@ -65,7 +65,7 @@ def within(model: nn.Module, how: str, place: int) -> Any:
 
 
 TREES = st.recursive(
-    st.booleans(), lambda inner: st.lists(inner, min_size=1, max_size=3).map(tuple)
+    st.booleans(), lambda inner: st.lists(inner, min_size=1, max_size=2).map(tuple)
 )
 WAYS = st.sampled_from(["plain", "owner", "wrapper", "second holder", "inner wrapper"])
 

@@ -1,4 +1,4 @@
-"""Tables and picture of the docs from the JSON of `gpu_session.sh` or `gpu.py`.
+"""Tables and picture of the docs from the JSON of `gpu_session.py` or `gpu.py`.
 
     python tools/figures/gpu_plot.py benchmarks/results/gpu-....json docs/speed-h100.png
 
@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from gpu_report import of_resnet50, total_of_resnet50
+from gpu_report import of_resnet50, process_label, total_of_resnet50
 
 PEERS = {
     "torch sync": "torch's SyncBatchNorm",
@@ -151,12 +151,11 @@ def process_table(results: Row) -> str:
     for group in results.get("session", {}).get("processes", []):
         where = f"{group['backend']}, {group['ranks']}"
         for case in group["rows"]:
-            shape = "x".join(map(str, case["shape"]))
             times = [
                 f"{name}: " + (row.get("error") or f"{row['wall'] * 1e6:.0f} us")
                 for name, row in case["found"].items()
             ]
-            rows.append([where, f"{shape} {case['dtype']}", "; ".join(times)])
+            rows.append([where, process_label(case), "; ".join(times)])
         if "error" in group:
             rows.append([where, "none", f"refused: {group['error']}"])
     return markdown(["backend, ranks", "case", "wall time per step"], rows) if rows else ""

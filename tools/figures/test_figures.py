@@ -1,7 +1,10 @@
 """The figures in README and docs are those of the files in benchmarks/results."""
 
+from pathlib import Path
+
 import figures
 import pytest
+from scripts import run
 
 ROOT = figures.ROOT
 NAMES = (
@@ -34,3 +37,18 @@ def test_other_results_ask_for_other_sentences(monkeypatch: pytest.MonkeyPatch) 
     results[figures.H100] = results[figures.H100] | {"bandwidth": 4.89e12}
     monkeypatch.setattr(figures, "read", results.__getitem__)
     assert any("4.89 TB/s" in lack for lack in figures.lacking("docs/speed.md", text))
+
+
+def test_the_tables_of_a_gpu_are_those_of_its_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = ROOT / "benchmarks" / "results" / figures.H100
+    picture = tmp_path / "picture.png"
+    done = run("gpu_plot.py", str(results), str(picture))
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    docs = ROOT / "docs"
+    tables = done.stdout.split("\n\n")[1::2]
+    pages = [docs / "speed.md", docs / "speed.md", docs / "internals" / "gpu-results.md"]
+    for table, page in zip(tables, pages, strict=True):
+        assert table.count("\n") > 4
+        assert table in page.read_text(encoding="utf-8"), f"{page} lacks\n{table}"

@@ -1,6 +1,6 @@
 """Kernels that NVIDIA's `cuda.core` starts in the place of our `Driver`: bits, and time.
 
-    python tools/gpu_session/gpu_driver.py --json FILE
+    python tools/gpu_driver.py --json FILE
 
 Layers alone give bitwise the same by both; `tests/device`, captured graphs among them, pass with
 `cuda.core`; the time of a launch is measured for both in turns.
@@ -9,6 +9,7 @@ Layers alone give bitwise the same by both; `tests/device`, captured graphs amon
 from __future__ import annotations
 
 import argparse
+import json
 import struct
 import sys
 import time
@@ -26,7 +27,6 @@ from cuda.core import (
     Stream,
     launch,
 )
-from gpu_ranks import Row, save
 
 from syncbn_core._kernels.cuda.constants import THREADS
 from syncbn_core.backends.cuda import grid, kernels
@@ -123,9 +123,9 @@ def main() -> int:
     plain = ["addopts=--import-mode=importlib", "minversion=7", "filterwarnings=default"]
     options_of_pytest = [word for setting in plain for word in ("-o", setting)]
     failed = pytest.main(["tests/device", "-q", "-p", "no:cacheprovider", *options_of_pytest])
-    result: Row = {"same_bits": same, "microseconds_of_a_launch": shown, "tests": int(failed)}
+    result = {"same_bits": same, "microseconds_of_a_launch": shown, "tests": int(failed)}
     if options.json:
-        save(options.json, result)
+        options.json.write_text(json.dumps(result), encoding="utf-8")
     print(f"{'the same bits' if same else 'OTHER BITS'}, a launch {shown} us, tests: {failed}")
     return int(not same or bool(failed))
 
