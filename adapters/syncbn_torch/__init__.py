@@ -41,6 +41,7 @@ from syncbn_torch.uneven import in_step, mean_over_ranks
 
 if TYPE_CHECKING:
     from syncbn_verify import SyncReport, verify_sync
+    from syncbn_verify.pays import PartsReport, pays
 
 __all__ = [
     "BatchNorm2dReimpl",
@@ -48,6 +49,7 @@ __all__ = [
     "ConversionReport",
     "DataParallelWithCallback",
     "DistributedCommunicator",
+    "PartsReport",
     "Shared",
     "SyncBatchNorm",
     "SyncReport",
@@ -64,6 +66,7 @@ __all__ = [
     "mean_over_ranks",
     "patch_replication_callback",
     "patch_sync_batchnorm",
+    "pays",
     "register_conversion",
     "register_frozen",
     "revert_model",
@@ -80,6 +83,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import what checks models when it is first used: few programs need it."""
-    if name in ("SyncReport", "verify_sync"):
-        return getattr(import_module("syncbn_verify"), name)
+    modules = {"SyncReport": "", "verify_sync": "", "PartsReport": ".pays", "pays": ".pays"}
+    if name in modules:
+        return getattr(import_module(f"syncbn_verify{modules[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

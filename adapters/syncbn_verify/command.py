@@ -1,9 +1,10 @@
-"""The command line: `python -m syncbn_torch verify package.module:factory`, and `doctor`."""
+"""The command line: `python -m syncbn_torch verify package.module:factory`, `pays`, `doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from syncbn_core import __version__
 from syncbn_core import doctor as of_core
 from syncbn_core.errors import ArgumentError
 from syncbn_verify import Conclusion, verify_sync
+from syncbn_verify.pays import pays
 from syncbn_verify.ranks import Alone, Ranks
 
 __all__ = ["main", "run"]
@@ -52,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = doctor.checks(options.pretend_gpus)
         return of_core.run(doctor.facts, found, options.json, doctor.timing)
     try:
+        if options.command == "pays":
+            return _pays(options.factory, options.parts, options.batches, options.json)
         return _verify(options.factory, options.replicas, options.dtype)
     except SystemExit as stopped:
         raise ArgumentError(
@@ -72,6 +77,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="try the checks of N GPUs with processes on the CPU",
     )
+    pays = commands.add_parser(
+        "pays",
+        help="look whether synchronization matters for a model and its data",
+        description="Look, without training, whether the parts of your batches differ so much that "
+        "their own statistics are no substitute for those of the whole batch.",
+    )
+    pays.add_argument(
+        "factory",
+        metavar="package.module:factory",
+        help="a function without arguments that returns (model, loader); a batch of the loader is "
+        "that of all ranks or replicas together, in their order",
+    )
+    pays.add_argument("--parts", type=int, default=4, metavar="N", help="ranks (default: 4)")
+    pays.add_argument("--batches", type=int, default=20, metavar="N", help="at most (default: 20)")
+    pays.add_argument("--json", action="store_true", help="print the figures as JSON")
     verify = commands.add_parser(
         "verify",
         help="check that a model trains over parts of a batch as over the whole batch",
@@ -123,6 +143,23 @@ def _verify(path: str, replicas: int | None, dtype: str) -> int:
     if begun:
         dist.destroy_process_group()
     return _STATUS[report.conclusion]
+
+
+def _pays(path: str, parts: int, batches: int, as_json: bool) -> int:
+    made = _factory(path)()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ArgumentError(f"expected {path} to return (model, loader), got {type(made).__name__}")
+
+    def progress(done: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\rbatch {done} of {batches}", end="", file=sys.stderr, flush=True)
+
+    report = pays(*made, parts, batches=batches, progress=progress)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    found = asdict(report) | {"conclusion": report.conclusion, "pays": report.pays}
+    print(json.dumps(found, indent=1) if as_json else report, flush=True)
+    return 0
 
 
 def _factory(path: str) -> Callable[[], Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from syncbn_core.errors import StateError
 
-__all__ = ["Conclusion", "LayerReport", "SyncReport", "Verdict"]
+__all__ = ["Conclusion", "LayerReport", "SyncReport", "Verdict", "aligned", "listed"]
 
 Verdict = Literal[
     "ok",
@@ -137,15 +137,8 @@ class SyncReport:
             texts, spare = 3, spare + _widths(rows)[1] + 2
             longest = max(len("(the whole model)"), _widths(rows)[0] + min(spare, 0))
             rows = [(_end_of(name, longest), *rest) for name, _, *rest in rows]
-        lines = [
-            "  ".join(
-                cell.ljust(size) if column < texts else cell.rjust(size)
-                for column, (cell, size) in enumerate(zip(row, _widths(rows), strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        rule = "-" * max(map(len, lines))
-        return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+        lines = aligned(rows, texts)
+        return [*lines[:-1], lines[1], lines[-1]]
 
     def _conclusion(self) -> list[str]:
         checked = [layer for layer in self.layers if layer.verdict == "ok"]
@@ -180,6 +173,18 @@ class SyncReport:
         return said + [f"Note: {note}" for note in self.notes]
 
 
+def aligned(rows: Sequence[Sequence[str]], texts: int) -> list[str]:
+    """The lines of a table, with a rule under the first; the first `texts` columns to the left."""
+    lines = [
+        "  ".join(
+            cell.ljust(size) if column < texts else cell.rjust(size)
+            for column, (cell, size) in enumerate(zip(row, _widths(rows), strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
 def _widths(rows: Iterable[Iterable[str]]) -> list[int]:
     return [max(map(len, cells)) for cells in zip(*rows, strict=True)]
 
@@ -204,10 +209,10 @@ def _reasons(layers: Iterable[LayerReport]) -> list[str]:
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.reason, []).append(layer.name)
-    return [f"- {_listed(own)}: {reason}" for reason, own in names.items()]
+    return [f"- {listed(own)}: {reason}" for reason, own in names.items()]
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """The first names, and how many more there are."""
     shown = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

@@ -170,15 +170,18 @@ def test_under_torchrun_the_processes_take_the_parts_and_one_prints(tmp_path: Pa
     assert done.stdout.count("2 ranks with 2 + 2 samples, float64") == 1
 
 
-def test_the_table_in_the_documents_is_what_is_printed(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "status"), [("verify.md", 1), ("is-it-for-me.md", 0)])
+def test_the_table_in_the_documents_is_what_is_printed(
+    name: str, status: int, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# mymodels.*?)```", page, re.S)
     command, table = re.findall(
         r"```console\n\$ python -m syncbn_torch (.*?)\n(.*?)```", page, re.S
     )[0]
     (tmp_path / "mymodels.py").write_text(code)
     done = run(tmp_path, *command.split())
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == status, done.stderr
 
     def without_rounding(text: str) -> str:
         return re.sub(r" +", " ", re.sub(r" (0|\de-1\d)\b", " rounding", text))

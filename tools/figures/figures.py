@@ -27,10 +27,12 @@ CPU = "cpu-2026-11-23.json"
 NETS = {threads: f"nets-2026-11-28-{threads}.json" for threads in (1, 2)}
 FUSED = {threads: f"nets-2026-11-27-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
+H200 = "gpu-2026-11-27-NVIDIA-H200-24254b2.json"
 COMPILED = "compiled-2026-11-23.json"
 REPLICAS = "replicas-2026-11-25.json"
 DDP = "ddp-2026-11-28.json"
 STUDY = "study-2026-11-27.jsonl"
+PAYS = "pays-2026-11-28.json"
 SCALING = "scaling-2026-11-28.json"
 LAYOUTS = ("NCHW", "channels_last")
 MIB = 1 << 20
@@ -210,6 +212,19 @@ def speed_h100() -> Iterator[str]:
     yield f"On an H100 they are then {low:.1f} to {high:.0f} times as fast as torch's."
 
 
+def speed_h200() -> Iterator[str]:
+    results = read(H200)
+    yield f"{results['bandwidth'] / 1e12:.2f} TB/s), of {len(results['cases'])} cases"
+    walls: dict[tuple[int, bool], list[float]] = {}
+    for group in results["session"]["processes"]:
+        for case in group["rows"]:
+            for name, row in case["found"].items():
+                walls.setdefault((group["ranks"], name == "ours"), []).append(row["wall"] * 1e3)
+    one, two = ([span(walls[ranks, ours]) for ours in (True, False)] for ranks in (1, 2))
+    yield f"takes {one[0]} ms, the function of `nn.SyncBatchNorm` {one[1]} ms"
+    yield f"Two ranks that share the GPU take {two[0]} ms and {two[1]} ms."
+
+
 def takes_our_kernels(case: Row) -> bool:
     """A layer alone, from 192 MiB: planes of 28x28 or more; for bfloat16 channels_last too."""
     if case["layout"] == "NCHW":
@@ -283,10 +298,25 @@ def study() -> Iterator[str]:
         yield f"| {task} | {' | '.join(found)} |"
 
 
+def parts_by_pays() -> Iterator[str]:
+    """What `pays` says of the study's tasks, and of networks on photographs."""
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for kind in ("tasks", "networks"):
+        for row in read(PAYS)[kind]:
+            name = row["name"].rpartition(", ")[2] if kind == "networks" else row["name"]
+            groups.setdefault((name, row["samples"]), []).append(row)
+    for (name, samples), rows in groups.items():
+        said = [row["conclusion"] for row in rows]
+        counts = ", ".join(f"{kind}: {said.count(kind)}" for kind in sorted(set(said)))
+        like = span([row["like"] for row in rows], 1)
+        noise = f"{span([row['mean'] for row in rows])} | {span([row['variance'] for row in rows])}"
+        yield f"| {name} | {samples:g} | {counts} | {like} | {noise} |"
+
+
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "README.md": (readme,),
-    "docs/is-it-for-me.md": (study, cost_of_networks),
-    "docs/speed.md": (speed_cpu, replicas_cpu, nets_cpu, steps_of_graphs, speed_h100),
+    "docs/is-it-for-me.md": (study, parts_by_pays, cost_of_networks),
+    "docs/speed.md": (speed_cpu, replicas_cpu, nets_cpu, steps_of_graphs, speed_h100, speed_h200),
     "docs/scaling.md": (scaling,),
 }
 
