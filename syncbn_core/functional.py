@@ -198,7 +198,15 @@ def batch_norm_eval(
     out: Array | None = None,
     parallel: bool = True,
 ) -> tuple[Array, Saved]:
-    """Normalize x by running statistics, which stay as they are; returns `(y, saved)`."""
+    """Normalize x by running statistics, which stay as they are; returns `(y, saved)`.
+
+        y = activation((x - running_mean) / sqrt(running_var + eps) * weight + bias)
+
+    x: `(N, C, *spatial)` of any strides; all others (C,), on its device. The other arguments are
+    those of `batch_norm_forward`, and `saved` is for `batch_norm_backward`, where statistics have
+    no gradient. Raises `ArgumentError`, `ShapeError`, `DTypeError` and `DeviceError` for arrays
+    that do not fit each other.
+    """
     caller, original_out = NO_CONVERSION, out
     kinds = {type(x), type(weight), type(bias), type(mask), type(out)}
     if not kinds | {type(running_mean), type(running_var)} <= NATIVE_TYPES:

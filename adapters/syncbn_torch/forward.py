@@ -89,6 +89,8 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
         return eval_batch_norm(layer, x, mask)
     processes = None
     if layer.training and (layer.process_group is not None or _has_world()):
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            _refuse_kind(layer, x)
         processes = processes_of(layer, x)
     elif layer.training:
         _warn_of_no_world()
@@ -101,6 +103,17 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
     if layer.training and (changed or backward_task() != -1) and not _updates(layer, tracks):
         return activated(_recomputed(layer, x), layer._activation)
     return activated(_torch_forward(layer, x), layer._activation)
+
+
+def _refuse_kind(layer: LayerState, x: Any) -> None:
+    """Raise `DTypeError` for what is no dense tensor; a nested one is refused later."""
+    if not isinstance(x, Tensor):
+        kind, remedy = type(x).__name__, "torch.as_tensor(input)"
+    elif not x.is_nested:
+        kind, remedy = f"one of layout {x.layout}", "input.to_dense()"
+    else:
+        return
+    raise DTypeError(f"{name_of(layer)}: expected a dense tensor, got {kind}; pass {remedy}")
 
 
 @cache

@@ -52,7 +52,11 @@ def freeze(model: nn.Module, affine: bool = False) -> None:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Undo `freeze`. Parameters whose gradients it has stopped get gradients again."""
+    """Undo `freeze` in all layers of `model`; those that are not frozen stay as they are.
+
+    They use and update statistics of the batch again in training. Parameters whose gradients
+    `freeze(affine=True)` has stopped get gradients again.
+    """
     for layer in _layers(model):
         for name in layer._frozen or ():
             layer.get_parameter(name).requires_grad_()

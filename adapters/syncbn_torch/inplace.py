@@ -91,6 +91,7 @@ class ABN(LayerState):
 
     process_group: Any = SingleCommunicator()
     _activations: tuple[str, ...] = ("leaky_relu", "elu", "relu", "identity")
+    _has_inverse = False
 
     def __init__(
         self,
@@ -111,6 +112,11 @@ class ABN(LayerState):
             )
         if activation in ("leaky_relu", "elu") and not activation_param >= 0:
             raise ArgumentError(f"expected activation_param >= 0, got {activation_param!r}")
+        if self._has_inverse and activation != "identity" and not activation_param > 0:
+            raise ArgumentError(
+                f"expected activation_param > 0, because {activation} with {activation_param} has "
+                "no inverse; use ABN for other activations"
+            )
         self.activation: str = activation
         self.activation_param: float = activation_param
 
@@ -148,15 +154,7 @@ class InPlaceABN(ABN):
     """
 
     _activations = ("leaky_relu", "elu", "identity")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        name, param = self._applied
-        if name != "identity" and not param > 0:
-            raise ArgumentError(
-                f"expected activation_param > 0, because {name} with {param} has no inverse; use "
-                "ABN for other activations"
-            )
+    _has_inverse = True
 
     def forward(self, input: Tensor) -> Tensor:
         """y: `input` itself, overwritten; in eval, from running statistics, a new tensor.
@@ -217,8 +215,19 @@ class InPlaceABNSync(InPlaceABN):
     Raises `StateError` in replicas of `nn.DataParallel`: use one process per part.
     """
 
-    def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        group: Any = None,
+    ) -> None:
+        settings = (eps, momentum, affine, track_running_stats, activation, activation_param)
+        super().__init__(num_features, *settings)
         self.set_group(group)
 
     def set_group(self, group: Any) -> None:
@@ -267,6 +276,8 @@ class _InPlace(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():  # compiled autograd
+            return _untraced_backward(ctx, dy)  # type: ignore[no-any-return]
         y, weight, bias = ctx.saved_tensors
         known: order.Forward = ctx.known
         z, dz = ctx.activation.inverted(y, dy)
@@ -291,3 +302,6 @@ class _InPlace(Function):
         assert dx is not None
         grad_weight = None if weight is None else sums.grad_weight
         return dx.to(y.dtype), grad_weight, None if bias is None else sums.grad_bias, None, None
+
+
+_untraced_backward = untraced("syncbn's kernels and messages are not traced")(_InPlace.backward)

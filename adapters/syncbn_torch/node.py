@@ -24,6 +24,7 @@ from syncbn_core.errors import StateError
 from syncbn_core.masks import Valid
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
+from syncbn_torch._torch_private import untraced
 from syncbn_torch.arrays import as_tensor
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_unchanged, has_tangent_or_wrapper, refuse_transforms
@@ -111,6 +112,8 @@ class BatchNormOfParts(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():  # compiled autograd
+            return _untraced_backward(ctx, *gradients)  # type: ignore[no-any-return]
         call: Call = ctx.call
         *dys, _ = gradients
         if call.place is not None and not call.place.forward.is_over():
@@ -132,6 +135,11 @@ class BatchNormOfParts(Function):
         of_weights = [s.grad_weight if by else None for s, by in zip(sums, by_weight, strict=True)]
         of_biases = [s.grad_bias if by else None for s, by in zip(sums, by_bias, strict=True)]
         return None, *dxs, *of_weights, *of_biases
+
+
+_untraced_backward = untraced("syncbn's kernels and messages are not traced")(
+    BatchNormOfParts.backward
+)
 
 
 def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:

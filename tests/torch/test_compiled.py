@@ -18,6 +18,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -46,6 +47,7 @@ from syncbn_torch import (
     forward,
 )
 from syncbn_torch.backends import plain
+from syncbn_torch.inplace import InPlaceABNSync
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 BOUNDS = (0, 2, 6)
@@ -459,6 +461,20 @@ def test_messages_that_stay_on_a_device(rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
+@on_ranks(2)
+def test_compiled_autograd_gives_the_gradients_of_backward(rank: int, size: int) -> None:
+    x, dy = whole_batch((6, 3, 4, 4))
+    mine = rows_of(rank, BOUNDS)
+    for make in (SynchronizedBatchNorm2d, InPlaceABNSync):
+        found = []
+        for engine in (nullcontext(), _enable(partial(torch.compile, backend="eager"))):
+            layer, leaf = make(3).double(), x[mine].clone().requires_grad_()
+            with engine:
+                layer(leaf.clone()).backward(dy[mine])
+            found.append([leaf.grad, *(parameter.grad for parameter in layer.parameters())])
+        assert all(map(torch.equal, *found)), make
+
+
 @on_ranks(2)
 def test_a_rank_that_is_gone_is_an_error_that_names_the_layer(rank: int, size: int) -> None:
     model, x = (

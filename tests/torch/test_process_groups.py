@@ -95,3 +95,12 @@ def test_a_layer_outlives_its_process_group_and_takes_the_next_one(rank: int, si
     layer.zero_grad()
     twin.zero_grad()
     equals_undivided(layer, twin, x, dy, mine)
+
+
+@on_ranks(2)
+def test_input_that_is_no_dense_tensor_is_refused(rank: int, size: int) -> None:
+    layer, x = SynchronizedBatchNorm2d(3), torch.ones(2, 3, 4, 4)
+    names = "SynchronizedBatchNorm2d", "expected a dense tensor"
+    raises(TypeError, *names, "ndarray; pass torch.as_tensor", call=lambda: layer(x.numpy()))
+    raises(TypeError, *names, "torch.sparse_coo; pass", call=lambda: layer(x.to_sparse()))
+    layer(x)
