@@ -290,11 +290,12 @@ def kernels(session: nox.Session) -> None:
 
 
 def digest_of_kernels() -> str:
-    """Of all that says what the session `kernels` finds."""
+    """Of all that says what the session `kernels` finds, and what these files import."""
     core = ROOT / "syncbn_core"
-    sources = [ROOT / "constraints.txt", *(core / "_kernels" / "cuda").glob("*.py")]
-    sources += [core / "backends" / "cuda" / f"{name}.py" for name in ("compiler", "grid")]
-    for path in map(ROOT.joinpath, KERNELS):
+    sources = [ROOT / "constraints.txt", ROOT / "tests" / "cuda" / "conftest.py"]
+    sources += [core / f"{name}.py" for name in ("disk_cache", "labels", "layout", "moments")]
+    folders = [core / "_kernels" / "cuda", core / "backends" / "cuda"]
+    for path in [*folders, *map(ROOT.joinpath, KERNELS)]:
         sources += [path] if path.is_file() else path.glob("*.py")
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
 

@@ -37,62 +37,61 @@ Row = dict[str, Any]
 
 
 class Stage(NamedTuple):
-    """Seconds with which it starts, and after which it ends; its words after "python"."""
+    """Seconds with which it starts, and after which it ends; the words after "python".
+
+    `dry`: those of a dry run; None if it is only named there.
+    """
 
     least: int
     most: int
     command: Sequence[str]
+    dry: Sequence[str] | None = None
 
 
 # plugins may be missing, and what other packages warn of is not asked here
 SETTINGS = ("addopts=--import-mode=importlib", "minversion=7", "filterwarnings=default")
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", "XML"]
 PYTEST += [word for setting in SETTINGS for word in ("-o", setting)]
-RANKS = "tests/device/test_ranks_on_device.py"
-EACH_KERNEL = ["tests/device/test_torch_on_device.py", "-k", "sanitized"]
+RANKS = [*PYTEST, "tests/device/test_ranks_on_device.py"]
+ONE_TEST = ["tests/device/test_processes_on_device.py", "-k", "over_torch and float32"]
+EACH_KERNEL = [*PYTEST, "tests/device/test_torch_on_device.py", "-k", "sanitized"]
+PROCESSES = ["benchmarks/gpu_processes.py", "--seconds", "SECONDS", "--json", "JSON"]
+BENCHMARK = ["benchmarks/gpu.py", "--seconds", "SECONDS", "--json", "JSON"]
+DOCTOR = ["-m", "syncbn_torch", "doctor", "--json"]
 # JSON: the file for the result; XML: that of pytest; SECONDS: a little less than the limit
 STAGES = {
     "compile": Stage(20, 90, ["-c", "import gpu_session; gpu_session.compile_kernels()"]),
-    "tests": Stage(130, 250, [*PYTEST, "tests/device", "--ignore", RANKS, "--junitxml", "XML"]),
-    "ranks": Stage(120, 400, [*PYTEST, RANKS, "--junitxml", "XML"]),
-    "processes": Stage(
-        60, 200, ["benchmarks/gpu_processes.py", "--seconds", "SECONDS", "--json", "JSON"]
+    "tests": Stage(
+        130, 250, [*PYTEST, "tests/device", "--ignore", RANKS[-1]], [*PYTEST, *ONE_TEST]
     ),
-    "benchmark": Stage(200, 320, ["benchmarks/gpu.py", "--seconds", "SECONDS", "--json", "JSON"]),
+    "ranks": Stage(120, 400, RANKS, [*RANKS, "-k", "captured and 1-float32"]),
+    "processes": Stage(60, 200, PROCESSES, [*PROCESSES, "--dry-run"]),
+    "benchmark": Stage(200, 320, BENCHMARK, [*BENCHMARK, "--dry-run"]),
     "memcheck": Stage(45, 100, EACH_KERNEL),
     "racecheck": Stage(45, 100, EACH_KERNEL),
     "initcheck": Stage(45, 100, EACH_KERNEL),
-    "doctor": Stage(60, 150, ["-m", "syncbn_torch", "doctor", "--json"]),
+    "doctor": Stage(60, 150, DOCTOR, DOCTOR),
     "driver": Stage(90, 150, ["tools/gpu_driver.py", "--json", "JSON"]),
-}
-DRY = {  # words in place of those after the first, or none: it is not run
-    "tests": ["tests/device/test_processes_on_device.py", "-k", "over_torch and float32"],
-    "ranks": [RANKS, "-k", "captured and 1-float32"],
-    "processes": ["--dry-run"],
-    "benchmark": ["--dry-run"],
 }
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 
 
 def command_of(name: str, seconds: int, parts: Path, dry: bool) -> list[str]:
+    """What a stage runs."""
     stage = STAGES[name]
-    words = list(stage.command)
-    if dry and name in (*SANITIZERS, "compile", "driver"):
+    if dry and stage.dry is None:
         return [sys.executable, "-c", f"print('dry run of {name}')"]
-    if dry and name in DRY:
-        own = PYTEST if words[0] == "-m" else words[:1]
-        kept = [word for word in words[len(own) :] if word.isupper() or word.startswith("--")]
-        words = [*own, *DRY[name], *(word for word in kept if word not in ("--ignore",))]
+    words = stage.dry if dry and stage.dry else stage.command
     values = {"JSON": f"{parts / name}.json", "XML": f"{parts / name}.xml"}
     values["SECONDS"] = str(max(1, seconds - 20))
-    words = [values.get(word, word) for word in words]
-    if name in SANITIZERS:  # memory is not cached, so that each tensor has its bounds
-        options = ["--tool", name, "--error-exitcode", "86", "--print-limit", "20"]
-        if name == "memcheck":  # errors of API calls are the loaders' way of asking what there is
-            options += ["--report-api-errors", "no", "--padding", "64"]
-        before = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", *options]
-        return [*before, sys.executable, *PYTEST, *words, "--junitxml", values["XML"]]
-    return [sys.executable, *words]
+    command = [sys.executable, *(values.get(word, word) for word in words)]
+    if name not in SANITIZERS:
+        return command
+    # memory is not cached, so that each tensor has its bounds
+    options = ["--tool", name, "--error-exitcode", "86", "--print-limit", "20"]
+    if name == "memcheck":  # errors of API calls are the loaders' way of asking what there is
+        options += ["--report-api-errors", "no", "--padding", "64"]
+    return ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", *options, *command]
 
 
 def compile_kernels() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -170,10 +170,13 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def untraced(reason: str) -> Callable[[CallableT], CallableT]:
     """A decorator: torch.compile breaks the graph at calls of the function, and says `reason`."""
 
-    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorated(function: CallableT) -> CallableT:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             # also what the function calls runs without graphs; to import the module takes a second
@@ -183,7 +186,7 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         run._torchdynamo_disable = True  # type: ignore[attr-defined]
         run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-        return run
+        return cast(CallableT, run)
 
     return decorated
 

@@ -133,7 +133,7 @@ class _SynchronizedBatchNorm(LayerState, _BatchNorm):
         if self._replica_sync is not None:
             self._replica_sync.check()
         elif originals.active:
-            return self._beside_replicas(input, mask)  # type: ignore[no-any-return]
+            return self._beside_replicas(input, mask)
         if torch.compiler.is_compiling():
             return traced_batch_norm(self, input, mask)
         return batch_norm(self, input, mask)

@@ -169,7 +169,7 @@ class InPlaceABN(ABN):
                     f"expected {type(self).__name__} in eval for torch.export, got it in training, "
                     "which computes by Python; call model.eval()"
                 )
-            return self._without_a_graph(input)  # type: ignore[no-any-return]
+            return self._without_a_graph(input)
         w = self.weight  # not `abs`, whose derivative at 0 is 0: such a weight would stay 0
         weight = None if w is None else torch.where(w < 0, -w, w) + self.eps
         if uses_running_statistics(self):
@@ -277,7 +277,7 @@ class _InPlace(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # compiled autograd
-            return _untraced_backward(ctx, dy)  # type: ignore[no-any-return]
+            return _untraced_backward(ctx, dy)
         y, weight, bias = ctx.saved_tensors
         known: order.Forward = ctx.known
         z, dz = ctx.activation.inverted(y, dy)

@@ -113,7 +113,7 @@ class BatchNormOfParts(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():  # compiled autograd
-            return _untraced_backward(ctx, *gradients)  # type: ignore[no-any-return]
+            return _untraced_backward(ctx, *gradients)
         call: Call = ctx.call
         *dys, _ = gradients
         if call.place is not None and not call.place.forward.is_over():

@@ -45,7 +45,7 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     if layer._replica_sync is not None or (
         not alone and is_communicator(type(layer.process_group))
     ):
-        return _with_messages_of_python(layer, x, mask)  # type: ignore[no-any-return]
+        return _with_messages_of_python(layer, x, mask)
     group, rule = "", layer._rule
     has_group = layer.process_group is not None or default_group() is not None
     if layer.training and has_group and not alone:
@@ -62,7 +62,7 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
             "model.eval(), or export revert_model(copy.deepcopy(model))"
         )
     if not group and x.numel() <= x.shape[1]:
-        return _of_one_value(layer, x, mask)  # type: ignore[no-any-return]
+        return _of_one_value(layer, x, mask)
     if mask is None:
         return _in_graph(x, None, affine, running, rule, layer._graph_number, group)
     mask = checked_mask(mask, x)

@@ -233,6 +233,9 @@ class _Found:
         self.calls, self.values, self.reason = 0, 0.0, "not called"
 
     def note(self, layer: nn.Module, inputs: Sequence[Any]) -> None:
+        if not inputs:
+            self.reason = "called by keyword"
+            return
         x = inputs[0]
         samples = self.shares.shape[-1]
         if x.dim() < 2 or len(x) % samples or not x.numel():

@@ -1,6 +1,6 @@
-"""Groups of processes on a device: of one process, as one GPU can't be shared by NCCL's ranks.
+"""Groups of one process on a device; `test_ranks_on_device.py` has those of two.
 
-The collectives are real, and so are streams and capture; several ranks are tested on the host.
+The collectives are real, and so are streams and capture.
 """
 
 from __future__ import annotations

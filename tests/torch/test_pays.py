@@ -113,9 +113,10 @@ def test_rows_that_are_no_samples_are_skipped() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.frames, self.regions = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+            self.named = nn.BatchNorm2d(3)
 
         def forward(self, x: Tensor, more: int) -> Tensor:
-            y: Tensor = self.frames(torch.cat([x, x]))
+            y: Tensor = self.named(input=self.frames(torch.cat([x, x])))
             return self.regions(torch.cat([y, y[:more]]))
 
     def forward(own: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -125,7 +126,8 @@ def test_rows_that_are_no_samples_are_skipped() -> None:
     batches = [{"x": x, "more": 3} for x in mixed(8)]
     report = pays(Regions(), batches, 4, forward=forward, batches=5)
     assert [layer.name for layer in report.layers] == ["frames"]
-    assert report.skipped == ("regions: got 19 rows for 8 samples",)
+    said = ("regions: got 19 rows for 8 samples", "named: called by keyword")
+    assert report.skipped == said
     assert report.batches == 5
 
 
