@@ -213,7 +213,7 @@ def commands(session: nox.Session) -> None:
 
 @nox.session(python=TORCH_PYTHON)
 def soak(session: nox.Session) -> None:
-    """10,000 random faults: interrupts, replicas, processes; docs/failures.md."""
+    """10,000 random faults: interrupts, replicas, processes; docs/troubleshooting.md."""
     install(session, "-e", ".[torch]", *groups("test", "notebook"))
     if session.posargs:
         session.run("pytest", *session.posargs)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import syncbn_core
+import syncbn_torch
 from syncbn_core import errors
 from syncbn_core.__main__ import main
 
@@ -120,3 +122,10 @@ def test_word_count_example_counts_over_all_members() -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 4
     assert all("60 words, 'it' 10 times" in line for line in lines)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    modules = {"comm", "errors", "functional", "__version__"}
+    for name in {*syncbn_torch.__all__, *syncbn_core.__all__} - modules:
+        assert re.search(rf":: {name}$", pages, re.M), name

@@ -1,7 +1,11 @@
 """The documentation site: `python3 dev.py docs`."""
 
+import re
 from importlib import metadata
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]
 
 project = "syncbn"
 author = copyright = "The syncbn developers"
@@ -33,5 +37,14 @@ def equations_as_code(
     lines[:] = shown
 
 
+def readme_for_start(app: object, docname: str, source: list[str]) -> None:
+    """The start page is the README, whose links are made to fit the folder `docs`."""
+    if docname == "index":
+        readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## More")[0]
+        readme = re.sub(r"\]\((?=examples|tests)", "](../", readme).replace("](docs/", "](")
+        source[0] = source[0].replace("{readme}", readme)
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", readme_for_start)
     app.connect("autodoc-process-docstring", equations_as_code, priority=400)  # before napoleon

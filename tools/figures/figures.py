@@ -99,7 +99,7 @@ def readme() -> Iterator[str]:
     ends = sorted(float(value) for pair in over for value in pair)
     yield (
         f"On an H100 the kernels of ResNet-50's layers are {ends[0]} to {ends[-1]} times as fast "
-        "as those of `torch.nn.SyncBatchNorm`, with batches of 32 and 256."
+        "as those of `torch.nn.SyncBatchNorm`, with batches of 32 and 256"
     )
 
 
