@@ -17,7 +17,7 @@ from syncbn_core.errors import (
     ReadOnlyError,
     ShapeError,
 )
-from syncbn_core.moments import ACTIVATIONS, EpsMode, NormRule
+from syncbn_core.moments import ACTIVATIONS, ActivationName, EpsMode, NormRule
 
 __all__ = [
     "check_activation",
@@ -64,7 +64,9 @@ def check_momentum(momentum: float | None) -> float | None:
     return momentum
 
 
-def check_activation(activation: str | None, negative_slope: float) -> tuple[str | None, float]:
+def check_activation(
+    activation: ActivationName | None, negative_slope: float
+) -> tuple[ActivationName | None, float]:
     """Both; raises `ArgumentError` for an unknown activation, a slope < 0 or one without use."""
     if activation not in ACTIVATIONS:
         raise ArgumentError(
@@ -82,7 +84,10 @@ def check_activation(activation: str | None, negative_slope: float) -> tuple[str
 
 
 def check_rule(
-    eps: float, eps_mode: str, activation: str | None = None, negative_slope: float = 0.01
+    eps: float,
+    eps_mode: str,
+    activation: ActivationName | None = None,
+    negative_slope: float = 0.01,
 ) -> NormRule:
     """The `NormRule` of these settings; raises `ArgumentError` if one is invalid."""
     act = check_activation(activation, negative_slope)

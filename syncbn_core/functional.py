@@ -61,7 +61,7 @@ from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, r
 from syncbn_core.errors import ArgumentError
 from syncbn_core.exchange import Exchange
 from syncbn_core.masks import Valid, filling, mask_shape, valid_count
-from syncbn_core.moments import EpsMode, Statistics
+from syncbn_core.moments import ActivationName, EpsMode, Statistics
 from syncbn_core.steps import Affine, Gradients, Norm, RunningStatistics
 
 __all__ = [
@@ -122,7 +122,7 @@ def batch_norm_forward(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
     eps_mode: EpsMode = "plus",
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     negative_slope: float = 0.01,
     communicator: Communicator | None = None,
     out: Array | None = None,
@@ -193,7 +193,7 @@ def batch_norm_eval(
     mask: Array | None = None,
     eps: float = 1e-5,
     eps_mode: EpsMode = "plus",
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     negative_slope: float = 0.01,
     out: Array | None = None,
     parallel: bool = True,

@@ -28,7 +28,7 @@ from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, caller_of, readable
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
 from syncbn_core.exchange import Exchange
-from syncbn_core.moments import EpsMode, NormRule
+from syncbn_core.moments import ActivationName, EpsMode, NormRule
 
 __all__ = ["BatchNorm"]
 
@@ -75,7 +75,7 @@ class BatchNorm:
         device: str = "cpu",
         communicator: Communicator | None = None,
         eps_mode: EpsMode = "plus",
-        activation: str | None = None,
+        activation: ActivationName | None = None,
         negative_slope: float = 0.01,
         name: str = "BatchNorm",
     ) -> None:
@@ -90,7 +90,7 @@ class BatchNorm:
         self.eps: float = check_eps(eps)
         self.momentum: float | None = check_momentum(momentum)
         self.eps_mode = check_eps_mode(eps_mode)
-        self.activation: str | None
+        self.activation: ActivationName | None
         self.negative_slope: float
         self.activation, self.negative_slope = check_activation(activation, negative_slope)
         self.communicator = communicator

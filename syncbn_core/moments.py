@@ -19,7 +19,7 @@ mean 1e3, std 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from syncbn_core.labels import Labels
 
 __all__ = [
     "ACTIVATIONS",
+    "ActivationName",
     "EpsMode",
     "Moments",
     "NormRule",
@@ -43,7 +44,8 @@ __all__ = [
 ]
 
 EpsMode = Literal["plus", "clamp"]
-ACTIVATIONS = (None, "relu", "leaky_relu", "silu", "hardswish", "relu6")
+ActivationName = Literal["relu", "leaky_relu", "silu", "hardswish", "relu6"]
+ACTIVATIONS = (None, *get_args(ActivationName))
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from syncbn_core.moments import ActivationName
 from syncbn_torch._torch_private import HOOKS
 
 __all__ = ["NONE", "Activation", "activated", "activation_of", "runs_hooks"]
 
-# One of `ACTIVATIONS` of `syncbn_core.moments`, and the negative slope.
-Activation = tuple[str | None, float]
+Activation = tuple[ActivationName | None, float]  # and the negative slope
 NONE: Activation = (None, 0.01)
-_OF_MODULES: dict[type[nn.Module], str] = {
+_OF_MODULES: dict[type[nn.Module], ActivationName] = {
     nn.ReLU: "relu",
     nn.LeakyReLU: "leaky_relu",
     nn.SiLU: "silu",

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.checks import check_activation, check_eps, check_eps_mode, check_momentum
 from syncbn_core.errors import ShapeError, StateError
-from syncbn_core.moments import EpsMode
+from syncbn_core.moments import ActivationName, EpsMode
 from syncbn_torch._torch_private import untraced
 from syncbn_torch.activations import runs_hooks
 from syncbn_torch.conversion.replacement import ModuleT, modules_of
@@ -63,7 +63,7 @@ class _SynchronizedBatchNorm(LayerState, _BatchNorm):
         dtype: Any = None,
         process_group: Any = None,
         eps_mode: EpsMode | None = None,
-        activation: str | None = None,
+        activation: ActivationName | None = None,
         negative_slope: float = 0.01,
     ) -> None:
         newer: dict[str, Any] = {} if bias else {"bias": False}  # new in torch 2.13
@@ -232,7 +232,7 @@ class SyncBatchNorm(_SynchronizedBatchNorm):
         *,
         bias: bool = True,
         eps_mode: EpsMode | None = None,
-        activation: str | None = None,
+        activation: ActivationName | None = None,
         negative_slope: float = 0.01,
     ) -> None:
         super().__init__(

@@ -10,7 +10,7 @@ Activated BatchNorm for Memory-Optimized Training of DNNs" (arXiv:1712.02616).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,7 @@ from syncbn_torch.traced import traced_batch_norm
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
+_Name = Literal["leaky_relu", "elu", "relu", "identity"]
 _ALIKE = NormRule(1e-300)  # an eps that rounds away
 
 
@@ -90,7 +91,7 @@ class ABN(LayerState):
     """
 
     process_group: Any = SingleCommunicator()
-    _activations: tuple[str, ...] = ("leaky_relu", "elu", "relu", "identity")
+    _activations: tuple[_Name, ...] = get_args(_Name)
     _has_inverse = False
 
     def __init__(
@@ -100,7 +101,7 @@ class ABN(LayerState):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        activation: str = "leaky_relu",
+        activation: _Name = "leaky_relu",
         activation_param: float = 0.01,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
@@ -117,7 +118,7 @@ class ABN(LayerState):
                 f"expected activation_param > 0, because {activation} with {activation_param} has "
                 "no inverse; use ABN for other activations"
             )
-        self.activation: str = activation
+        self.activation: _Name = activation
         self.activation_param: float = activation_param
 
     @property
@@ -222,7 +223,7 @@ class InPlaceABNSync(InPlaceABN):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        activation: str = "leaky_relu",
+        activation: _Name = "leaky_relu",
         activation_param: float = 0.01,
         group: Any = None,
     ) -> None:

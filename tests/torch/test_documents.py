@@ -42,7 +42,10 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_code_in_the_documents_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_the_documents_runs(
+    code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in one_rank.items():  # as torchrun sets them
         monkeypatch.setenv(name, value)

@@ -14,6 +14,8 @@ version = release = metadata.version("syncbn")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_title = f"syncbn {release}"
 
 autodoc_typehints = "none"

@@ -164,7 +164,7 @@ def process_table(results: Row) -> str:
 def plot(results: Row, path: Path) -> None:
     peers = peers_of(results)
     figure, axes = plt.subplots(
-        2, 3, figsize=(13, 7), layout="constrained", sharex=True, sharey=True
+        2, 3, figsize=(9.5, 6), layout="constrained", sharex=True, sharey=True
     )
     for axis, (dtype, layout) in zip(axes.flat, GROUPS, strict=True):
         for marker, (peer, label) in zip("os^Dv", peers.items(), strict=False):
@@ -177,12 +177,12 @@ def plot(results: Row, path: Path) -> None:
         axis.set_yscale("log")
         ticks = [0.5, 1, 2, 4, 8]
         axis.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
-        axis.set_title(f"{DTYPES[dtype]}, {layout}", fontsize=10)
+        axis.set_title(f"{DTYPES[dtype]}, {layout}", fontsize=11)
     for axis in axes[1]:
         axis.set_xlabel("activation, MB")
     for axis in axes[:, 0]:
         axis.set_ylabel("our kernels: times as fast")
-    axes[0, 0].legend(fontsize=8, loc="upper left")
+    axes[1, 0].legend(fontsize=9, loc="upper left")
     machine = results["machine"]
     figure.suptitle(
         (f"{DRY}\n" if results["dry_run"] else "")
@@ -190,7 +190,7 @@ def plot(results: Row, path: Path) -> None:
         f"(torch {machine['torch']}, {machine['date'][:10]})"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
