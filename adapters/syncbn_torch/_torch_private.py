@@ -66,7 +66,7 @@ COMPARES_GROUPS_BY_TYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (
 _c10d: Any = (
     torch.distributed.distributed_c10d
     if torch.distributed.is_available()
-    else SimpleNamespace(_world=SimpleNamespace(_default_pg=None))
+    else SimpleNamespace(_world=SimpleNamespace(default_pg=None))
 )
 
 # These are bare C functions: Python wrappers would double their cost, which slows small layers.
@@ -200,7 +200,7 @@ def constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def default_group() -> Any:
     """The default process group, or None. torch.compile guards it, unlike `is_initialized()`."""
-    return _c10d._world._default_pg  # `_world` changes where threads are ranks
+    return _c10d._world.default_pg  # `_world` changes where threads are ranks
 
 
 def active_ddp() -> Any:

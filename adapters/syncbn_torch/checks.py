@@ -47,12 +47,12 @@ def check_operands(
     Raises `ShapeError`, `DTypeError`, `DeviceError`, and `StateError` for tensors without memory,
     or that torch would later refuse to save for backward.
     """
-    _check_input(layer, x)
     named = zip(_NAMES, (*affine, *(running or ())), strict=False)
     tensors = [(name, tensor) for name, tensor in named if tensor is not None]
+    _check_input(layer, x, [tensor for _, tensor in tensors])
     half = x.dtype in HALVES
     for name, tensor in tensors:
-        if tensor.shape != (layer.num_features,):
+        if tensor.shape != x.shape[1:2]:
             raise ShapeError(
                 f"expected {name} of shape ({layer.num_features},), which is num_features, got "
                 f"{tuple(tensor.shape)}; change num_features and the tensors together"
@@ -79,10 +79,12 @@ def check_operands(
             f"input.to({dtype}) or layer.to({x.dtype})"
         )
     if sends and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        plain = "x.to_local()" if hasattr(x, "to_local") else "a plain tensor"
+        remedy = "pass a plain tensor"
+        if hasattr(x, "to_local"):
+            remedy = "pass x.to_local(), or distribute input and layer over all of its processes"
         raise DTypeError(
             "expected a tensor with values of its own, because the layer synchronizes over "
-            f"processes, got {type(x).__name__}; pass {plain}"
+            f"processes, got {type(x).__name__}; {remedy}"
         )
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
@@ -94,7 +96,7 @@ def check_operands(
         )
 
 
-def _check_input(layer: LayerState, x: Tensor) -> None:
+def _check_input(layer: LayerState, x: Tensor, tensors: list[Tensor]) -> None:
     if x.is_nested:
         raise DTypeError(
             "expected a dense tensor, got a nested one; for parts of shape (length, C) normalize "
@@ -104,7 +106,9 @@ def _check_input(layer: LayerState, x: Tensor) -> None:
         layer._check_input_dim(x)
     except ValueError as error:
         raise ShapeError(f"{error}; the shape is {tuple(x.shape)}") from None
-    if x.shape[1] != layer.num_features:
+    if x.shape[1] != layer.num_features and not (
+        tensors and all(tensor.shape == x.shape[1:2] for tensor in tensors)
+    ):  # which `torch.func.functional_call` may pass, for a slice of all channels
         raise ShapeError(
             f"expected {layer.num_features} channels on axis 1 (num_features="
             f"{layer.num_features}), got shape {tuple(x.shape)}; check the layer before"

@@ -50,6 +50,7 @@ from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import checked_mask, filled, zeroed
 from syncbn_torch.module_names import name_of
 from syncbn_torch.node import Part
+from syncbn_torch.process_group import group_of, is_communicator
 from syncbn_torch.processes import Processes, processes_of
 
 __all__ = [
@@ -92,6 +93,8 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             _refuse_kind(layer, x)
         processes = processes_of(layer, x)
+        if processes is not None and type(x) is not Tensor and _is_whole_batch(layer, x):
+            processes = None
     elif layer.training:
         _warn_of_no_world()
     if layer._replica_sync is not None or processes is not None or mask is not None:
@@ -114,6 +117,29 @@ def _refuse_kind(layer: LayerState, x: Any) -> None:
     else:
         return
     raise DTypeError(f"{name_of(layer)}: expected a dense tensor, got {kind}; pass {remedy}")
+
+
+def _is_whole_batch(layer: LayerState, x: Tensor) -> bool:
+    """Whether x is a DTensor over all ranks of the layer, like its state: torch sees it whole.
+
+    Raises `DTypeError` if channels are on several ranks: torch would give other running statistics.
+    """
+    mesh: Any = getattr(x, "device_mesh", None)
+    state = layer.weight, layer.running_mean
+    if mesh is None or any(t is not None and not hasattr(t, "device_mesh") for t in state):
+        return False
+    if is_communicator(type(layer.process_group)):
+        return False
+    ranks = dist.get_process_group_ranks(group_of(layer.process_group))
+    if not set(ranks) <= set(mesh.mesh.flatten().tolist()):
+        return False
+    placements: Any = getattr(x, "placements", ())
+    if any(placement.is_shard(1) for placement in placements):
+        raise DTypeError(
+            f"{name_of(layer)}: expected all channels of a DTensor on each rank, got {placements}; "
+            "pass x.redistribute(placements=[Shard(0)])"
+        )
+    return True
 
 
 @cache

@@ -178,7 +178,7 @@ class InPlaceABN(ABN):
         self._check_may_be_overwritten(input)
         try:
             part = checked_part(self, input, processes_of(self, input))
-            y: Tensor = _InPlace.apply(input, weight, self.bias, part, self._applied)
+            y: Tensor = _InPlace.apply(input, weight, self.bias, part, self)
         except ERRORS_OF_INPUT as error:
             add_name(self, error)
             raise
@@ -259,8 +259,9 @@ class _InPlace(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         part: Part,
-        activation: _Activation,
+        layer: InPlaceABN,
     ) -> Tensor:
+        activation = layer._applied
         do = operations_for(x) if x.is_cpu else plain.OPERATIONS
         own = order.Part(x, Affine(weight, bias), part.running, None, x)
         rule = part.rule
@@ -271,7 +272,7 @@ class _InPlace(Function):
             activation.apply_(x)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias)
-        ctx.known, ctx.activation = known, activation
+        ctx.known, ctx.activation, ctx.layer = known, activation, layer
         return x
 
     @staticmethod
@@ -279,7 +280,15 @@ class _InPlace(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # compiled autograd
             return _untraced_backward(ctx, dy)
-        y, weight, bias = ctx.saved_tensors
+        try:
+            y, weight, bias = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise StateError(
+                f"expected y of {name_of(ctx.layer)} as it was in forward, because backward "
+                "computes from it, got one that was changed in place; write y = y + x for y += x"
+            ) from error
         known: order.Forward = ctx.known
         z, dz = ctx.activation.inverted(y, dy)
         statistics, _, rule = known.norms[0]

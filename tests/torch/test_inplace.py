@@ -252,6 +252,18 @@ def test_what_must_not_be_overwritten_is_refused_before_it_is() -> None:
         assert layer(leaf).data_ptr() == leaf.data_ptr()  # nobody needs it
 
 
+def test_a_result_that_was_changed_before_backward_is_an_error_with_the_name_of_the_layer() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), InPlaceABN(4))
+    y = model(torch.randn(2, 3, 5, 5))
+    y += 1
+    with pytest.raises(StateError, match=r"y of 1 \(InPlaceABN\).* changed in place"):
+        y.sum().backward()
+    y = model(torch.randn(2, 3, 5, 5))
+    (y + 1).sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        (y + 1).sum().backward()
+
+
 def test_an_input_that_autograd_needs_is_an_error() -> None:
     leaf = torch.randn(4, 3, 5, requires_grad=True)
     x = leaf.exp()  # its backward needs x

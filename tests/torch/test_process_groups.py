@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -104,3 +106,33 @@ def test_input_that_is_no_dense_tensor_is_refused(rank: int, size: int) -> None:
     raises(TypeError, *names, "ndarray; pass torch.as_tensor", call=lambda: layer(x.numpy()))
     raises(TypeError, *names, "torch.sparse_coo; pass", call=lambda: layer(x.to_sparse()))
     layer(x)
+
+
+RANKS_IN_THREADS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed import multi_threaded_pg
+from syncbn_core.comm import run_in_threads
+from syncbn_torch import SynchronizedBatchNorm2d
+
+def rank(number):
+    dist.init_process_group("threaded", rank=number, world_size=2, store=store)
+    rows = slice(0, 2) if number == 0 else slice(2, 6)
+    layer, twin = SynchronizedBatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+    part, whole = x[rows].clone().requires_grad_(), x.clone().requires_grad_()
+    torch.testing.assert_close(layer(part), twin(whole)[rows])
+    layer(part).square().sum().backward()
+    twin(whole).square().sum().backward()
+    torch.testing.assert_close(part.grad, whole.grad[rows])
+
+torch._C._distributed_c10d._set_thread_isolation_mode(True)
+multi_threaded_pg._install_threaded_pg()
+store, x = dist.HashStore(), torch.randn(6, 3, 4, 4, dtype=torch.float64)
+run_in_threads([lambda: rank(0), lambda: rank(1)])
+"""
+
+
+def test_threads_that_are_ranks_of_torch_synchronize() -> None:
+    command = [sys.executable, "-c", RANKS_IN_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

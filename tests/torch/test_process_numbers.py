@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.func import functional_call
 from world import (
     close,
     equals_undivided,
@@ -176,6 +177,47 @@ class Wrapper(Tensor):
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:
         raise AssertionError("nothing is to be computed")
+
+
+@on_ranks(2)
+def test_slices_of_channels_by_functional_call_equal_the_undivided_batch(
+    rank: int, size: int
+) -> None:
+    x, _ = whole_batch((6, 4, 5, 5))
+    rows = rows_of(rank, (0, 2, 6))
+    for width in (4, 2):
+        layer, twin = SynchronizedBatchNorm2d(4).double(), nn.BatchNorm2d(4).double()
+        outputs = []
+        for each, part in ((layer, x[rows]), (twin, x)):
+            named = {**dict(each.named_parameters()), **dict(each.named_buffers())}
+            sliced = {name: t[:width] if t.dim() else t for name, t in named.items()}
+            outputs.append(functional_call(each, sliced, (part[:, :width],)))
+        close(outputs[0], outputs[1][rows])
+        close(layer.running_var, twin.running_var)
+
+
+@on_ranks(2)
+def test_a_distributed_tensor_in_a_distributed_layer_is_the_whole_batch(
+    rank: int, size: int
+) -> None:
+    mesh = dist.init_device_mesh("cpu", (size,))
+    x, cotangent = whole_batch((4, 3, 2, 2))
+    torch_layer, z = nn.BatchNorm2d(3).double(), x.clone().requires_grad_()
+    torch_layer(z).relu().backward(cotangent)
+    for placement in (Shard(0), Shard(2), Replicate()):
+        layer = SynchronizedBatchNorm2d(3, activation="relu").double()
+        layer = distribute_module(layer, mesh)
+        part = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        (layer(part) * distribute_tensor(cotangent, mesh, [placement])).sum().backward()
+        close(part.grad.full_tensor(), z.grad)
+        close(layer.weight.grad.full_tensor(), torch_layer.weight.grad)
+        close(layer.running_var.full_tensor(), torch_layer.running_var)
+    channels = distribute_tensor(x, mesh, [Shard(1)])
+    raises(DTypeError, "SynchronizedBatchNorm2d", "all channels", call=lambda: layer(channels))
+    half = dist.init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    layer = distribute_module(SynchronizedBatchNorm2d(3).double(), half)
+    own = distribute_tensor(x, half, [Shard(0)])
+    raises(DTypeError, "x.to_local()", "all of its processes", call=lambda: layer(own))
 
 
 @on_ranks(2)
