@@ -62,7 +62,7 @@ from syncbn_core.errors import ArgumentError
 from syncbn_core.exchange import Exchange
 from syncbn_core.masks import Valid, filling, mask_shape, valid_count
 from syncbn_core.moments import ActivationName, EpsMode, Statistics
-from syncbn_core.steps import Affine, Gradients, Norm, RunningStatistics
+from syncbn_core.steps import Affine, Gradients, Norm, Operations, RunningStatistics
 
 __all__ = [
     "Gradients",
@@ -165,8 +165,7 @@ def batch_norm_forward(
     updated = running if caller is NO_CONVERSION else None
     valid = None
     if mask is not None:
-        with device_of(x):
-            mask, x, valid = _filled(x, mask)
+        mask, x, valid = _masked(operations, x, mask)
     if communicator is not None:
         exchange = exchange or _without_layer(communicator, x)
     part = order.Part(x, affine, updated, valid, out)
@@ -231,10 +230,10 @@ def batch_norm_eval(
     if not parallel:
         operations = operations.serial
     running = RunningStatistics(running_mean, running_var)
+    valid = None
     if mask is not None:
-        with device_of(x):
-            mask, x, _ = _filled(x, mask)
-    own, affine, running = operations.take(x, Affine(weight, bias), running)
+        mask, x, valid = _masked(operations, x, mask)
+    own, affine, running = operations.take(x, Affine(weight, bias), running, valid)
     y, statistics = operations.forward_eval(own, running, affine, rule, out)
     _zero(y, mask)
     known = order.Forward(operations, [Norm(statistics, affine, rule)], constant=True)
@@ -299,10 +298,18 @@ def _converted(caller: Caller, gradients: Gradients, out: Array | None) -> Gradi
     return Gradients(caller.give(dx, out), caller.give(dweight), caller.give(dbias))
 
 
-def _filled(x: Array, mask: Array) -> tuple[Array, Array, Valid]:
-    """`(mask that broadcasts, filled x, what is known of it)`, see `masks`."""
+def _masked(operations: Operations, x: Array, mask: Array) -> tuple[Any, Array, Any]:
+    """`(mask by which y is to be zeroed, x, what the steps take as valid)`."""
     check_same_device("mask", mask, x)
     mask = mask.reshape(mask_shape(mask.shape, x.shape, str(mask.dtype)))
+    if operations.takes_masks:
+        return None, x, mask
+    with device_of(x):
+        return mask, *_filled(x, mask)
+
+
+def _filled(x: Array, mask: Array) -> tuple[Array, Valid]:
+    """`(filled x, what is known of it)`, see `masks`."""
     count = valid_count(mask, x.shape)
     if isinstance(x, np.ndarray):
         count = int(count)
@@ -313,7 +320,7 @@ def _filled(x: Array, mask: Array) -> tuple[Array, Array, Valid]:
         like = x.copy(order="K")
         like[...] = filled
         filled = like
-    return mask, filled, (count, fill.astype(np.float64))
+    return filled, (count, fill.astype(np.float64))
 
 
 def _library(x: Array) -> Any:

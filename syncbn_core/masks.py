@@ -1,4 +1,4 @@
-"""Masks: statistics of some elements of x, by kernels that see no mask.
+"""Masks: statistics of some elements of x, for steps that take no mask (`Operations.takes_masks`).
 
 The other elements are filled with K, the mean of the valid ones, rounded to the dtype of x. The
 moments of the filled x are exact for what it holds, so those of the n valid of its N values per

@@ -51,24 +51,29 @@ class Dense(NamedTuple):
 
     `given`: the array of the caller. `array`: that or a dense copy, maybe in another dtype.
     `flat`: its memory as kernels index it, see `view`; both are None for an empty array.
+    `valid`: a mask as they index it, or None.
     """
 
     given: Any
     array: Array
     view: _View | None
     flat: Any
+    valid: Array | None = None
 
 
 class _Wide(NamedTuple):
-    """Weight and bias in float64, `(0,)` for none; and the dtype of their gradients."""
+    """Weight and bias in float64, `(0,)` for none; the dtype of their gradients; and the mask."""
 
     weight: Array
     bias: Array
     dtype: Any
+    mask: Array | None = None
 
 
 class NumpySteps(Operations):
     """The steps for NumPy arrays. `parallel`: False computes in the calling thread only."""
+
+    takes_masks = True
 
     def __init__(self, parallel: bool = True) -> None:
         self._serial = type(self)(parallel=False) if parallel else self
@@ -86,20 +91,23 @@ class NumpySteps(Operations):
     rounded: Any = staticmethod(lambda values, dtype: rounded(values, dtype))
     running: Any = staticmethod(lambda running: running)  # in NumPy
 
-    def take(self, x: Any, affine: Affine, running: RunningStatistics | None) -> Any:
+    def take(
+        self, x: Any, affine: Affine, running: RunningStatistics | None, mask: Any = None
+    ) -> Any:
         array, weight, bias = [self.array(own) for own in (x, *affine)]
         held = None if running is None else self.running(running)
         dtype = (x if affine.weight is None else affine.weight).dtype
-        return _dense(x, array), _Wide(_wide(weight), _wide(bias), dtype), held
+        mask = None if mask is None else np.array(mask)  # the caller may change it
+        return _dense(x, array, mask), _Wide(_wide(weight), _wide(bias), dtype, mask), held
 
-    def take_pair(self, x: Any, dy: Any) -> tuple[Dense, Dense]:
+    def take_pair(self, x: Any, dy: Any, affine: Any = None) -> tuple[Dense, Dense]:
         array, gradient = self.array(x), self.array(dy)
         if gradient.dtype != array.dtype and array.dtype.itemsize == 2:
             array = array.astype(np.float32)  # a wider dy must not lose digits, or overflow
-        own = _dense(x, array)
+        own = _dense(x, array, None if affine is None else affine.mask)
         if own.view is None:
             return own, own
-        if _view_of(gradient) != own.view:
+        if _view_of(gradient, own.valid is not None) != own.view:
             gradient = _like(gradient, own.array)
         return own, Dense(dy, gradient, own.view, own.view.of(gradient))
 
@@ -107,9 +115,11 @@ class NumpySteps(Operations):
         channels = x.array.shape[1]
         rows = np.zeros((1, 2 * channels + 2))
         row, count = rows[0], x.array.size // max(channels, 1)
+        if x.valid is not None:
+            count = int(np.count_nonzero(x.valid))
         if count:
             row[0] = count
-            self._run("moments", [row[1 : 1 + channels], row[1 + channels : -1]], x)
+            self._run("moments", [x.valid, row[1 : 1 + channels], row[1 + channels : -1]], x)
         return Moments(rows, count)
 
     def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
@@ -131,7 +141,7 @@ class NumpySteps(Operations):
         y = self.empty_like(x.given) if out is None else out
         if x.view is not None:
             target = self.array(y)
-            self._run("normalize", _numbers(norm), x, target=target)
+            self._run("normalize", [*_numbers(norm), x.valid], x, target=target)
         if running is not None:
             self.update_running(running, norm.statistics)
         return y
@@ -150,10 +160,10 @@ class NumpySteps(Operations):
     def backward_reduce(
         self, x: Dense, dy: Dense, norm: Norm, labels: Labels | None = None
     ) -> Sums:
-        weight, _, dtype = norm.affine
+        weight, _, dtype, _ = norm.affine
         sums = np.zeros((2, x.array.shape[1]))
         if x.view is not None:
-            self._run("backward_reduce", [*_numbers(norm), *sums], x, dy)
+            self._run("backward_reduce", [*_numbers(norm), x.valid, *sums], x, dy)
         with _quiet():
             grad_bias, grad_weight = self.rounded(sums, dtype)
             return Sums(sums * weight if weight.size else sums, grad_weight, grad_bias)
@@ -175,7 +185,7 @@ class NumpySteps(Operations):
             statistics, _, rule = norm
             count = max(int(statistics.table[0]), 1)
             clamped = rule.clamped(statistics.m2 / count) if rule.clamps else None
-            numbers = [*_numbers(norm), *mean_gradients(total, count, clamped)]
+            numbers = [*_numbers(norm), x.valid, *mean_gradients(total, count, clamped)]
             self._run("backward_input", numbers, x, dy, target)
         return dx
 
@@ -214,7 +224,9 @@ class NumpySteps(Operations):
         kernel = view.kernels[step]
         if target is None:
             launch(kernel, threads > 1, *before)
-        elif _view_of(target) == view and not any(map(_overlaps, arrays, repeat(target))):
+        elif _view_of(target, x.valid is not None) == view and not any(
+            map(_overlaps, arrays, repeat(target))
+        ):
             launch(kernel, threads > 1, *before, view.of(target))
         else:
             result = np.empty_like(x.array)
@@ -238,32 +250,41 @@ class _View(NamedTuple):
         flat = array.transpose(self.axes).reshape(self.shape)
         return flat if flat.flags.writeable else writable_view(flat)
 
+    def of_mask(self, mask: Array, shape: tuple[int, ...]) -> Array:
+        """A copy of a bool mask, `(N, 1, *spatial)` or 1 for any axis: uint8, (A, B), or (A,)."""
+        whole = np.broadcast_to(mask, (shape[0], 1, *shape[2:])).transpose(self.axes)
+        valid = np.array(whole, np.uint8, order="C")
+        return valid.reshape(-1) if self.inner else valid.reshape(self.shape[0], -1)
+
 
 _STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
 _PLANES = {step: getattr(planes, f"planes_{step}") for step in _STEPS}
 _ROWS = {step: getattr(rows, f"rows_{step}") for step in _STEPS}
 
 
-def _view_of(x: Array) -> _View | None:
+def _view_of(x: Array, masked: bool = False) -> _View | None:
     """None where kernels can't use the array in place."""
-    return _view(x.shape, x.strides, x.dtype) if x.flags.aligned else None
+    return _view(x.shape, x.strides, x.dtype, masked) if x.flags.aligned else None
 
 
-def _dense(given: Any, array: Array) -> Dense:
+def _dense(given: Any, array: Array, mask: Array | None = None) -> Dense:
     if 0 in array.shape:
         return Dense(given, array, None, None)
-    view = _view_of(array)
+    view = _view_of(array, mask is not None)
     if view is None:
         native = array.dtype.newbyteorder("=")
         dtype = np.float32 if _kernel_dtype(native) is None else native
         array = np.array(array, dtype, order="K")
-        view = _view_of(array)
+        view = _view_of(array, mask is not None)
         assert view is not None
-    return Dense(given, array, view, view.of(array))
+    valid = None if mask is None else view.of_mask(mask, array.shape)
+    return Dense(given, array, view, view.of(array), valid)
 
 
 @lru_cache(maxsize=1024)
-def _view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> _View | None:
+def _view(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], masked: bool
+) -> _View | None:
     kernel_dtype = _kernel_dtype(dtype)
     layout = layout_of_strides(shape, strides, dtype.itemsize)
     if kernel_dtype is None or layout is None:
@@ -271,8 +292,9 @@ def _view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
     outer, channels, inner = layout.outer, layout.channels, layout.inner
     # Rows pay for the coefficients of each column, planes for the ends of each plane.
     far = outer * channels * inner * dtype.itemsize > NEAR
-    if inner == 1 or (inner <= SHORT and outer >= 8 and (far or outer >= inner)):
-        repeats = joined(outer, channels * inner)
+    as_rows = inner <= SHORT and outer >= 8 and (far or outer >= inner) and not masked
+    if inner == 1 or as_rows:  # with a mask, kernels for rows skip whole rows
+        repeats = 1 if masked else joined(outer, channels * inner)
         together = (outer // repeats, channels * inner * repeats)
         return _View(_ROWS, kernel_dtype, layout.axes, together, inner)
     return _View(_PLANES, kernel_dtype, layout.axes, (outer, channels, inner), 0)
@@ -292,7 +314,7 @@ def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 def _numbers(norm: Norm) -> list[Any]:
     """What all kernels but that of moments take per channel, and the activation."""
-    statistics, (weight, bias, _), rule = norm
+    statistics, (weight, bias, *_), rule = norm
     mean, _, invstd = statistics.table[1:].reshape(3, -1)
     return [mean, invstd, weight, bias, activation_of(rule.activation, rule.negative_slope)]
 

@@ -36,7 +36,7 @@ class Part(NamedTuple):
     Attributes:
         x: `(N, C, *spatial)`.
         affine, running: as in `steps`, on the device of x; a running of None is not updated.
-        valid: with a mask, what is known of x, see `masks`.
+        valid: with a mask, that itself if the steps take it, else what is known of x (`masks`).
         out: where to write y, or None; may be x.
         device: where x is, if parts are on several.
     """
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     x: Array
     affine: Affine = Affine()
     running: RunningStatistics | None = None
-    valid: Valid | None = None
+    valid: Valid | Array | None = None
     out: Array | None = None
     device: Any = None
 
@@ -80,7 +80,7 @@ def forward(
     `Operations.take` and of the exchange, before it writes anything.
     """
     first, number, members = parts[0].x, 0, 1
-    taken = [steps.take(part.x, part.affine, part.running) for part in parts]
+    taken = [steps.take(part.x, part.affine, part.running, part.valid) for part in parts]
 
     # One row of this process. Its label is known before its moments are.
     message = None if exchange is None else exchange.begin(first.shape[1], first)
@@ -133,7 +133,7 @@ def backward(
     if exchange is not None:
         message = exchange.begin_sums(norms[0].statistics.table, saved.number)
         labels = message.labels if len(xs) == 1 else None
-    pairs = [steps.take_pair(x, dy) for x, dy in zip(xs, dys, strict=True)]
+    pairs = [steps.take_pair(x, dy, n.affine) for x, dy, n in zip(xs, dys, norms, strict=True)]
 
     # The sums of each part, which are the gradients of its weight and bias; then of all.
     sums = [
@@ -158,11 +158,11 @@ def backward(
 
 
 def moments_of(
-    steps: Operations, x: Any, valid: Valid | None = None, labels: Labels | None = None
+    steps: Operations, x: Any, valid: Any = None, labels: Labels | None = None
 ) -> Moments:
     """Those of x, which `steps` has taken; of its valid values if there was a mask."""
     part = steps.moments(x, labels)
-    if valid is None:
+    if valid is None or steps.takes_masks:
         return part
     count, fill = valid
     library = import_module(type(part.rows).__module__.partition(".")[0])

@@ -114,23 +114,28 @@ class Gradients(NamedTuple):
 class Operations(ABC):
     """A backend: the steps for the arrays of one library on one kind of device."""
 
+    takes_masks = False  # whether `take` does; for others callers fill x, see `masks`
+
     @property
     def serial(self) -> Operations:
         """The same steps, computed in the calling thread only; for members that are threads."""
         return self
 
     def take(
-        self, x: Array, affine: Affine, running: RunningStatistics | None
+        self, x: Array, affine: Affine, running: RunningStatistics | None, mask: Any = None
     ) -> tuple[Any, Any, Any]:
         """`x`, `affine` and `running` in the form that the other steps expect.
+
+        `mask`: bool, `(N, 1, *spatial)` or 1 for any axis, if `takes_masks`: of the elements that
+        count; y and dx are 0 elsewhere.
 
         Called once in a forward, before anything is sent. Raises an error for arrays that the steps
         can't read, or for running statistics that they can't write.
         """
         return x, affine, running
 
-    def take_pair(self, x: Array, dy: Array) -> tuple[Any, Any]:
-        """x and dy as the steps of backward take them."""
+    def take_pair(self, x: Array, dy: Array, affine: Any = None) -> tuple[Any, Any]:
+        """x and dy as the steps of backward take them; `affine`: as `take` gave it."""
         return x, dy
 
     def near(self, values: Array, like: Array) -> Array:

@@ -39,6 +39,13 @@ def test_benchmark_of_the_cpu_measures_all_contenders_and_draws(tmp_path: Path) 
     assert "Targets" in done.stdout
 
 
+def test_benchmark_of_masks(tmp_path: Path) -> None:
+    done = run("masks.py", "--rounds", "1", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("masks-*.json")
+    assert len(json.loads(path.read_text(encoding="utf-8"))["rows"]) == 32
+
+
 def test_benchmark_of_networks(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("timm")

@@ -199,9 +199,12 @@ def _by_node(
         part = checked_part(layer, x, processes)
         if mask is not None:
             mask = checked_mask(mask, x)
-            on_host = x.is_cpu and part.operations is not plain.DIFFERENTIABLE
-            x, valid = filled(x, mask, on_host)
-            part = part._replace(x=x, valid=valid)
+            if part.operations.takes_masks:
+                part, mask = part._replace(valid=mask.as_subclass(Tensor).numpy()), None
+            else:
+                on_host = x.is_cpu and part.operations is not plain.DIFFERENTIABLE
+                x, valid = filled(x, mask, on_host)
+                part = part._replace(x=x, valid=valid)
         y: Tensor
         if sync is not None:
             y = sync.forward(part)

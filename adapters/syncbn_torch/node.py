@@ -21,7 +21,6 @@ from torch.autograd import Function
 
 from syncbn_core import order
 from syncbn_core.errors import StateError
-from syncbn_core.masks import Valid
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 from syncbn_torch._torch_private import untraced
@@ -29,6 +28,8 @@ from syncbn_torch.arrays import as_tensor
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_unchanged, has_tangent_or_wrapper, refuse_transforms
 from syncbn_torch.derivatives import DifferentiableSums, total_moments
+from syncbn_torch.masks import filled as of_mask
+from syncbn_torch.masks import zeroed
 from syncbn_torch.processes import Processes
 from syncbn_torch.streams import of_node
 
@@ -43,7 +44,7 @@ class Part(NamedTuple):
     `place`: the layer in their forward. `kept`: the ctx of a node that has saved x, if any.
     `stream`: that of its GPU on which it computes x, and goes on with y; None on a host.
     `nodes`: how many nodes of autograd its thread has made.
-    `valid`: with a mask, what `masks.filled` says of x.
+    `valid`: as of `order.Part`.
     """
 
     operations: Operations
@@ -58,7 +59,7 @@ class Part(NamedTuple):
     kept: Any = None
     stream: Any = None
     nodes: int = 0
-    valid: Valid | None = None
+    valid: Any = None
 
 
 class Call(NamedTuple):
@@ -72,7 +73,7 @@ class Call(NamedTuple):
     place: Any
     kept: Sequence[Any]
     streams: Sequence[Any]
-    valid: Sequence[Valid | None]
+    valid: Sequence[Any]
 
 
 def batch_norm(parts: Sequence[Part]) -> tuple[Sequence[Tensor], Call]:
@@ -168,9 +169,20 @@ def _backward(
     if synchronizes:
         name = partial(str, place.name) if known.exchange is None else known.exchange.name
         refuse_transforms(name, *dys)
-    if torch.is_grad_enabled() or (not synchronizes and has_tangent_or_wrapper(*dys)):
-        known = _differentiable(call, xs, affine)
-    return order.backward(known, xs, filled, by_x)
+    if not (torch.is_grad_enabled() or (not synchronizes and has_tangent_or_wrapper(*dys))):
+        return order.backward(known, xs, filled, by_x)
+    if not known.steps.takes_masks:
+        return order.backward(_differentiable(call, xs, affine), xs, filled, by_x)
+    masks = [None if valid is None else torch.from_numpy(valid) for valid in call.valid]
+    pairs = [
+        (x, None) if m is None else of_mask(x, m, True) for x, m in zip(xs, masks, strict=True)
+    ]
+    xs, valid = zip(*pairs, strict=True)
+    zeros = [dy if m is None else zeroed(dy, m) for dy, m in zip(filled, masks, strict=True)]
+    known = _differentiable(call._replace(valid=valid), xs, affine)
+    dxs, sums = order.backward(known, xs, zeros, by_x)
+    masked = zip(dxs, masks, strict=True)
+    return [dx if dx is None or m is None else zeroed(dx, m) for dx, m in masked], sums
 
 
 def _differentiable(call: Call, xs: Sequence[Tensor], affine: Sequence[Affine]) -> order.Forward:

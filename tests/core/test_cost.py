@@ -3,6 +3,7 @@
 import platform
 import re
 import tracemalloc
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -76,7 +77,10 @@ LOOPS = {
 }
 
 
-def signature(function: Any, element: Any, number: Any, act: Any) -> tuple[Any, ...]:
+MASKS = (types.none, types.Array(types.uint8, 1, "C"))
+
+
+def signature(function: Any, element: Any, number: Any, act: Any, valid: Any) -> tuple[Any, ...]:
     """Types of the arguments, told by their names."""
     rows = function.py_func.__module__ == row_parts.__name__
     run, line = types.Array(element, 1, "C"), types.Array(number, 1, "C")
@@ -88,7 +92,11 @@ def signature(function: Any, element: Any, number: Any, act: Any) -> tuple[Any, 
     known |= {"dy": known["x"], "y": known["x"], "dx": known["x"]}
     if function.py_func.__name__ == "_products":
         known |= {"x": run, "dy": run}
-    known |= {"act": act, "power": number}  # one for all columns: the case that is fast
+    known |= {
+        "valid": valid,
+        "act": act,
+        "power": number,
+    }  # one for all columns: the case that is fast
     known |= dict.fromkeys(("left", "right", "begin", "end", "c"), types.int64)
     channelwise = line if rows else number
     code = function.py_func.__code__
@@ -113,16 +121,17 @@ def test_every_inner_loop_is_vectorized(element: Any) -> None:
             fresh = numba.njit(**options)(function.py_func)  # cached ones show no code
             takes = "act" in function.py_func.__code__.co_varnames
             # in float64 a library computes exp, number by number
-            for activation in ACTIVATIONS if takes and element is types.float32 else (None,):
-                given = signature(
-                    function, element, number, numba.typeof(activation_of(activation, 0.1))
-                )
+            activations = ACTIVATIONS if takes and element is types.float32 else (None,)
+            masks = MASKS if "valid" in function.py_func.__code__.co_varnames else MASKS[:1]
+            for activation, valid in product(activations, masks):
+                act = numba.typeof(activation_of(activation, 0.1))
+                given = signature(function, element, number, act, valid)
                 fresh.compile(given)
                 loops = vector_loops(fresh.inspect_asm(given))
                 # four rows at once, and those left over
-                due = 2 if name in ("_add", "_add_deviations") else 1
+                due = 2 if name in ("_add", "_add_deviations") and valid is types.none else 1
                 assert len(loops) >= due, (
-                    f"{module.__name__}.{name} of {element}, {activation}: {len(loops)} of {due}"
+                    f"{module.__name__}.{name} of {element}, {activation}, {valid}: {len(loops)}"
                 )
 
 

@@ -59,14 +59,14 @@ ROWS = {
 
 
 def run_kernels(
-    kind: str, build: str, case: Any, activation: str | None = None
+    kind: str, build: str, case: Any, activation: str | None = None, valid: Array | None = None
 ) -> dict[str, Array]:
     """All four kernels of a kind, straight, with results that were NaN before."""
     x, dy, mean, invstd, weight, bias, mean_dy, mean_dy_xhat = case
     inner: tuple[int, ...] = ()
     if kind == "rows":
         inner = (prod(x.shape[2:]), 1 if build == "serial" else 3)  # and workers
-        repeats = cpu_rows.joined(len(x), x[0].size)
+        repeats = 1 if valid is not None else cpu_rows.joined(len(x), x[0].size)
         x, dy = (a.reshape(len(a) // repeats, -1) for a in (x, dy))
     weight = np.empty(0) if weight is None else weight.astype("f8")
     bias = np.empty(0) if bias is None else bias.astype("f8")
@@ -74,8 +74,8 @@ def run_kernels(
     channels = case.x.shape[1]
     result = {name: np.full(channels, np.nan) for name in ("mean", "m2", "sum_dy", "sum_dy_xhat")}
     result |= {name: np.full_like(x, np.nan) for name in ("y", "dx")}
-    kernels["moments"](x, *inner, result["mean"], result["m2"])
-    settings = *inner, mean, invstd, weight, bias, activation_of(activation, 0.1)
+    kernels["moments"](x, *inner, valid, result["mean"], result["m2"])
+    settings = *inner, mean, invstd, weight, bias, activation_of(activation, 0.1), valid
     kernels["normalize"](x, *settings, result["y"])
     kernels["backward_reduce"](x, dy, *settings, result["sum_dy"], result["sum_dy_xhat"])
     kernels["backward_input"](x, dy, *settings, mean_dy, mean_dy_xhat, result["dx"])
@@ -118,6 +118,17 @@ def test_an_activation_gives_the_same_bits_too(
 ) -> None:
     case = make_case(shape, "f4", affine="f4")
     assert_same_bits(*(run_kernels(kind, build, case, activation) for build in BUILDS))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("planes", (3, 5, 4900)), ("rows", (1300, 2048))])
+def test_a_mask_gives_the_same_bits_too(
+    kind: str, shape: tuple[int, ...], make_case: Function
+) -> None:
+    case = make_case(shape, "f4", affine="f4")
+    valid = np.random.default_rng(0).random((shape[0], *shape[2:])) < 0.3
+    valid[-1:] = False  # whole tiles without any
+    masked = valid.astype(np.uint8)
+    assert_same_bits(*(run_kernels(kind, build, case, None, masked) for build in BUILDS))
 
 
 def test_results_do_not_depend_on_the_number_of_threads(make_case: Function) -> None:
@@ -350,15 +361,15 @@ def kernels(build, channels, workers):
     x = np.ones((1, channels, 2), np.float32)
     sums, ones = np.full((2, channels), 7.0), np.ones(channels)
     of = lambda module, name: getattr(getattr(module, name), build)
-    yield sums, lambda: of(cpu_planes, "planes_moments")(x, *sums)
+    yield sums, lambda: of(cpu_planes, "planes_moments")(x, None, *sums)
     reduce = of(cpu_planes, "planes_backward_reduce")
     none = np.empty(0)
-    yield sums, lambda: reduce(x, x, ones, ones, none, none, None, *sums)
+    yield sums, lambda: reduce(x, x, ones, ones, none, none, None, None, *sums)
     x2, sums2, ones2 = np.ones((64, 3), np.float32), np.full((2, 3), 7.0), np.ones(3)
     y = np.full((64, 3), 7, np.float32)
-    each = 1, workers, ones2, ones2, none, none, None
+    each = 1, workers, ones2, ones2, none, none, None, None
     rows = lambda name: of(cpu_rows, "rows_" + name)
-    yield sums2, lambda: rows("moments")(x2, 1, workers, *sums2)
+    yield sums2, lambda: rows("moments")(x2, 1, workers, None, *sums2)
     yield y, lambda: rows("normalize")(x2, *each, y)
     yield sums2, lambda: rows("backward_reduce")(x2, x2, *each, *sums2)
     yield y, lambda: rows("backward_input")(x2, x2, *each, ones2, ones2, y)

@@ -99,6 +99,40 @@ def test_alone_and_in_replicas(shape: Any, kind: Any) -> None:
     torch.testing.assert_close(*evals)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(9, 3, 7, 7), (3, 5, 70, 70), (40, 3)], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_narrow_dtypes_layouts_and_large_means(
+    shape: Any, dtype: torch.dtype, channels_last: bool
+) -> None:
+    x, dy, mask = batch(shape)
+    x = (x + (1e6 if dtype is torch.float32 else 0)).to(dtype)
+    if channels_last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    layer = SyncBatchNorm(shape[1], activation="silu", dtype=torch.float32)
+    nn.init.normal_(layer.weight)
+    twin = copy.deepcopy(layer).double()
+    kept = layer(x.requires_grad_(), mask).grad_fn.saved_tensors[0]
+    assert kept.data_ptr() == x.data_ptr()  # no filled copy
+    layer, x = copy.deepcopy(twin).float(), x.detach()
+    y, dx, *others = step(layer, x, dy.to(dtype), mask)
+    z = torch.where(mask[:, None], x.double(), 0)
+    plain = nn.BatchNorm1d(shape[1]).double()
+    plain.load_state_dict(twin.state_dict())
+    rows_of_x = rows(z, mask).requires_grad_()
+    wanted = nn.functional.silu(plain(rows_of_x))
+    gradients = torch.autograd.grad(
+        wanted, [rows_of_x, *plain.parameters()], rows(dy.to(dtype).double(), mask)
+    )
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
+    same = {"check_dtype": False, **(tolerance or {"rtol": 1e-4, "atol": 1e-4})}
+    for found, right in ((y, wanted), (dx, gradients[0])):
+        torch.testing.assert_close(rows(found, mask), right, **same)
+        assert not found.movedim(1, -1)[~mask].any()
+    torch.testing.assert_close(others, list(gradients[1:]), **same)
+    torch.testing.assert_close(layer.running_mean, plain.running_mean, **same)
+
+
 @on_ranks(2, 3)
 def test_ranks_with_uneven_masks(rank: int, size: int) -> None:
     x, dy, mask = batch((7, 3, 5, 6))

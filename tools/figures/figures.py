@@ -33,6 +33,7 @@ REPLICAS = "replicas-2026-11-25.json"
 DDP = "ddp-2026-11-28.json"
 STUDY = "study-2026-11-27.jsonl"
 PAYS = "pays-2026-11-28.json"
+MASKS = "masks-2026-11-28.json"
 SCALING = "scaling-2026-11-28.json"
 LAYOUTS = ("NCHW", "channels_last")
 MIB = 1 << 20
@@ -304,6 +305,13 @@ def study() -> Iterator[str]:
         yield f"| {task} | {' | '.join(found)} |"
 
 
+def masks() -> Iterator[str]:
+    rows = read(MASKS)["rows"]
+    faster = span([1 / row["over"]["torch"] for row in rows], 1)
+    yield f"takes {span([row['over']['without'] for row in rows])} times as long as without a mask"
+    yield f"{faster} times as fast as `nn.BatchNorm1d`"
+
+
 def conclusions_of_pays() -> Iterator[str]:
     """What `pays` says of the study's tasks, of which two gain by synchronization."""
     rows = read(PAYS)["tasks"]
@@ -316,6 +324,7 @@ def conclusions_of_pays() -> Iterator[str]:
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "README.md": (readme,),
     "docs/is-it-for-me.md": (study, conclusions_of_pays, cost_of_networks),
+    "docs/layers.md": (masks,),
     "docs/speed.md": (speed_cpu, replicas_cpu, nets_cpu, steps_of_graphs, speed_h100, speed_h200),
     "docs/scaling.md": (scaling,),
 }

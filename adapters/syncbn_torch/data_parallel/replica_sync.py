@@ -77,7 +77,7 @@ class ReplicaSync:
         if over:
             with torch.no_grad(), without_dispatch_modes():
                 do = part.operations
-                own, _, running = do.take(x, part.affine, part.running)
+                own, _, running = do.take(x, part.affine, part.running, part.valid)
                 earlier = self._earlier(order.moments_of(do, own, part.valid))
                 if running is not None:  # before x is saved, where a checkpoint may end
                     do.update_running(running, earlier.norm.statistics)
@@ -171,7 +171,7 @@ class Recomputed(Function):
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, norm: Norm, part: Part) -> Any:
         ctx.name = str(part.place.name)
         do = part.operations
-        own, affine, _ = do.take(x, part.affine, None)
+        own, affine, _ = do.take(x, part.affine, None, part.valid)
         statistics = do.statistics(norm.statistics.as_moments(), norm.rule)
         return do.forward(own, Norm(statistics, affine, norm.rule))
 

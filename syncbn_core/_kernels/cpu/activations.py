@@ -22,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from syncbn_core._kernels.cpu.builds import may_contract
-from syncbn_core._kernels.cpu.numerics import affine, rounded, widen
+from syncbn_core._kernels.cpu.numerics import affine, rounded, where, widen
 
 __all__ = ["activated", "activation_of", "incoming"]
 
@@ -45,18 +45,6 @@ class Hardswish(NamedTuple):
 
 class Relu6(NamedTuple):
     negative_slope: float
-
-
-def _select(typing_context, condition, one, other):
-    """`one if condition else other`, without the branch that keeps a loop from being vectorized."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.select(*arguments)
-
-    return one(types.boolean, one, one), generate
-
-
-_where: Any = intrinsic(_select)
 
 
 def _power_of_two(typing_context, exponent):
@@ -108,22 +96,22 @@ def _sigmoid_of(z):
 
 @may_contract
 def _relu(z, negative_slope):
-    return _where(z <= 0, rounded(0, z), z)
+    return where(z <= 0, rounded(0, z), z)
 
 
 @may_contract
 def _relu_slope(z, negative_slope):
-    return _where(z <= 0, rounded(0, z), rounded(1, z))
+    return where(z <= 0, rounded(0, z), rounded(1, z))
 
 
 @may_contract
 def _leaky_relu(z, negative_slope):
-    return _where(z <= 0, z * rounded(negative_slope, z), z)
+    return where(z <= 0, z * rounded(negative_slope, z), z)
 
 
 @may_contract
 def _leaky_relu_slope(z, negative_slope):
-    return _where(z <= 0, rounded(negative_slope, z), rounded(1, z))
+    return where(z <= 0, rounded(negative_slope, z), rounded(1, z))
 
 
 @may_contract
@@ -145,17 +133,17 @@ def _hardswish(z, negative_slope):
 @may_contract
 def _hardswish_slope(z, negative_slope):
     inner = z * rounded(1 / 3, z) + rounded(0.5, z)
-    return _where(z <= -3, rounded(0, z), _where(z >= 3, rounded(1, z), inner))
+    return where(z <= -3, rounded(0, z), where(z >= 3, rounded(1, z), inner))
 
 
 @may_contract
 def _relu6(z, negative_slope):
-    return _where(z <= 0, rounded(0, z), _where(z >= 6, rounded(6, z), z))
+    return where(z <= 0, rounded(0, z), where(z >= 6, rounded(6, z), z))
 
 
 @may_contract
 def _relu6_slope(z, negative_slope):
-    return _where((z <= 0) | (z >= 6), rounded(0, z), rounded(1, z))
+    return where((z <= 0) | (z >= 6), rounded(0, z), rounded(1, z))
 
 
 _FUNCTIONS = {

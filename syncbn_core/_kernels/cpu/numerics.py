@@ -47,6 +47,8 @@ __all__ = [
     "gradient",
     "gradient_coefficients",
     "has_half",
+    "kept",
+    "kept_of",
     "merge",
     "narrow",
     "power_of",
@@ -54,7 +56,9 @@ __all__ = [
     "scratch",
     "share",
     "unowned",
+    "valid_part",
     "value_or",
+    "where",
     "widen",
     "xhat_sum",
 ]
@@ -193,6 +197,54 @@ def _at(values, i):
     if isinstance(values, types.Array):
         return lambda values, i: values[i]
     return lambda values, i: values
+
+
+def _select(typing_context, condition, one, other):
+    """`one if condition else other`, without the branch that keeps a loop from being vectorized."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.select(*arguments)
+
+    return one(types.boolean, one, one), generate
+
+
+where: Any = intrinsic(_select)
+
+
+def kept(valid: Any, i: int) -> bool:
+    """Whether element (or row) `i` counts; `valid`: uint8, or None where all do."""
+    raise NotImplementedError
+
+
+@overload(kept)
+def _kept(valid, i):
+    if isinstance(valid, types.Array):
+        return lambda valid, i: valid[i] != 0
+    return lambda valid, i: True
+
+
+def valid_part(valid: Any, at: Any) -> Any:
+    """`valid[at]`; None for None."""
+    raise NotImplementedError
+
+
+@overload(valid_part)
+def _valid_part(valid, at):
+    if isinstance(valid, types.Array):
+        return lambda valid, at: valid[at]
+    return lambda valid, at: None
+
+
+def kept_of(valid: Any, begin: int, end: int) -> int:
+    """How many of the elements (or rows) from `begin` to `end` count."""
+    raise NotImplementedError
+
+
+@overload(kept_of)
+def _kept_of(valid, begin, end):
+    if isinstance(valid, types.Array):
+        return lambda valid, begin, end: valid[begin:end].sum()
+    return lambda valid, begin, end: end - begin
 
 
 def float32_fails(first: float, second: float, count: float, like: Any) -> bool:

@@ -8,7 +8,8 @@ the compiler may reorder or contract arithmetic only inside small functions that
 
 `x`, `dy`, `y`, `dx` are activations. Per-channel arguments (`mean`, `invstd`, `weight`, `bias`,
 sums) are float64 `(C,)`; an empty `weight` or `bias` stands for ones or zeros. `numerics` explains
-`power`, `centre` and the coefficients that follow them.
+`power`, `centre` and the coefficients that follow them. `valid` [A, B], uint8, says which elements
+of all channels count; others are not read, and are 0 in `y` and `dx`. None: all count.
 
 How work is cut:
 
@@ -31,13 +32,17 @@ from syncbn_core._kernels.cpu.numerics import (
     float32_fails,
     gradient,
     gradient_coefficients,
+    kept,
+    kept_of,
     merge,
     narrow,
     power_of,
     rounded,
     share,
     unowned,
+    valid_part,
     value_or,
+    where,
     widen,
     xhat_sum,
 )
@@ -58,53 +63,54 @@ PIECE = 16384
 
 
 @may_reorder
-def _sum(run, zero):
+def _sum(run, valid, zero):
     """The sum of a run, in the dtype of `zero`."""
     total = zero
     for i in range(run.shape[0]):
-        total += widen(run[i])
+        total += where(kept(valid, i), rounded(widen(run[i]), zero), zero)
     return total
 
 
 @may_reorder
-def _deviations(run, shift, zero):
+def _deviations(run, valid, shift, zero):
     """`(sum(d), sum(d**2))` with `d = run - shift`, in the dtype of `shift` and `zero`."""
     first = zero
     second = zero
     for i in range(run.shape[0]):
-        d = widen(run[i]) - shift
+        d = where(kept(valid, i), rounded(widen(run[i]), zero) - shift, zero)
         first += d
         second += d * d
     return first, second
 
 
 @may_reorder
-def _products(x, dy, act, power, centre, scale, shift):
+def _products(x, dy, valid, act, power, centre, scale, shift):
     """`(sum(dz), sum(dz * (x * power - centre)))` of two runs."""
-    first = rounded(0, x)
-    second = rounded(0, x)
+    zero = rounded(0, x)
+    first = zero
+    second = zero
     for i in range(x.shape[0]):
         g = incoming(act, x[i], dy[i], power, centre, scale, shift)
-        first += g
-        second += g * (widen(x[i]) * power - centre)
+        first += where(kept(valid, i), g, zero)
+        second += where(kept(valid, i), g * (widen(x[i]) * power - centre), zero)
     return first, second
 
 
 @may_contract
-def _affine(source, act, power, centre, scale, shift, target):
+def _affine(source, valid, act, power, centre, scale, shift, target):
     """Write `y` of one run to `target`."""
     for i in range(source.shape[0]):
-        z = affine(source[i], power, centre, scale, shift)
-        target[i] = narrow(activated(act, z), target)
+        y = activated(act, affine(source[i], power, centre, scale, shift))
+        target[i] = narrow(where(kept(valid, i), y, rounded(0, source)), target)
 
 
 @may_contract
-def _gradient(source, grad, act, power, centre, scale, bias, of_dy, of_x, shift, target):
+def _gradient(source, grad, valid, act, power, centre, scale, bias, of_dy, of_x, shift, target):
     """Write `dx` of one run to `target`."""
     for i in range(source.shape[0]):
         dz = incoming(act, source[i], grad[i], power, centre, scale, bias)
         dx = gradient(source[i], dz, power, centre, of_dy, of_x, shift)
-        target[i] = narrow(dx, target)
+        target[i] = narrow(where(kept(valid, i), dx, rounded(0, source)), target)
 
 
 # ------------------------------------------------------------- how work is cut
@@ -146,7 +152,7 @@ def _map_tasks(x):
 
 
 @strict
-def _tile_moments(x, c, t, runs, pieces, zero):
+def _tile_moments(x, valid, c, t, runs, pieces, zero):
     """`(count, shift, sum(d), sum(d**2))` of tile `t` of channel `c`, with `d = x - shift`.
 
     `shift` is the mean of the tile, rounded to the dtype of `zero`, in which all is computed.
@@ -155,27 +161,29 @@ def _tile_moments(x, c, t, runs, pieces, zero):
     if runs == 1:
         start = (t % pieces) * TILE
         run = x[t // pieces, c, start : min(inner, start + TILE)]
-        n = run.shape[0]
-        shift = rounded(_sum(run, zero) / n, zero)
-        first, second = _deviations(run, shift, zero)
+        own = valid_part(valid, (t // pieces, slice(start, min(inner, start + TILE))))
+        n = kept_of(own, 0, run.shape[0])
+        shift = rounded(_sum(run, own, zero) / max(n, 1), zero)
+        first, second = _deviations(run, own, shift, zero)
     else:
         stop = min(outer, (t + 1) * runs)
-        n = (stop - t * runs) * inner
+        n = 0
         total = zero
         for a in range(t * runs, stop):
-            total += _sum(x[a, c], zero)
-        shift = rounded(total / n, zero)
+            n += kept_of(valid_part(valid, a), 0, inner)
+            total += _sum(x[a, c], valid_part(valid, a), zero)
+        shift = rounded(total / max(n, 1), zero)
         first = zero
         second = zero
         for a in range(t * runs, stop):
-            f, s = _deviations(x[a, c], shift, zero)
+            f, s = _deviations(x[a, c], valid_part(valid, a), shift, zero)
             first += f
             second += s
     return np.float64(n), np.float64(shift), np.float64(first), np.float64(second)
 
 
 @strict
-def _chunk_moments(x, c, begin, end, runs, pieces):
+def _chunk_moments(x, valid, c, begin, end, runs, pieces):
     """`(count, mean, m2)` of the tiles `begin` to `end` of channel `c`.
 
     Each tile is summed for its mean, then its deviations from that mean are summed. Their sum is 0
@@ -185,9 +193,11 @@ def _chunk_moments(x, c, begin, end, runs, pieces):
     mean = 0.0
     m2 = 0.0
     for t in range(begin, end):
-        n, shift, first, second = _tile_moments(x, c, t, runs, pieces, rounded(0, x))
+        n, shift, first, second = _tile_moments(x, valid, c, t, runs, pieces, rounded(0, x))
+        if n == 0:
+            continue
         if float32_fails(first, second, n, x):
-            n, shift, first, second = _tile_moments(x, c, t, runs, pieces, 0.0)
+            n, shift, first, second = _tile_moments(x, valid, c, t, runs, pieces, 0.0)
         correction = first / n
         tile_m2 = max(second - correction * first, 0.0 * second)  # NaN stays NaN
         mean, m2 = merge(count, mean, m2, n, shift + correction, tile_m2)
@@ -196,7 +206,7 @@ def _chunk_moments(x, c, begin, end, runs, pieces):
 
 
 @strict
-def _chunk_products(x, dy, c, act, coefficients, begin, end, runs, pieces):
+def _chunk_products(x, dy, valid, c, act, coefficients, begin, end, runs, pieces):
     """`(sum(dz), sum(dz * (x - rounded_mean)))` of the tiles `begin` to `end` of channel `c`."""
     outer, _, inner = x.shape
     power, centre, scale, shift = coefficients
@@ -208,12 +218,14 @@ def _chunk_products(x, dy, c, act, coefficients, begin, end, runs, pieces):
             stop = min(inner, start + TILE)
             a = t // pieces
             source, grad = x[a, c, start:stop], dy[a, c, start:stop]
-            f, s = _products(source, grad, act, power, centre, scale, shift)
+            own = valid_part(valid, (a, slice(start, stop)))
+            f, s = _products(source, grad, own, act, power, centre, scale, shift)
             first += f
             second += s
         else:
             for a in range(t * runs, min(outer, (t + 1) * runs)):
-                f, s = _products(x[a, c], dy[a, c], act, power, centre, scale, shift)
+                own = valid_part(valid, a)
+                f, s = _products(x[a, c], dy[a, c], own, act, power, centre, scale, shift)
                 first += f
                 second += s
     return first, second / power
@@ -248,7 +260,7 @@ def _gradient_arguments(x, mean, invstd, weight, mean_dy, mean_dy_xhat, power):
 
 
 @SerialParallelKernel
-def planes_moments(x, mean, m2):
+def planes_moments(x, valid, mean, m2):
     """Write the moments of `x` [A, C, B] to `mean`, `m2` (C,)."""
     x = unowned(x)
     outer, channels, inner = x.shape
@@ -260,18 +272,19 @@ def planes_moments(x, mean, m2):
     for task in prange(channels * chunks):
         c, k = task // chunks, task % chunks
         begin, end = share(tiles, k, chunks)
-        counts[c, k], means[c, k], m2s[c, k] = _chunk_moments(x, c, begin, end, runs, pieces)
+        counts[c, k], means[c, k], m2s[c, k] = _chunk_moments(x, valid, c, begin, end, runs, pieces)
     for c in range(channels):
         count = counts[c, 0]
         mean[c] = means[c, 0]
         m2[c] = m2s[c, 0]
         for k in range(1, chunks):
-            mean[c], m2[c] = merge(count, mean[c], m2[c], counts[c, k], means[c, k], m2s[c, k])
-            count += counts[c, k]
+            if counts[c, k]:
+                mean[c], m2[c] = merge(count, mean[c], m2[c], counts[c, k], means[c, k], m2s[c, k])
+                count += counts[c, k]
 
 
 @SerialParallelKernel
-def planes_normalize(x, mean, invstd, weight, bias, act, y):
+def planes_normalize(x, mean, invstd, weight, bias, act, valid, y):
     """`y = act((x - mean) * invstd * weight + bias)`; `x`, `y` [A, C, B]."""
     x, y = unowned(x), unowned(y)
     _, channels, inner = x.shape
@@ -280,11 +293,12 @@ def planes_normalize(x, mean, invstd, weight, bias, act, y):
         power, centre, scale, shift = _affine_arguments(
             x, mean[c], invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
         )
-        _affine(x[a, c, begin:end], act, power, centre, scale, shift, y[a, c, begin:end])
+        own = valid_part(valid, (a, slice(begin, end)))
+        _affine(x[a, c, begin:end], own, act, power, centre, scale, shift, y[a, c, begin:end])
 
 
 @SerialParallelKernel
-def planes_backward_reduce(x, dy, mean, invstd, weight, bias, act, sum_dy, sum_dy_xhat):
+def planes_backward_reduce(x, dy, mean, invstd, weight, bias, act, valid, sum_dy, sum_dy_xhat):
     """`sum_dy = sum(dz)`, `sum_dy_xhat = sum(dz * (x - mean)) * invstd`; `x`, `dy` [A, C, B].
 
     `dz` is dy times the derivative of `act`; only that needs `weight` and `bias`.
@@ -302,7 +316,7 @@ def planes_backward_reduce(x, dy, mean, invstd, weight, bias, act, sum_dy, sum_d
             x, mean[c], invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
         )
         firsts[c, k], seconds[c, k] = _chunk_products(
-            x, dy, c, act, coefficients, begin, end, runs, pieces
+            x, dy, valid, c, act, coefficients, begin, end, runs, pieces
         )
     for c in range(channels):
         first = 0.0
@@ -315,7 +329,7 @@ def planes_backward_reduce(x, dy, mean, invstd, weight, bias, act, sum_dy, sum_d
 
 
 @SerialParallelKernel
-def planes_backward_input(x, dy, mean, invstd, weight, bias, act, mean_dy, mean_dy_xhat, dx):
+def planes_backward_input(x, dy, mean, invstd, weight, bias, act, valid, mean_dy, mean_dy_xhat, dx):
     """`dx = invstd * (weight * dz - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, all [A, C, B].
 
     `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
@@ -333,4 +347,5 @@ def planes_backward_input(x, dy, mean, invstd, weight, bias, act, mean_dy, mean_
             x, mean[c], invstd[c], w, mean_dy[c], mean_dy_xhat[c], power
         )
         source, grad, target = x[a, c, begin:end], dy[a, c, begin:end], dx[a, c, begin:end]
-        _gradient(source, grad, act, power, centre, scale, of_z, of_dy, of_x, shift, target)
+        own = valid_part(valid, (a, slice(begin, end)))
+        _gradient(source, grad, own, act, power, centre, scale, of_z, of_dy, of_x, shift, target)

@@ -13,6 +13,7 @@ Arguments that many functions share:
     numbers   scratch memory for one float64 value per channel
     first     sums per column of d, or of dy
     second    sums per column of d**2, or of dy * (x * power - centre)
+    valid     (R,), uint8: which rows count, if B is 1 and rows are not joined; None for all
 
 Functions that take a `part` get per-channel arguments of all channels and slice them. Loops over
 channels run over slices, from index 0: with an offset in the index they would not be vectorized.
@@ -31,6 +32,8 @@ from syncbn_core._kernels.cpu.numerics import (
     float32_fails,
     gradient,
     gradient_coefficients,
+    kept,
+    kept_of,
     merge,
     narrow,
     power_of,
@@ -58,23 +61,26 @@ __all__ = [
 
 
 @may_contract
-def _add(x, left, right, begin, end, total):
+def _add(x, valid, left, right, begin, end, total):
     """`total += sum(x)` over the rows `begin` to `end`."""
-    for r in range(begin, end - 3, 4):
+    single = begin if valid is not None else end - (end - begin) % 4
+    for r in range(begin, single - 3, 4):
         a, b = x[r, left:right], x[r + 1, left:right]
         c, d = x[r + 2, left:right], x[r + 3, left:right]
         for i in range(total.shape[0]):
             total[i] += (widen(a[i]) + widen(b[i])) + (widen(c[i]) + widen(d[i]))
-    for r in range(end - (end - begin) % 4, end):
-        a = x[r, left:right]
-        for i in range(total.shape[0]):
-            total[i] += widen(a[i])
+    for r in range(single, end):
+        if kept(valid, r):
+            a = x[r, left:right]
+            for i in range(total.shape[0]):
+                total[i] += widen(a[i])
 
 
 @may_contract
-def _add_deviations(x, left, right, begin, end, shift, first, second):
+def _add_deviations(x, valid, left, right, begin, end, shift, first, second):
     """`first += sum(d)`, `second += sum(d**2)` with `d = x - shift`, over rows."""
-    for r in range(begin, end - 3, 4):
+    single = begin if valid is not None else end - (end - begin) % 4
+    for r in range(begin, single - 3, 4):
         a, b = x[r, left:right], x[r + 1, left:right]
         c, d = x[r + 2, left:right], x[r + 3, left:right]
         for i in range(first.shape[0]):
@@ -83,26 +89,30 @@ def _add_deviations(x, left, right, begin, end, shift, first, second):
             u, v = widen(c[i]) - s, widen(d[i]) - s
             first[i] += (p + q) + (u + v)
             second[i] += (p * p + q * q) + (u * u + v * v)
-    for r in range(end - (end - begin) % 4, end):
-        a = x[r, left:right]
-        for i in range(first.shape[0]):
-            p = widen(a[i]) - shift[i]
-            first[i] += p
-            second[i] += p * p
+    for r in range(single, end):
+        if kept(valid, r):
+            a = x[r, left:right]
+            for i in range(first.shape[0]):
+                p = widen(a[i]) - shift[i]
+                first[i] += p
+                second[i] += p * p
 
 
 @may_contract
-def _add_products(x, dy, left, right, begin, end, act, power, centre, scale, shift, first, second):
+def _add_products(
+    x, dy, valid, left, right, begin, end, act, power, centre, scale, shift, first, second
+):
     """`first += sum(dz)`, `second += sum(dz * (x * power - centre))` over rows.
 
     Here and below, `power` has one number per column, or is one number for all.
     """
     for r in range(begin, end):
-        a, g = x[r, left:right], dy[r, left:right]
-        for i in range(first.shape[0]):
-            p = incoming(act, a[i], g[i], at(power, i), centre[i], scale[i], shift[i])
-            first[i] += p
-            second[i] += p * (widen(a[i]) * at(power, i) - centre[i])
+        if kept(valid, r):
+            a, g = x[r, left:right], dy[r, left:right]
+            for i in range(first.shape[0]):
+                p = incoming(act, a[i], g[i], at(power, i), centre[i], scale[i], shift[i])
+                first[i] += p
+                second[i] += p * (widen(a[i]) * at(power, i) - centre[i])
 
 
 @may_contract
@@ -138,14 +148,15 @@ def _merge_in(count, mean, m2, other_count, other_mean, other_m2):
 
 
 @strict
-def _float64_moments(x, left, right, c, channels, inner, top, bottom):
+def _float64_moments(x, valid, count, left, right, c, channels, inner, top, bottom):
     """`(mean, m2)` of channel `c` of a tile, in float64: for values with which float32 fails."""
-    count = (bottom - top) * ((right - left) // channels)
     mean = 0.0
     for _ in range(2):  # around 0, then around the mean: the corrected two-pass algorithm
         first = 0.0
         second = 0.0
         for r in range(top, bottom):
+            if not kept(valid, r):
+                continue
             for begin in range(left + c * inner, right, channels * inner):
                 for i in range(begin, begin + inner):
                     d = np.float64(widen(x[r, i])) - mean
@@ -157,7 +168,7 @@ def _float64_moments(x, left, right, c, channels, inner, top, bottom):
 
 
 @strict
-def part_moments(x, part, inner, height, lines, numbers, mean, m2):
+def part_moments(x, valid, part, inner, height, lines, numbers, mean, m2):
     """Write the moments of a part to its channels of `mean`, `m2`; returns the count.
 
     Each tile of the part is computed as in `planes`.
@@ -173,8 +184,10 @@ def part_moments(x, part, inner, height, lines, numbers, mean, m2):
     count = 0.0
     for begin in range(top, bottom, height):
         end = min(bottom, begin + height)
-        n = np.float64((end - begin) * (width // channels))
-        _add(x, left, right, begin, end, first)
+        n = np.float64(kept_of(valid, begin, end) * (width // channels))
+        if n == 0:
+            continue
+        _add(x, valid, left, right, begin, end, first)
         sums[:] = 0.0
         squares[:] = 0.0
         sum_columns(first, inner, sums)
@@ -182,7 +195,7 @@ def part_moments(x, part, inner, height, lines, numbers, mean, m2):
             tile_mean[c] = rounded(sums[c] / n, x)
             sums[c] = 0.0
         fill_columns(tile_mean, inner, shift)
-        _add_deviations(x, left, right, begin, end, shift, first, second)
+        _add_deviations(x, valid, left, right, begin, end, shift, first, second)
         sum_columns(first, inner, sums)
         sum_columns(second, inner, squares)
         failed = 0
@@ -195,7 +208,7 @@ def part_moments(x, part, inner, height, lines, numbers, mean, m2):
             for c in range(channels):
                 if float32_fails(sums[c], squares[c], n, x):
                     tile_mean[c], tile_m2[c] = _float64_moments(
-                        x, left, right, c, channels, inner, begin, end
+                        x, valid, n, left, right, c, channels, inner, begin, end
                     )
         count = _merge_in(count, mean, m2, n, tile_mean, tile_m2)
     return count
@@ -206,9 +219,10 @@ def merge_chunks(counts, means, m2s, low, high, mean, m2):
     """Merge the moments of the chunks, in their order, for the channels `low` to `high`."""
     count = 0.0
     for k in range(counts.shape[0]):
-        count = _merge_in(
-            count, mean[low:high], m2[low:high], counts[k], means[k, low:high], m2s[k, low:high]
-        )
+        if counts[k]:
+            count = _merge_in(
+                count, mean[low:high], m2[low:high], counts[k], means[k, low:high], m2s[k, low:high]
+            )
 
 
 @strict
@@ -253,8 +267,9 @@ def _fill_affine(x, mean, invstd, weight, bias, powers, inner, numbers, scale, s
 
 @strict
 def part_products(
-    x, dy, part, inner, height, mean, invstd, weight, bias, act, lines, numbers, sum_dy, sum_dy_x
-):
+    x, dy, part, inner, height, mean, invstd, weight, bias, act, valid, lines, numbers, sum_dy,
+    sum_dy_x,
+):  # fmt: skip
     """Write `sum(dz)`, `sum(dz * (x - rounded_mean))` of a part to its channels of the last two."""
     top, bottom, left, right, low, high = part
     mean, invstd = mean[low:high], invstd[low:high]
@@ -276,12 +291,14 @@ def part_products(
         end = min(bottom, begin + height)
         if same_power:
             _add_products(
-                x, dy, left, right, begin, end, act, one_power, centre, scale, shift, first, second
-            )
+                x, dy, valid, left, right, begin, end, act, one_power, centre, scale, shift, first,
+                second,
+            )  # fmt: skip
         else:
             _add_products(
-                x, dy, left, right, begin, end, act, power, centre, scale, shift, first, second
-            )
+                x, dy, valid, left, right, begin, end, act, power, centre, scale, shift, first,
+                second,
+            )  # fmt: skip
         sum_columns(first, inner, sum_dy)
         sum_columns(second, inner, sum_dy_x)
     for c in range(high - low):
@@ -308,7 +325,7 @@ def add_chunks(x, sums_dy, sums_dy_x, low, high, mean, invstd, sum_dy, sum_dy_xh
 
 
 @strict
-def part_normalize(x, part, inner, mean, invstd, weight, bias, act, lines, numbers, y):
+def part_normalize(x, part, inner, mean, invstd, weight, bias, act, valid, lines, numbers, y):
     """Write `y` of a part."""
     top, bottom, left, right, low, high = part
     mean, invstd = mean[low:high], invstd[low:high]
@@ -321,7 +338,9 @@ def part_normalize(x, part, inner, mean, invstd, weight, bias, act, lines, numbe
     one_power = rounded(powers[0], x)
     for r in range(top, bottom):
         source, target = x[r, left:right], y[r, left:right]
-        if same_power:
+        if not kept(valid, r):
+            target[:] = 0
+        elif same_power:
             _affine(source, act, one_power, centre, scale, shift, target)
         else:
             _affine(source, act, power, centre, scale, shift, target)
@@ -329,8 +348,9 @@ def part_normalize(x, part, inner, mean, invstd, weight, bias, act, lines, numbe
 
 @strict
 def part_gradient(
-    x, dy, part, inner, mean, invstd, weight, bias, act, mean_dy, mean_dy_xhat, lines, numbers, dx
-):
+    x, dy, part, inner, mean, invstd, weight, bias, act, valid, mean_dy, mean_dy_xhat, lines,
+    numbers, dx,
+):  # fmt: skip
     """Write `dx` of a part."""
     top, bottom, left, right, low, high = part
     mean, invstd = mean[low:high], invstd[low:high]
@@ -357,7 +377,9 @@ def part_gradient(
     one_power = rounded(powers[0], x)
     for r in range(top, bottom):
         source, grad, target = x[r, left:right], dy[r, left:right], dx[r, left:right]
-        if same_power:
+        if not kept(valid, r):
+            target[:] = 0
+        elif same_power:
             _gradient(source, grad, act, one_power, centre, scale, of_z, of_dy, of_x, shift, target)
         else:
             _gradient(source, grad, act, power, centre, scale, of_z, of_dy, of_x, shift, target)

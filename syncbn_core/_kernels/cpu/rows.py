@@ -2,7 +2,7 @@
 
 B (`inner`) is 1 where channels lie innermost (channels_last, `(N, C)`). Short planes, as of 7x7,
 come as rows too, because a loop over one of them would be mostly its ends. Narrow rows should come
-joined, `[R / k, k * C * B]` with the `k` that `joined` returns.
+joined, `[R / k, k * C * B]` with the `k` that `joined` returns. `valid`: see `row_parts`.
 
 The kernels here cut rows into parts and share those among threads; `row_blocks` says how rows are
 cut, `row_parts` computes one part. Builds and per-channel arguments are as in `planes`. `workers`:
@@ -53,7 +53,7 @@ __all__ = [
 
 
 @SerialParallelKernel
-def rows_moments(x, inner, workers, mean, m2):
+def rows_moments(x, inner, workers, valid, mean, m2):
     """Write the moments of `x` [R, C * B] to `mean`, `m2` (C,)."""
     x = unowned(x)
     rows, columns = x.shape
@@ -73,13 +73,13 @@ def rows_moments(x, inner, workers, mean, m2):
                 x, channels, per_block, block_columns, block, begin * height, end * height
             )
             counts[k] = part_moments(
-                x, part, inner, height, lines[worker], numbers[worker], means[k], m2s[k]
+                x, valid, part, inner, height, lines[worker], numbers[worker], means[k], m2s[k]
             )
     merge_chunks(counts, means, m2s, 0, channels, mean, m2)
 
 
 @SerialParallelKernel
-def rows_normalize(x, inner, workers, mean, invstd, weight, bias, act, y):
+def rows_normalize(x, inner, workers, mean, invstd, weight, bias, act, valid, y):
     """`y = act((x - mean) * invstd * weight + bias)`; `x`, `y` [R, C * B]."""
     x, y = unowned(x), unowned(y)
     rows, columns = x.shape
@@ -95,13 +95,14 @@ def rows_normalize(x, inner, workers, mean, invstd, weight, bias, act, y):
                 x, channels, per_block, block_columns, block, k * height, (k + 1) * height
             )
             part_normalize(
-                x, part, inner, mean, invstd, weight, bias, act, lines[worker], numbers[worker], y
-            )
+                x, part, inner, mean, invstd, weight, bias, act, valid,
+                lines[worker], numbers[worker], y,
+            )  # fmt: skip
 
 
 @SerialParallelKernel
 def rows_backward_reduce(
-    x, dy, inner, workers, mean, invstd, weight, bias, act, sum_dy, sum_dy_xhat
+    x, dy, inner, workers, mean, invstd, weight, bias, act, valid, sum_dy, sum_dy_xhat
 ):
     """`sum_dy = sum(dz)`, `sum_dy_xhat = sum(dz * (x - mean)) * invstd`; `x`, `dy` [R, C * B].
 
@@ -124,7 +125,7 @@ def rows_backward_reduce(
                 x, channels, per_block, block_columns, block, begin * height, end * height
             )
             part_products(
-                x, dy, part, inner, height, mean, invstd, weight, bias, act,
+                x, dy, part, inner, height, mean, invstd, weight, bias, act, valid,
                 lines[worker], numbers[worker], sums_dy[k], sums_dy_x[k],
             )  # fmt: skip
     add_chunks(x, sums_dy, sums_dy_x, 0, channels, mean, invstd, sum_dy, sum_dy_xhat)
@@ -132,7 +133,7 @@ def rows_backward_reduce(
 
 @SerialParallelKernel
 def rows_backward_input(
-    x, dy, inner, workers, mean, invstd, weight, bias, act, mean_dy, mean_dy_xhat, dx
+    x, dy, inner, workers, mean, invstd, weight, bias, act, valid, mean_dy, mean_dy_xhat, dx
 ):
     """`dx = invstd * (weight * dz - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, [R, C * B].
 
@@ -153,6 +154,6 @@ def rows_backward_input(
                 x, channels, per_block, block_columns, block, k * height, (k + 1) * height
             )
             part_gradient(
-                x, dy, part, inner, mean, invstd, weight, bias, act, mean_dy, mean_dy_xhat,
+                x, dy, part, inner, mean, invstd, weight, bias, act, valid, mean_dy, mean_dy_xhat,
                 lines[worker], numbers[worker], dx,
             )  # fmt: skip
