@@ -34,10 +34,12 @@ from harness import (
 )
 
 from ptx_emulator.machine import Schedule
-from syncbn_core._kernels.cuda.signatures import SIGNATURES, codes_of
+from syncbn_core._kernels.cuda.signatures import EXTRAS, SIGNATURES, codes_of
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.labels import KINDS, differ, label_of
 from syncbn_core.moments import NormRule, merged
+from syncbn_core.numpy_steps import NumpySteps
+from syncbn_core.steps import Affine, Norm, RunningStatistics
 
 EPS = 1e-5
 
@@ -310,12 +312,101 @@ def test_many_members_are_merged_before(members, bench, rng):
     assert len(bench.keys) == (1 if members <= cuda.MAX_PARTS else 2)
 
 
+ACTIVATIONS = ("relu", "leaky_relu", "silu", "hardswish", "relu6")
+OF_ACTIVATIONS = {
+    "planes": Case("planes", 2, 3, 5000),
+    "ragged planes": Case("ragged planes", 5, 3, 49 * 3),
+    "rows": Case("rows", 900, 16),
+    "single rows": Case("single rows", 700, 3),
+}
+# y and the derivative are defined by cases there, or saturate
+EDGES = [-np.inf, -1e4, -6, -3, -1, -0.0, 0.0, 0.5, 3, 6, 1e4, np.inf, np.nan]
+
+
+def in_numpy(bench, rule, x, dy, weight, bias):
+    """`y, dx, grad_weight, grad_bias` by the CPU's steps, in float64."""
+    steps = NumpySteps()
+    own, affine, _ = steps.take(x, Affine(weight, bias), None)
+    norm = Norm(steps.statistics(steps.moments(own), rule), affine, rule)
+    pair, y = steps.take_pair(x, dy), steps.forward(own, norm)
+    sums = steps.backward_reduce(*pair, norm)
+    dx = steps.backward_input(*pair, norm, sums.exchange)
+    return y, dx, sums.grad_weight, sums.grad_bias
+
+
+def by_kernels(bench, rule, x, dy, weight, bias, code):
+    """The same by the CUDA kernels; `x` and `dy` are views."""
+    channels = x.channels
+    of = cuda.Parameters(weight.pointer, code, bias.pointer, code)
+    moments, kept = (bench.empty(size, "float64") for size in (2 * channels + 2, 3 * channels + 1))
+    sums, grads = bench.empty(2 * channels, "float64"), bench.empty(2 * channels, "float64")
+    y, dx, into = bench.like(x), bench.like(x), grads.pointer
+    wide = cuda.CODES["float64"]
+    cuda.moments(bench, x, moments.pointer)
+    cuda.normalize(bench, x, y, of, moments.pointer, 1, kept.pointer, rule=rule)
+    for place in (into, into + 8 * channels):
+        both = (place, 0) if place == into else (0, place)
+        cuda.backward_reduce(
+            bench, x, dy, kept.pointer, of, sums.pointer, *both, rule=rule, code=wide
+        )
+    cuda.backward_input(bench, x, dy, dx, kept.pointer, of, sums.pointer, rule=rule)
+    return y.values(), dx.values(), *grads.array.reshape(2, -1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", OF_ACTIVATIONS)
+def test_activations_are_those_of_the_cpu(form, dtype, activation, arch, bench, rng):
+    needs(dtype, arch)
+    slope = 0.2 if activation == "leaky_relu" else 0.01
+    rule, case = NormRule(EPS, "plus", activation, slope), OF_ACTIVATIONS[form]
+    x, dy = (bench.view(rng.normal(size=case.shape), dtype) for _ in range(2))
+    weight, bias = (bench.of(4 * rng.normal(size=case.channels), "float32") for _ in range(2))
+    found = by_kernels(bench, rule, x, dy, weight, bias, cuda.CODES["float32"])
+    assert any(f"+{activation}-" in key for key in bench.keys)
+    wide = [view.values() for view in (x, dy)]
+    right = in_numpy(bench, rule, *wide, weight.array.astype("f8"), bias.array.astype("f8"))
+    digits = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    for own, expected in zip(found, right, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=digits, atol=digits * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_activations_where_they_are_defined_by_cases(dtype, activation, bench):
+    """Of z = x, with constant statistics: y, and dx of dy = 1 and of an infinite dy."""
+    x = np.array(EDGES).reshape(1, 1, -1)
+    rule = NormRule(1.0, "clamp", activation)  # of running statistics 0 and 1
+    steps, results = NumpySteps(), {}
+    constant = RunningStatistics(np.zeros(1), np.ones(1))
+    view, table = bench.view(x, dtype), bench.empty(4, "float64")
+    running = bench.of([0.0, 1.0], "float64")
+    given = cuda.Running(running.pointer, running.pointer + 8, cuda.CODES["float64"])
+    y, none = bench.like(view), cuda.Parameters()
+    cuda.normalize(bench, view, y, none, 0, 0, table.pointer, rule=rule, running=given)
+    own, affine, held = steps.take(x.astype(dtype), Affine(), constant)
+    right, statistics = steps.forward_eval(own, held, affine, rule)
+    results["y"] = y.values(), right
+    for dy in (1.0, np.inf):
+        grad, dx = bench.view(np.full(x.shape, dy), dtype), bench.like(view)
+        cuda.backward_input(bench, view, grad, dx, table.pointer, none, 0, rule=rule)
+        pair = steps.take_pair(x.astype(dtype), np.full(x.shape, dy, dtype))
+        expected = steps.backward_input(*pair, Norm(statistics, affine, rule), None)
+        results[f"dx of {dy}"] = dx.values(), expected
+    for name, (found, expected) in results.items():
+        digits = 1e-6 if dtype == "float32" else 1e-14
+        np.testing.assert_allclose(found, expected, rtol=digits, atol=1e-30, err_msg=name)
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_table_of_signatures_names_the_arguments_of_each_kernel(name):
     kernel = cuda.source(name, "float32", 4, False, cuda.THREADS).build()
-    assert tuple(inspect.signature(kernel).parameters) == SIGNATURES[name]
+    extras = ("act",) if name.partition("_")[2] in EXTRAS else ()
+    assert tuple(inspect.signature(kernel).parameters) == (*SIGNATURES[name], *extras)
     floats = {"eps", "factor", "label", "place"}
-    assert codes_of(name) == "".join("d" if n in floats else "q" for n in SIGNATURES[name])
+    assert codes_of(SIGNATURES[name]) == "".join(
+        "d" if n in floats else "q" for n in SIGNATURES[name]
+    )
 
 
 class Recorder:

@@ -75,22 +75,31 @@ def built(kernel, capability, tools, folder):
 
 
 capabilities = pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
-kernels = pytest.mark.parametrize("kernel", list(variants()), ids=lambda k: "-".join(map(str, k)))
+SILU = [  # the activation with most instructions
+    (f"{name}+silu", dtype, lanes, ragged)
+    for name, dtype, lanes, ragged in variants()
+    if dtype in ("float32", "float16") and name.endswith(("normalize", "reduce", "input"))
+]
+kernels = pytest.mark.parametrize(
+    "kernel", [*variants(), *SILU], ids=lambda k: "-".join(map(str, k))
+)
 
 
 @capabilities
 @kernels
 def test_no_spills_few_registers_wide_accesses(kernel, capability, tools, folder, table):
     name, _, lanes, _ = kernel
+    name, _, activation = name.partition("+")
     result = built(kernel, capability, tools, folder)
     table[kernel, capability] = result
     # One register, once per block. With two blocks per multiprocessor instead of three there is
     # none, but on an H100 the gradient of 16-bit planes then takes 1.14 times as long.
-    spills = lanes == 8 and name in SPILLING
-    assert result.spilled <= 8 * spills
-    assert result.local <= 9 * spills
+    spills = lanes == 8 and (name == "rows_backward_reduce" if activation else name in SPILLING)
+    assert result.spilled <= (12 if activation else 8) * spills
+    assert result.local <= (12 if activation else 9) * spills
     elementwise = name.endswith(("normalize", "backward_input"))
-    assert result.registers <= (ELEMENTWISE_REGISTERS if elementwise else MAX_REGISTERS)
+    least = elementwise and not (activation and lanes == 8)
+    assert result.registers <= (ELEMENTWISE_REGISTERS if least else MAX_REGISTERS)
     assert result.shared <= 48 * 1024
     if lanes > 1:
         assert result.wide_loads > 0

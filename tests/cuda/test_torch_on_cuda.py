@@ -343,6 +343,7 @@ def test_an_activation_equals_torch(dtype, activation, gpu):
     for actual, value in zip((y, *found), (expected, *wanted), strict=True):
         close(actual, value, dtype, 1 + value.abs().max().item())
     assert len(gpu.keys) == (4 if gpu.takes(x) else 0)
+    assert all(f"+{activation}-" in key for key in gpu.keys[1:]), "no pass of its own"
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

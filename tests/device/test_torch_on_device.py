@@ -79,10 +79,10 @@ def close(actual, expected, tolerance):
     )
 
 
-def run_both(layer, x, dy):
+def run_both(layer, x, dy, function=lambda y: y):
     twin = twin_of(layer)
     wide = x.detach().double().requires_grad_()
-    expected = twin(wide)
+    expected = function(twin(wide))
     expected.backward(dy.double())
     x = x.detach().requires_grad_()
     y = layer(x)
@@ -109,6 +109,18 @@ def test_a_layer_equals_torch_in_float64(shape, channels_last, dtype, device):
         tolerance = DTYPES[dtype if activation or dtype == "float64" else "float32"]
         close(actual, expected, tolerance if activation else tolerance * 10)
     assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "hardswish", "relu6"])
+@pytest.mark.parametrize("shape", [(4, 8, 16, 16), (6, 8, 7, 7), (3, 3, 128, 96), (64, 8)], ids=str)
+def test_an_activation_equals_torch_in_float64(shape, activation, dtype, device):
+    own = torch.float64 if dtype == "float64" else None
+    layer = layer_for(shape[1], device, dtype=own, activation=activation)
+    x = batch(shape, dtype, device)
+    found = run_both(layer, x, torch.randn(shape).to(x), getattr(nn.functional, activation))
+    for name, (actual, expected) in found.items():
+        close(actual, expected, DTYPES[dtype] * (1 if name in ("y", "dx") else 10))
 
 
 # Each kernel on a few numbers, beside float64 on the CPU: compute-sanitizer runs these too.

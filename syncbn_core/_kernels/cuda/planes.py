@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from numba import cuda, types
 
+from syncbn_core._kernels.cuda.activations import of_kernel
 from syncbn_core._kernels.cuda.constants import CHUNK, TABLE, UNROLL
 from syncbn_core._kernels.cuda.memory import (
     KINDS,
@@ -324,18 +325,21 @@ def planes_moments(dtype, lanes, ragged, threads):
     return kernel
 
 
-def planes_backward_reduce(dtype, lanes, ragged, threads):
+def planes_backward_reduce(dtype, lanes, ragged, threads, activation=""):
     """Sums of dy and `dy * xhat`, and the gradients of weight and bias; grid (C, splits)."""
     work = KINDS[dtype].work
     load, _ = vector_access(dtype, lanes)
     find_slot, find_edge = _slot_finder(lanes, ragged), _edge_finder(lanes)
     read_edge, zeros = _edge_reader(dtype, lanes), zeros_of(lanes, work)
+    functions = of_kernel(activation, work, lanes, TABLE)
+    incoming, of_channel = functions.incoming, functions.of_channel
 
     @device
-    def add_slot(values, gradients, rounded_mean, f, s):
+    def add_slot(values, gradients, rounded_mean, z, f, s):
         for v in range(lanes):
-            f += gradients[v]
-            s += gradients[v] * (values[v] - rounded_mean)
+            # twice, which is computed once: so the kernel without activation is what it was
+            f += incoming(gradients[v], values[v], rounded_mean, z)
+            s += incoming(gradients[v], values[v], rounded_mean, z) * (values[v] - rounded_mean)
         return f, s
 
     def kernel(
@@ -357,6 +361,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
         sums,
         grad_weight,
         grad_bias,
+        act,
     ):
         firsts = cuda.shared.array(threads, float64)
         seconds = cuda.shared.array(threads, float64)
@@ -364,6 +369,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
         c = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
         rounded_mean = work(load_f64(statistics, 1 + c))
+        z = of_channel(c, channels, statistics, weight, weight_code, act)
         j, stop, start, slot, start_on, slots_on = _first_slot(
             tid, int64(threads), outer, channels, inner, slots, c, k, splits
         )
@@ -379,9 +385,9 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
             v1, g1 = (load(x, at1), load(dy, at1)) if has1 else (zeros(), zeros())
             f = s = work(0)
             if has0:
-                f, s = add_slot(v0, g0, rounded_mean, f, s)
+                f, s = add_slot(v0, g0, rounded_mean, z, f, s)
             if has1:
-                f, s = add_slot(v1, g1, rounded_mean, f, s)
+                f, s = add_slot(v1, g1, rounded_mean, z, f, s)
             first += float64(f)
             second += float64(s)
             j += 2 * threads
@@ -394,7 +400,7 @@ def planes_backward_reduce(dtype, lanes, ragged, threads):
                 if n > 0:
                     v = read_edge(x, at, mask, outer * plane_on, rounded_mean)
                     g = read_edge(dy, at, mask, outer * plane_on, work(0))
-                    f, s = add_slot(v, g, rounded_mean, work(0), work(0))
+                    f, s = add_slot(v, g, rounded_mean, z, work(0), work(0))
                     first += float64(f)
                     second += float64(s)
                 e += splits * threads
@@ -443,8 +449,8 @@ def _plane_of(at, inner):
     return i, (i + 1) * inner - at
 
 
-def planes_normalize(dtype, lanes, ragged, threads):
-    """`y = (x - mean) * invstd * weight + bias`; writes statistics and updates running ones.
+def planes_normalize(dtype, lanes, ragged, threads, activation=""):
+    """`y = applied((x - mean) * invstd * weight + bias)`; writes statistics, updates running ones.
 
     Statistics are those of `num_parts` packed moments, merged; without parts they are the running
     ones, which do not change. Grid (pieces, 1). `ragged`: a slot may belong to two planes.
@@ -452,20 +458,21 @@ def planes_normalize(dtype, lanes, ragged, threads):
     work = KINDS[dtype].work
     load, store = vector_access(dtype, lanes)
     load_one, store_one = number_access(dtype)
+    applied = of_kernel(activation, work, lanes, TABLE).applied
 
     @device
-    def result(v, x, left, i, rounded_means, scales, shifts):
+    def result(v, x, left, i, rounded_means, scales, shifts, act):
         k = i + 1 if ragged and v >= left else i
-        return normalized(x[v], rounded_means[k], scales[k], shifts[k])
+        return applied(normalized(x[v], rounded_means[k], scales[k], shifts[k]), act)
 
     results = each_lane(lanes, result)
     zeros = zeros_of(lanes, work)
     step = threads * lanes
 
     @device
-    def write(y, at, v, position, inner, rounded_means, scales, shifts):
+    def write(y, at, v, position, inner, rounded_means, scales, shifts, act):
         i, left = _plane_of(position, inner)
-        store(y, at, results(v, left, i, rounded_means, scales, shifts))
+        store(y, at, results(v, left, i, rounded_means, scales, shifts, act))
 
     def kernel(
         x,
@@ -490,6 +497,7 @@ def planes_normalize(dtype, lanes, ragged, threads):
         alarm,
         place,
         statistics,
+        act,
     ):
         affine = weight, weight_code, bias, bias_code
         running = running_mean, running_var, running_code, tracked, factor
@@ -532,7 +540,7 @@ def planes_normalize(dtype, lanes, ragged, threads):
             i += threads
         barrier()
         first = plane * inner
-        tables = rounded_means, scales, shifts
+        tables = rounded_means, scales, shifts, act
         if whole:
             write(y, at, v0, at - first, inner, *tables)
             write(y, at + step, v1, at + step - first, inner, *tables)
@@ -559,30 +567,42 @@ def planes_normalize(dtype, lanes, ragged, threads):
             if at < end:
                 i = small_quotient(at - first, inner) if at - first >= inner else 0
                 v = load_one(x, at)
-                store_one(y, at, normalized(v, rounded_means[i], scales[i], shifts[i]))
+                z = normalized(v, rounded_means[i], scales[i], shifts[i])
+                store_one(y, at, applied(z, act))
 
     return kernel
 
 
-def planes_backward_input(dtype, lanes, ragged, threads):
+def planes_backward_input(dtype, lanes, ragged, threads, activation=""):
     """`dx = invstd * (weight * dy - mean_dy - xhat * mean_dy_xhat)`; grid (pieces, 1)."""
     work = KINDS[dtype].work
     load, store = vector_access(dtype, lanes)
     load_one, store_one = number_access(dtype)
 
+    functions = of_kernel(activation, work, lanes, TABLE)
+    incoming, of_channel = functions.incoming, functions.of_channel
+    shared, hold, held = functions.shared, functions.hold, functions.held
+
     @device
-    def result(v, x, dy, left, i, rounded_means, dy_scales, x_scales, shifts):
+    def gradient_at(x, dy, k, rounded_means, dy_scales, x_scales, shifts, more, act):
+        g = incoming(dy, x, rounded_means[k], held(more, k, act))
+        return input_gradient(x, g, rounded_means[k], dy_scales[k], x_scales[k], shifts[k])
+
+    @device
+    def result(v, x, dy, left, i, rounded_means, dy_scales, x_scales, shifts, more, act):
         k = i + 1 if ragged and v >= left else i
-        return input_gradient(x[v], dy[v], rounded_means[k], dy_scales[k], x_scales[k], shifts[k])
+        tables = rounded_means, dy_scales, x_scales, shifts
+        return gradient_at(x[v], dy[v], k, *tables, more, act)
 
     results = each_lane(lanes, result)
     zeros = zeros_of(lanes, work)
     step = threads * lanes
 
     @device
-    def write(dx, at, v, g, position, inner, rounded_means, dy_scales, x_scales, shifts):
+    def write(dx, at, v, g, position, inner, rounded_means, dy_scales, x_scales, shifts, more, act):
         i, left = _plane_of(position, inner)
-        store(dx, at, results(v, g, left, i, rounded_means, dy_scales, x_scales, shifts))
+        tables = rounded_means, dy_scales, x_scales, shifts
+        store(dx, at, results(v, g, left, i, *tables, more, act))
 
     def kernel(
         x,
@@ -600,12 +620,14 @@ def planes_backward_input(dtype, lanes, ragged, threads):
         place,
         eps,
         clamp,
+        act,
     ):
         check = label, alarm, place
         rounded_means = cuda.shared.array(TABLE, work)
         dy_scales = cuda.shared.array(TABLE, work)
         x_scales = cuda.shared.array(TABLE, work)
         shifts = cuda.shared.array(TABLE, work)
+        more = shared()
         tid = int64(cuda.threadIdx.x)
         piece = int64(cuda.gridDim.x) - 1 - int64(cuda.blockIdx.x)
         begin = piece * (UNROLL * step)
@@ -627,10 +649,11 @@ def planes_backward_input(dtype, lanes, ragged, threads):
             dy_scales[i] = dy_scale
             x_scales[i] = x_scale
             shifts[i] = shift
+            hold(more, i, of_channel(c, channels, statistics, weight, weight_code, act))
             i += threads
         barrier()
         ahead = begin - plane * inner
-        tables = rounded_means, dy_scales, x_scales, shifts
+        tables = rounded_means, dy_scales, x_scales, shifts, more, act
         if whole:
             ahead += tid * lanes
             write(dx, at, v0, g0, ahead, inner, *tables)
@@ -653,7 +676,6 @@ def planes_backward_input(dtype, lanes, ragged, threads):
                 at = begin + i
                 i = small_quotient(ahead + i, inner) if ahead + i >= inner else 0
                 v, g = load_one(x, at), load_one(dy, at)
-                coefficients = rounded_means[i], dy_scales[i], x_scales[i], shifts[i]
-                store_one(dx, at, input_gradient(v, g, *coefficients))
+                store_one(dx, at, gradient_at(v, g, i, *tables))
 
     return kernel

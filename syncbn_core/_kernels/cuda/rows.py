@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from numba import cuda, types
 
+from syncbn_core._kernels.cuda.activations import of_kernel
 from syncbn_core._kernels.cuda.constants import CHUNK, UNROLL
 from syncbn_core._kernels.cuda.memory import (
     KINDS,
@@ -275,7 +276,7 @@ def rows_moments(dtype, lanes, threads):
     return kernel
 
 
-def rows_backward_reduce(dtype, lanes, threads):
+def rows_backward_reduce(dtype, lanes, threads, activation=""):
     """Sums of dy and `dy * xhat`, and the gradients of weight and bias; grid (tiles, splits).
 
     A thread adds up to `CHUNK` rows in the precision of the registers, and these sums in float64.
@@ -284,6 +285,15 @@ def rows_backward_reduce(dtype, lanes, threads):
     load, _ = vector_access(dtype, lanes)
     zeros = zeros_of(lanes, work)
     numbers = threads * lanes
+    functions = of_kernel(activation, work, lanes, threads)
+    incoming, of_channel = functions.incoming, functions.of_channel
+    local, hold, held = functions.local, functions.hold, functions.held
+
+    @device
+    def gradient(v, dy, x, rounded_means, more, act):
+        return incoming(dy[v], x[v], rounded_means[v], held(more, v, act))
+
+    through = each_lane(lanes, gradient)  # written out: a loop would keep its tables in memory
 
     def kernel(
         x,
@@ -303,6 +313,7 @@ def rows_backward_reduce(dtype, lanes, threads):
         sums,
         grad_weight,
         grad_bias,
+        act,
     ):
         firsts = cuda.shared.array(numbers, float64)
         seconds = cuda.shared.array(numbers, float64)
@@ -311,6 +322,7 @@ def rows_backward_reduce(dtype, lanes, threads):
         rounded_means = cuda.local.array(lanes, work)
         near_firsts = cuda.local.array(lanes, work)
         near_seconds = cuda.local.array(lanes, work)
+        more = local()
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
@@ -325,6 +337,8 @@ def rows_backward_reduce(dtype, lanes, threads):
         if active:
             for v in range(lanes):
                 rounded_means[v] = work(load_f64(statistics, 1 + base + v))
+                z = of_channel(base + v, channels, statistics, weight, weight_code, act)
+                hold(more, v, z)
             stop = quotient(rows * (k + 1), splits)
             r = quotient(rows * k, splits) + row
             step = height * channels
@@ -335,14 +349,16 @@ def rows_backward_reduce(dtype, lanes, threads):
                     near_seconds[v] = work(0)
                 n = int32(0)
                 while n < CHUNK and r < stop:
-                    more = r + height < stop
+                    two = r + height < stop
                     v0, g0 = load(x, at), load(dy, at)
                     v1, g1 = (
-                        (load(x, at + step), load(dy, at + step)) if more else (zeros(), zeros())
+                        (load(x, at + step), load(dy, at + step)) if two else (zeros(), zeros())
                     )
+                    g0 = through(g0, v0, rounded_means, more, act)
+                    g1 = through(g1, v1, rounded_means, more, act)
                     for v in range(lanes):
                         # a missing row has dy = 0, and adds nothing
-                        d1 = v1[v] - rounded_means[v] if more else work(0)
+                        d1 = v1[v] - rounded_means[v] if two else work(0)
                         near_firsts[v] += g0[v] + g1[v]
                         near_seconds[v] += g0[v] * (v0[v] - rounded_means[v]) + g1[v] * d1
                     n = int32(n + 2)
@@ -390,17 +406,18 @@ def _piece(tid, tile, k, rows, channels, width, piece, lanes, threads):
     return column, int32(row), int32(height), stop, at, height * channels
 
 
-def rows_normalize(dtype, lanes, threads):
+def rows_normalize(dtype, lanes, threads, activation=""):
     """`planes_normalize` for rows; `piece` rows per block.
 
     Without rows it only writes statistics and updates running ones.
     """
     work = KINDS[dtype].work
     load, store = vector_access(dtype, lanes)
+    applied = of_kernel(activation, work, lanes, threads).applied
 
     @device
-    def result(v, x, rounded_means, scales, shifts):
-        return normalized(x[v], rounded_means[v], scales[v], shifts[v])
+    def result(v, x, rounded_means, scales, shifts, act):
+        return applied(normalized(x[v], rounded_means[v], scales[v], shifts[v]), act)
 
     results = each_lane(lanes, result)
     zeros = zeros_of(lanes, work)
@@ -435,6 +452,7 @@ def rows_normalize(dtype, lanes, threads):
         alarm,
         place,
         statistics,
+        act,
     ):
         affine = weight, weight_code, bias, bias_code
         running = running_mean, running_var, running_code, tracked, factor
@@ -482,9 +500,9 @@ def rows_normalize(dtype, lanes, threads):
         while r < stop:  # two are loaded while the two before are stored
             v2 = load(x, at + 2 * step) if int32(r + 2 * height) < stop else zeros()
             v3 = load(x, at + 3 * step) if int32(r + 3 * height) < stop else zeros()
-            store(y, at, results(v0, rounded_mean, scale, shift))
+            store(y, at, results(v0, rounded_mean, scale, shift, act))
             if int32(r + height) < stop:
-                store(y, at + step, results(v1, rounded_mean, scale, shift))
+                store(y, at + step, results(v1, rounded_mean, scale, shift, act))
             r = int32(r + 2 * height)
             at += 2 * step
             v0, v1 = v2, v3
@@ -492,14 +510,19 @@ def rows_normalize(dtype, lanes, threads):
     return kernel
 
 
-def rows_backward_input(dtype, lanes, threads):
+def rows_backward_input(dtype, lanes, threads, activation=""):
     """`planes_backward_input` for rows; `piece` rows per block."""
     work = KINDS[dtype].work
     load, store = vector_access(dtype, lanes)
 
+    functions = of_kernel(activation, work, lanes, threads)
+    incoming, of_channel = functions.incoming, functions.of_channel
+    shared, hold, picked = functions.shared, functions.hold, functions.picked
+
     @device
-    def result(v, x, dy, rounded_means, dy_scales, x_scales, shifts):
-        return input_gradient(x[v], dy[v], rounded_means[v], dy_scales[v], x_scales[v], shifts[v])
+    def result(v, x, dy, rounded_means, dy_scales, x_scales, shifts, z):
+        g = incoming(dy[v], x[v], rounded_means[v], z[v])
+        return input_gradient(x[v], g, rounded_means[v], dy_scales[v], x_scales[v], shifts[v])
 
     results = each_lane(lanes, result)
     zeros = zeros_of(lanes, work)
@@ -527,12 +550,14 @@ def rows_backward_input(dtype, lanes, threads):
         place,
         eps,
         clamp,
+        act,
     ):
         check = label, alarm, place
         rounded_means = cuda.shared.array(threads, work)
         dy_scales = cuda.shared.array(threads, work)
         x_scales = cuda.shared.array(threads, work)
         shifts = cuda.shared.array(threads, work)
+        more = shared()
         tid = int64(cuda.threadIdx.x)
         tile = int64(cuda.blockIdx.x)
         k = int64(cuda.gridDim.y) - 1 - int64(cuda.blockIdx.y)
@@ -551,16 +576,18 @@ def rows_backward_input(dtype, lanes, threads):
             dy_scales[tid] = dy_scale
             x_scales[tid] = x_scale
             shifts[tid] = shift
+            hold(more, tid, of_channel(c, channels, statistics, weight, weight_code, act))
         barrier()
         if r >= stop:
             return
         rounded_mean, dy_scale = picks(rounded_means, column), picks(dy_scales, column)
         x_scale, shift = picks(x_scales, column), picks(shifts, column)
+        z = picked(more, column, act)
         while r < stop:  # the next are loaded while these are stored
             at_next, r_next = at + step, int32(r + height)
             there = r_next < stop
             v1, g1 = (load(x, at_next), load(dy, at_next)) if there else (zeros(), zeros())
-            store(dx, at, results(v0, g0, rounded_mean, dy_scale, x_scale, shift))
+            store(dx, at, results(v0, g0, rounded_mean, dy_scale, x_scale, shift, z))
             at, r, v0, g0 = at_next, r_next, v1, g1
 
     return kernel

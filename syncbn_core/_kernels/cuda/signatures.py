@@ -11,9 +11,15 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["SIGNATURES", "codes_of"]
+__all__ = ["EXTRAS", "SIGNATURES", "codes_of"]
 
-_FLOATS: Final = ("eps", "factor", "label", "place")  # float64; all other arguments are int64
+_FLOATS: Final = (
+    "eps",
+    "factor",
+    "label",
+    "place",
+    "negative_slope",
+)  # float64; all other arguments are int64
 
 _PLANES_REDUCTION = "skew outer channels inner slots splits partials block_counters"
 _ROWS_REDUCTION = "rows channels width splits group partials block_counters"
@@ -42,6 +48,14 @@ SIGNATURES: Final = {
 }
 
 
-def codes_of(kernel: str) -> str:
+# Of the tuple that is the last argument, where the kernel has an activation; else it is empty.
+EXTRAS: Final = {
+    "normalize": ("negative_slope",),
+    "backward_reduce": ("bias", "bias_code", "negative_slope"),
+    "backward_input": ("bias", "bias_code", "negative_slope"),
+}
+
+
+def codes_of(names: tuple[str, ...]) -> str:
     """A letter per argument: "q" for an int64 (pointers, sizes, codes), "d" for a float64."""
-    return "".join("d" if name in _FLOATS else "q" for name in SIGNATURES[kernel])
+    return "".join("d" if name in _FLOATS else "q" for name in names)

@@ -31,7 +31,7 @@ from syncbn_core._kernels.cuda.constants import (
     VECTOR,
     lanes_of,
 )
-from syncbn_core._kernels.cuda.signatures import codes_of
+from syncbn_core._kernels.cuda.signatures import EXTRAS, SIGNATURES, codes_of
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.moments import NormRule
 
@@ -77,7 +77,16 @@ MAX_PARTS = 16  # each block of `normalize` merges up to so many; more are merge
 
 _FILES = tuple(
     str(Path(__file__).parents[2] / "_kernels" / "cuda" / f"{name}.py")
-    for name in ("constants", "intrinsics", "kinds", "memory", "planes", "rows", "statistics")
+    for name in (
+        "activations",
+        "constants",
+        "intrinsics",
+        "kinds",
+        "memory",
+        "planes",
+        "rows",
+        "statistics",
+    )
 )
 
 
@@ -148,6 +157,7 @@ class Running:
 
 
 NO_RUNNING = Running()
+PLAIN_RULE = NormRule()
 NO_LABEL = nan
 
 
@@ -171,6 +181,12 @@ class _Step(NamedTuple):
     planes: str
     rows: str
 
+    def of(self, rule: NormRule) -> _Step:
+        """The kernels with the activation of `rule`."""
+        if rule.activation is None:
+            return self
+        return _Step(*(f"{name}+{rule.activation}" for name in self))
+
 
 _MOMENTS = _Step("planes_moments", "rows_moments")
 _NORMALIZE = _Step("planes_normalize", "rows_normalize")
@@ -178,12 +194,15 @@ _BACKWARD_REDUCE = _Step("planes_backward_reduce", "rows_backward_reduce")
 _BACKWARD_INPUT = _Step("planes_backward_input", "rows_backward_input")
 
 
-def _min_blocks(name: str, lanes: int, ragged: bool) -> int:
+def _min_blocks(name: str, lanes: int, ragged: bool, activates: bool) -> int:
     """How many blocks of a kernel have to fit on one multiprocessor.
 
     Else ptxas gives some kernels so many registers that only one fits, and spills registers of
-    others to fit more. The numbers are those with which an H100 was fastest.
+    others to fit more. The numbers are those with which an H100 was fastest. With an activation
+    they are those with which ptxas spills (next to) nothing.
     """
+    if activates and (lanes == 8 or name == "rows_backward_reduce"):
+        return max(1, _min_blocks(name, lanes, ragged, False) - 1)
     if name.endswith(("normalize", "backward_input")):
         return 3
     if name.startswith("rows"):
@@ -195,22 +214,30 @@ def _min_blocks(name: str, lanes: int, ragged: bool) -> int:
 
 @cache
 def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Source:
-    """The kernel `name` for activations of `dtype`, with `lanes` numbers per load or store."""
-    planes = name.startswith("planes")
+    """The kernel `name` for activations of `dtype`, with `lanes` numbers per load or store.
+
+    `name`: as "planes_moments", or with an activation "planes_normalize+silu".
+    """
+    base, _, activation = name.partition("+")
+    planes, step = base.startswith("planes"), base.partition("_")[2]
 
     def build() -> Callable[..., None]:
         module = import_module(f"syncbn_core._kernels.cuda.{'planes' if planes else 'rows'}")
-        make = getattr(module, name)
+        options: tuple[Any, ...] = (ragged, threads) if planes else (threads,)
+        with_activation = (activation,) if step in EXTRAS else ()
         kernel: Callable[..., None]
-        kernel = make(dtype, lanes, ragged, threads) if planes else make(dtype, lanes, threads)
+        kernel = getattr(module, base)(dtype, lanes, *options, *with_activation)
         return kernel
+
+    extras = codes_of(EXTRAS[step] if activation else ()) if step in EXTRAS else None
 
     return Source(
         key=f"{name}-{dtype}-{lanes}{'-ragged' if ragged else ''}-{threads}",
         build=build,
-        codes=codes_of(name),
+        codes=codes_of(SIGNATURES[base]),
         threads=threads,
-        min_blocks=_min_blocks(name, lanes, ragged),
+        extras=extras,
+        min_blocks=_min_blocks(base, lanes, ragged, bool(activation)),
         files=_FILES,
         oldest=(8, 0) if dtype == "bfloat16" else (7, 0),  # the instruction that rounds to bfloat16
     )
@@ -441,7 +468,7 @@ def normalize(
         one, keep = run.scratch(2 * x.channels + 2)
         merge_parts(run, parts, num_parts, x.channels, one, check)
         parts, num_parts, check = one, 1, NO_CHECK
-    cut = _cut_elementwise(_NORMALIZE, run.threads, x, y)
+    cut = _cut_elementwise(_NORMALIZE.of(rule), run.threads, x, y)
     run.launch(
         cut.source,
         cut.grid,
@@ -463,6 +490,7 @@ def normalize(
         running.factor,
         *check,
         into,
+        *(() if rule.activation is None else (rule.negative_slope,)),
     )
     del keep
 
@@ -477,6 +505,7 @@ def backward_reduce(
     grad_weight: Pointer = 0,
     grad_bias: Pointer = 0,
     *,
+    rule: NormRule = PLAIN_RULE,
     code: int = CODES["float32"],
     label: float = NO_LABEL,
 ) -> None:
@@ -485,7 +514,7 @@ def backward_reduce(
     `code`: the dtype of those gradients, one of `CODES`. `label` is written behind the sums. x and
     dy must not be empty.
     """
-    cut = _cut_reduction(_BACKWARD_REDUCE, run, x, dy)
+    cut = _cut_reduction(_BACKWARD_REDUCE.of(rule), run, x, dy)
     partials, counters, _kept = _shared_sums(run, cut)
     run.launch(
         cut.source,
@@ -503,6 +532,7 @@ def backward_reduce(
         into,
         grad_weight,
         grad_bias,
+        *_extras(parameters, rule),
     )
 
 
@@ -524,7 +554,7 @@ def backward_input(
     """
     if x.outer * x.channels * x.inner == 0:
         return
-    cut = _cut_elementwise(_BACKWARD_INPUT, run.threads, x, dy, dx)
+    cut = _cut_elementwise(_BACKWARD_INPUT.of(rule), run.threads, x, dy, dx)
     run.launch(
         cut.source,
         cut.grid,
@@ -539,7 +569,15 @@ def backward_input(
         *check,
         rule.eps,
         int(rule.clamps),
+        *_extras(parameters, rule),
     )
+
+
+def _extras(parameters: Parameters, rule: NormRule) -> tuple[Any, ...]:
+    """What the kernels of backward take for an activation."""
+    if rule.activation is None:
+        return ()
+    return parameters.bias, parameters.bias_code, rule.negative_slope
 
 
 def merge_parts(

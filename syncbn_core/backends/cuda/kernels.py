@@ -180,7 +180,9 @@ def _load(source: Source, device: int) -> Launch:
                 error.result,
             ) from error
         machine.loaded[source.key, capability] = loaded
-    start = machine.driver.launcher(loaded, device, source.threads, source.codes)
+    start = machine.driver.launcher(
+        loaded, device, source.threads, source.codes + (source.extras or "")
+    )
 
     def launch(grid: tuple[int, int], stream: int, *arguments: int | float) -> None:
         try:

@@ -146,7 +146,6 @@ class CudaOperations(PlainDeviceOperations):
                 if running.momentum is None:
                     counter: Any = running.num_batches_tracked
                     counter += 1  # not in the kernel, where many blocks read it
-            self._activate(y, rule)
             return memory.cast_to_output(y, out)
 
     @_or_plain
@@ -183,14 +182,13 @@ class CudaOperations(PlainDeviceOperations):
                 rule=rule,
                 running=constant,
             )
-            self._activate(y, rule)
             return memory.cast_to_output(y, out), Statistics(table, None)
 
     @_or_plain
     def backward_reduce(
         self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
-        statistics, affine, _ = norm
+        statistics, affine, rule = norm
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
             if 0 in x.shape:
@@ -200,7 +198,7 @@ class CudaOperations(PlainDeviceOperations):
                     exchange = memory.zeros((2 * x.shape[1] + 1,), "float64", index)
                     exchange[-1:] = labels.own
                 return Sums(exchange, *memory.zeros((2, x.shape[1]), dtype, index))
-            pair = self._pair(x, memory.plain.through_activation(x, dy, norm))
+            pair = self._pair(x, dy)
             parameters, _kept = self._parameters(affine)
             shape = (2, pair.x.channels)
             dtype = pair.x.dtype if affine.weight is None else memory.dtype_name(affine.weight)
@@ -216,6 +214,7 @@ class CudaOperations(PlainDeviceOperations):
                 memory.pointer(exchange),
                 memory.pointer(grad_weight),
                 memory.pointer(grad_bias),
+                rule=rule,
                 code=grid.CODES[dtype],
                 label=grid.NO_LABEL if labels is None else labels.own,
             )
@@ -234,7 +233,7 @@ class CudaOperations(PlainDeviceOperations):
         statistics, affine, rule = norm
         memory, index = self.memory, self.memory.device_of(x)
         with memory.on_device(index):
-            pair = self._pair(x, memory.plain.through_activation(x, dy, norm))
+            pair = self._pair(x, dy)
             parameters, _kept = self._parameters(affine)
             total = None if total is None else memory.contiguous(total)
             if total is None or len(total.shape) == 2:
@@ -254,12 +253,6 @@ class CudaOperations(PlainDeviceOperations):
                 check=_check(labels),
             )
             return memory.cast_to_output(dx, out)
-
-    def _activate(self, y: Array, rule: NormRule) -> None:
-        """Write the activation of y to y."""
-        if rule.activation is not None:
-            space = self.memory.plain.namespace
-            y[...] = space.activated(space.cast(y, space.working(y)), rule)
 
     def _pair(self, x: Array, dy: Array) -> _Pair:
         dense, layout = self.memory.dense(x)
