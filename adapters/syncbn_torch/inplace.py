@@ -262,7 +262,7 @@ class _InPlace(Function):
         layer: InPlaceABN,
     ) -> Tensor:
         activation = layer._applied
-        do = operations_for(x) if x.is_cpu else plain.OPERATIONS
+        do = operations_for(x)
         own = order.Part(x, Affine(weight, bias), part.running, None, x)
         rule = part.rule
         if activation.name == "leaky_relu":  # in the pass that normalizes
@@ -290,7 +290,15 @@ class _InPlace(Function):
                 "computes from it, got one that was changed in place; write y = y + x for y += x"
             ) from error
         known: order.Forward = ctx.known
-        z, dz = ctx.activation.inverted(y, dy)
+        applied: _Activation = ctx.activation
+        rule_of_y = _ALIKE
+        if applied.name == "leaky_relu" and known.steps is not plain.OPERATIONS:
+            z, dz = y, dy  # which kernels invert
+            rule_of_y = _ALIKE._replace(
+                activation="inverse_leaky_relu", negative_slope=applied.param
+            )
+        else:
+            z, dz = applied.inverted(y, dy)
         statistics, _, rule = known.norms[0]
         arrays = statistics.table[:1], statistics.m2, statistics.invstd
         count, m2, invstd = map(torch.as_tensor, arrays)
@@ -302,12 +310,13 @@ class _InPlace(Function):
         # where clamped, dx does not depend on the sum of dy * xhat
         scale = torch.stack([factor, factor if clamped is None else factor * ~clamped])
         rows = torch.cat([count, b, count * w * w, count])[None]
+        steps: Any = plain.OPERATIONS  # on a GPU only `forward` fills a table
         numbers: Any = (rows, scale)
         if not isinstance(statistics.table, Tensor):
-            numbers = rows.numpy(), scale.numpy()
-        layer = known.steps.statistics(Moments(numbers[0], statistics.count), _ALIKE)
+            steps, numbers = known.steps, (rows.numpy(), scale.numpy())
+        layer = steps.statistics(Moments(numbers[0], statistics.count), _ALIKE)
         _, affine, _ = known.steps.take(z, Affine(ones if weight is None else weight), None)
-        known = known._replace(norms=[Norm(layer, affine, _ALIKE)], scale=numbers[1])
+        known = known._replace(norms=[Norm(layer, affine, rule_of_y)], scale=numbers[1])
         (dx,), (sums,) = order.backward(known, [z], [dz])
         assert dx is not None
         grad_weight = None if weight is None else sums.grad_weight

@@ -38,6 +38,7 @@ from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
 from syncbn_torch.forward import always_ours  # noqa: E402
+from syncbn_torch.inplace import InPlaceABN  # noqa: E402
 from syncbn_torch.process_group import TensorArrays  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
@@ -227,6 +228,7 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     mode = torch.get_deterministic_debug_mode()
     with pytest.MonkeyPatch.context() as patch, always_ours():
         patch.setattr("syncbn_torch.forward.operations_for", operations_for)
+        patch.setattr("syncbn_torch.inplace.operations_for", operations_for)
         patch.setattr(TensorArrays, "page_locked", gpu.page_locked)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
@@ -344,6 +346,32 @@ def test_an_activation_equals_torch(dtype, activation, gpu):
         close(actual, value, dtype, 1 + value.abs().max().item())
     assert len(gpu.keys) == (4 if gpu.takes(x) else 0)
     assert all(f"+{activation}-" in key for key in gpu.keys[1:]), "no pass of its own"
+
+
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_in_place(channels_last, dtype, activation, gpu):
+    x = batch((6, 4, 12, 12), dtype, channels_last)
+    layer = InPlaceABN(4, activation=activation, activation_param=0.2)
+    nn.init.normal_(layer.weight, 1, 0.2)
+    twin, dy = copy.deepcopy(layer).double(), torch.randn(x.shape).to(x)
+    wide = x.double().requires_grad_()
+    z = F.batch_norm(wide, None, None, twin.weight.abs() + layer.eps, twin.bias, True)
+    expected = twin._applied.apply_(z.clone())
+    wanted = torch.autograd.grad(expected, [wide, twin.weight, twin.bias], dy.double())
+    leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    given = leaf.clone(memory_format=torch.preserve_format)
+    y = layer(given)
+    assert y.data_ptr() == given.data_ptr()
+    found = torch.autograd.grad(y, [leaf, layer.weight, layer.bias], dy)
+    for actual, value in zip((y, *found), (expected, *wanted), strict=True):
+        close(actual, value, dtype, 4 * (1 + value.abs().max().item()))
+    steps = ["moments", "normalize", "backward_reduce", "backward_input"]
+    if activation == "leaky_relu":
+        steps[1] += "+leaky_relu"
+        steps[2:] = [f"{step}+inverse_leaky_relu" for step in steps[2:]]
+    assert steps_of(gpu.keys) == steps
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

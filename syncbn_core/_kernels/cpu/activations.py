@@ -24,7 +24,7 @@ from numba.extending import intrinsic, overload
 from syncbn_core._kernels.cpu.builds import may_contract
 from syncbn_core._kernels.cpu.numerics import affine, rounded, where, widen
 
-__all__ = ["activated", "activation_of", "incoming"]
+__all__ = ["activated", "activation_of", "incoming", "value_of"]
 
 
 class Relu(NamedTuple):
@@ -32,6 +32,12 @@ class Relu(NamedTuple):
 
 
 class LeakyRelu(NamedTuple):
+    negative_slope: float
+
+
+class InverseLeakyRelu(NamedTuple):
+    """Of backward in place: x is `LeakyRelu` of what the kernel is about."""
+
     negative_slope: float
 
 
@@ -152,6 +158,7 @@ _FUNCTIONS = {
     "silu": (Silu, _silu, _silu_slope),
     "hardswish": (Hardswish, _hardswish, _hardswish_slope),
     "relu6": (Relu6, _relu6, _relu6_slope),
+    "inverse_leaky_relu": (InverseLeakyRelu, None, _leaky_relu_slope),
 }
 _OF_CLASS = {kind: functions for kind, *functions in _FUNCTIONS.values()}
 
@@ -185,6 +192,24 @@ def _incoming(act, x, dy, power, centre, scale, shift):
     if act == types.none:
         return lambda act, x, dy, power, centre, scale, shift: widen(dy)
     _, slope = _OF_CLASS[act.instance_class]
+    if act.instance_class is InverseLeakyRelu:
+        return lambda act, x, dy, power, centre, scale, shift: (
+            widen(dy) * slope(widen(x), act.negative_slope)
+        )
     return lambda act, x, dy, power, centre, scale, shift: (
         widen(dy) * slope(affine(x, power, centre, scale, shift), act.negative_slope)
     )
+
+
+def value_of(act: Any, x: Any) -> Any:
+    """What an element of x stands for: itself, except in place."""
+    raise NotImplementedError
+
+
+@overload(value_of)
+def _value_of(act, x):
+    if act != types.none and act.instance_class is InverseLeakyRelu:
+        return lambda act, x: where(
+            widen(x) <= 0, widen(x) * rounded(1 / act.negative_slope, x), widen(x)
+        )
+    return lambda act, x: x

@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from syncbn_core._kernels.cpu.activations import activated, incoming
+from syncbn_core._kernels.cpu.activations import activated, incoming, value_of
 from syncbn_core._kernels.cpu.builds import SerialParallelKernel, may_contract, may_reorder, strict
 from syncbn_core._kernels.cpu.numerics import (
     affine,
@@ -92,7 +92,8 @@ def _products(x, dy, valid, act, power, centre, scale, shift):
     for i in range(x.shape[0]):
         g = incoming(act, x[i], dy[i], power, centre, scale, shift)
         first += where(kept(valid, i), g, zero)
-        second += where(kept(valid, i), g * (widen(x[i]) * power - centre), zero)
+        d = widen(value_of(act, x[i])) * power - centre
+        second += where(kept(valid, i), g * d, zero)
     return first, second
 
 
@@ -109,7 +110,7 @@ def _gradient(source, grad, valid, act, power, centre, scale, bias, of_dy, of_x,
     """Write `dx` of one run to `target`."""
     for i in range(source.shape[0]):
         dz = incoming(act, source[i], grad[i], power, centre, scale, bias)
-        dx = gradient(source[i], dz, power, centre, of_dy, of_x, shift)
+        dx = gradient(value_of(act, source[i]), dz, power, centre, of_dy, of_x, shift)
         target[i] = narrow(where(kept(valid, i), dx, rounded(0, source)), target)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from syncbn_core._kernels.cpu.activations import activated, incoming
+from syncbn_core._kernels.cpu.activations import activated, incoming, value_of
 from syncbn_core._kernels.cpu.builds import may_contract, strict
 from syncbn_core._kernels.cpu.numerics import (
     affine,
@@ -112,7 +112,7 @@ def _add_products(
             for i in range(first.shape[0]):
                 p = incoming(act, a[i], g[i], at(power, i), centre[i], scale[i], shift[i])
                 first[i] += p
-                second[i] += p * (widen(a[i]) * at(power, i) - centre[i])
+                second[i] += p * (widen(value_of(act, a[i])) * at(power, i) - centre[i])
 
 
 @may_contract
@@ -128,7 +128,8 @@ def _gradient(source, grad, act, power, centre, scale, bias, of_dy, of_x, shift,
     """Write `dx` of one row to `target`."""
     for i in range(source.shape[0]):
         dz = incoming(act, source[i], grad[i], at(power, i), centre[i], scale[i], bias[i])
-        dx = gradient(source[i], dz, at(power, i), centre[i], of_dy[i], of_x[i], shift[i])
+        x = value_of(act, source[i])
+        dx = gradient(x, dz, at(power, i), centre[i], of_dy[i], of_x[i], shift[i])
         target[i] = narrow(dx, target)
 
 

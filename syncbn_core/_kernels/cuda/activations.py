@@ -7,6 +7,8 @@ backward computes z again from x. `act`, the last argument of such a kernel, is 
 `(negative_slope,)` in normalize, `(bias, bias_code, negative_slope)` in backward. Without an
 activation it is empty, and the functions do nothing.
 
+"inverse_leaky_relu" is for backward in place: x is `leaky_relu` of what the kernel is about.
+
 The formulas are those of `_kernels/cpu/activations.py`: the derivative is a factor, so an infinite
 dy where it is 0 gives NaN, and NaN in z stays NaN.
 """
@@ -39,6 +41,7 @@ class Functions(NamedTuple):
     Attributes:
         applied: `(z, act)`: y of one value.
         incoming: `(dy, x, rounded_mean, z)`: the gradient by z of one value.
+        value: `(x, z)`: what a number of x stands for: itself, except in place.
         of_channel: `(c, channels, statistics, weight, weight_code, act)`: the `z` of channel `c`.
         shared, local: make tables for several channels, of a block or of a thread.
         hold: `(tables, i, z)`: keep the `z` of a channel in place `i`.
@@ -48,6 +51,7 @@ class Functions(NamedTuple):
 
     applied: Any
     incoming: Any
+    value: Any
     of_channel: Any
     shared: Any
     local: Any
@@ -188,27 +192,64 @@ ACTIVATIONS = {
 }
 
 
+@device
+def _nothing(*_):
+    return ()
+
+
 def of_kernel(activation, work, lanes, places):
     """The `Functions` of a kernel. `places`: of a table that a block shares."""
+    if not activation:
+        return _without(lanes)
+    if activation == "inverse_leaky_relu":
+        return _in_place(work, lanes)
+    function, slope = ACTIVATIONS[activation](work)
+    return _with(function, slope, work, lanes, places)
+
+
+def _without(lanes):
+    @device
+    def unchanged(z, act):
+        return z
 
     @device
-    def nothing(*_):
-        return ()
+    def passed(dy, x, rounded_mean, z):
+        return dy
 
-    if not activation:
+    none = each_lane(lanes, _nothing)
+    return Functions(
+        unchanged, passed, unchanged, _nothing, _nothing, _nothing, _nothing, _nothing, none
+    )
 
-        @device
-        def unchanged(z, act):
-            return z
 
-        @device
-        def passed(dy, x, rounded_mean, z):
-            return dy
+def _in_place(work, lanes):
+    """`z` is `(1 / negative_slope, negative_slope)`, the same for all channels."""
 
-        picked = each_lane(lanes, nothing)
-        return Functions(unchanged, passed, nothing, nothing, nothing, nothing, nothing, picked)
-    function, slope = ACTIVATIONS[activation](work)
+    @device
+    def incoming(dy, x, rounded_mean, z):
+        return dy * z[1] if x <= work(0) else dy
 
+    @device
+    def value(x, z):
+        return x * z[0] if x <= work(0) else x
+
+    @device
+    def of_channel(c, channels, statistics, weight, weight_code, act):
+        return work(1.0 / act[2]), work(act[2])
+
+    @device
+    def held(tables, i, act):
+        return work(1.0 / act[2]), work(act[2])
+
+    @device
+    def pick(v, tables, i, act):
+        return held(tables, i, act)
+
+    picked = each_lane(lanes, pick)
+    return Functions(None, incoming, value, of_channel, _nothing, _nothing, _nothing, held, picked)
+
+
+def _with(function, slope, work, lanes, places):
     @device
     def applied(z, act):
         return function(z, work(act[0]))
@@ -216,6 +257,10 @@ def of_kernel(activation, work, lanes, places):
     @device
     def incoming(dy, x, rounded_mean, z):
         return dy * slope((x - rounded_mean) * z[0] + z[1], z[2])
+
+    @device
+    def itself(x, z):
+        return x
 
     @device
     def of_channel(c, channels, statistics, weight, weight_code, act):
@@ -251,4 +296,4 @@ def of_kernel(activation, work, lanes, places):
         return held(tables, i + v, act)
 
     picked = each_lane(lanes, pick)
-    return Functions(applied, incoming, of_channel, shared, local, hold, held, picked)
+    return Functions(applied, incoming, itself, of_channel, shared, local, hold, held, picked)

@@ -332,14 +332,16 @@ def planes_backward_reduce(dtype, lanes, ragged, threads, activation=""):
     find_slot, find_edge = _slot_finder(lanes, ragged), _edge_finder(lanes)
     read_edge, zeros = _edge_reader(dtype, lanes), zeros_of(lanes, work)
     functions = of_kernel(activation, work, lanes, TABLE)
-    incoming, of_channel = functions.incoming, functions.of_channel
+    incoming, value, of_channel = functions.incoming, functions.value, functions.of_channel
 
     @device
     def add_slot(values, gradients, rounded_mean, z, f, s):
         for v in range(lanes):
             # twice, which is computed once: so the kernel without activation is what it was
             f += incoming(gradients[v], values[v], rounded_mean, z)
-            s += incoming(gradients[v], values[v], rounded_mean, z) * (values[v] - rounded_mean)
+            s += incoming(gradients[v], values[v], rounded_mean, z) * (
+                value(values[v], z) - rounded_mean
+            )
         return f, s
 
     def kernel(
@@ -580,13 +582,14 @@ def planes_backward_input(dtype, lanes, ragged, threads, activation=""):
     load_one, store_one = number_access(dtype)
 
     functions = of_kernel(activation, work, lanes, TABLE)
-    incoming, of_channel = functions.incoming, functions.of_channel
+    incoming, value, of_channel = functions.incoming, functions.value, functions.of_channel
     shared, hold, held = functions.shared, functions.hold, functions.held
 
     @device
     def gradient_at(x, dy, k, rounded_means, dy_scales, x_scales, shifts, more, act):
-        g = incoming(dy, x, rounded_means[k], held(more, k, act))
-        return input_gradient(x, g, rounded_means[k], dy_scales[k], x_scales[k], shifts[k])
+        z = held(more, k, act)
+        g, own = incoming(dy, x, rounded_means[k], z), value(x, z)
+        return input_gradient(own, g, rounded_means[k], dy_scales[k], x_scales[k], shifts[k])
 
     @device
     def result(v, x, dy, left, i, rounded_means, dy_scales, x_scales, shifts, more, act):

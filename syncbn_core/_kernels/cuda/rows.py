@@ -286,14 +286,19 @@ def rows_backward_reduce(dtype, lanes, threads, activation=""):
     zeros = zeros_of(lanes, work)
     numbers = threads * lanes
     functions = of_kernel(activation, work, lanes, threads)
-    incoming, of_channel = functions.incoming, functions.of_channel
+    incoming, value, of_channel = functions.incoming, functions.value, functions.of_channel
     local, hold, held = functions.local, functions.hold, functions.held
 
     @device
     def gradient(v, dy, x, rounded_means, more, act):
         return incoming(dy[v], x[v], rounded_means[v], held(more, v, act))
 
-    through = each_lane(lanes, gradient)  # written out: a loop would keep its tables in memory
+    @device
+    def standing_for(v, x, more, act):
+        return value(x[v], held(more, v, act))
+
+    # written out: loops would keep their tables in memory
+    through, values = each_lane(lanes, gradient), each_lane(lanes, standing_for)
 
     def kernel(
         x,
@@ -356,6 +361,7 @@ def rows_backward_reduce(dtype, lanes, threads, activation=""):
                     )
                     g0 = through(g0, v0, rounded_means, more, act)
                     g1 = through(g1, v1, rounded_means, more, act)
+                    v0, v1 = values(v0, more, act), values(v1, more, act)
                     for v in range(lanes):
                         # a missing row has dy = 0, and adds nothing
                         d1 = v1[v] - rounded_means[v] if two else work(0)
@@ -516,13 +522,14 @@ def rows_backward_input(dtype, lanes, threads, activation=""):
     load, store = vector_access(dtype, lanes)
 
     functions = of_kernel(activation, work, lanes, threads)
-    incoming, of_channel = functions.incoming, functions.of_channel
+    incoming, value, of_channel = functions.incoming, functions.value, functions.of_channel
     shared, hold, picked = functions.shared, functions.hold, functions.picked
 
     @device
     def result(v, x, dy, rounded_means, dy_scales, x_scales, shifts, z):
         g = incoming(dy[v], x[v], rounded_means[v], z[v])
-        return input_gradient(x[v], g, rounded_means[v], dy_scales[v], x_scales[v], shifts[v])
+        own = value(x[v], z[v])
+        return input_gradient(own, g, rounded_means[v], dy_scales[v], x_scales[v], shifts[v])
 
     results = each_lane(lanes, result)
     zeros = zeros_of(lanes, work)
