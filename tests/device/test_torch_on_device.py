@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 import syncbn_torch  # noqa: E402
 from syncbn_torch.backends import cuda  # noqa: E402
 from syncbn_torch.forward import always_ours  # noqa: E402
+from syncbn_torch.inplace import InPlaceABN  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 SHAPES = [
@@ -121,6 +122,27 @@ def test_an_activation_equals_torch_in_float64(shape, activation, dtype, device)
     found = run_both(layer, x, torch.randn(shape).to(x), getattr(nn.functional, activation))
     for name, (actual, expected) in found.items():
         close(actual, expected, DTYPES[dtype] * (1 if name in ("y", "dx") else 10))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_in_place_equals_two_operations(channels_last, activation, dtype, device):
+    layer = InPlaceABN(8, activation=activation, activation_param=0.2).to(device)
+    nn.init.normal_(layer.weight, 1, 0.2)
+    twin = copy.deepcopy(layer).double()
+    x = batch((6, 8, 12, 12), dtype, device, channels_last)
+    wide, dy = x.double().requires_grad_(), torch.randn(x.shape).to(x)
+    z = F.batch_norm(wide, None, None, twin.weight.abs() + layer.eps, twin.bias, True)
+    expected = twin._applied.apply_(z.clone())
+    wanted = torch.autograd.grad(expected, [wide, twin.weight, twin.bias], dy.double())
+    leaf = x.clone().requires_grad_()
+    given = leaf.clone()
+    y = layer(given)
+    assert y.data_ptr() == given.data_ptr()
+    found = torch.autograd.grad(y, [leaf, layer.weight, layer.bias], dy)
+    for actual, value in zip((y, *found), (expected, *wanted), strict=True):
+        close(actual, value, DTYPES[dtype] * 10)
 
 
 # Each kernel on a few numbers, beside float64 on the CPU: compute-sanitizer runs these too.

@@ -25,7 +25,7 @@ from gpu_report import faster_than, total_of_resnet50
 ROOT = Path(__file__).parents[2]
 CPU = "cpu-2026-11-23.json"
 NETS = {threads: f"nets-2026-11-28-{threads}.json" for threads in (1, 2)}
-FUSED = {threads: f"nets-2026-11-27-{threads}.json" for threads in (1, 2)}
+FUSED = {threads: f"activations-2026-11-28-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 H200 = "gpu-2026-11-27-NVIDIA-H200-24254b2.json"
 COMPILED = "compiled-2026-11-23.json"
