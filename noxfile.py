@@ -27,6 +27,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
 COMPILED = ROOT / ".nox" / "compiled"  # kernels of CPUs
+# Tests that run again as if their ranks were a group of more than `exchange.MANY`.
+LARGE_GROUPS = ("process_numbers", "process_order", "process_faults", "compiled", "masks")
 PROJECT = nox.project.load_toml("pyproject.toml")
 # Python compiles what is imported: compiling every installed file takes longer than installing it.
 PIP_OPTIONS = ("--no-compile", "-c", "constraints.txt")
@@ -160,6 +162,8 @@ def tests(session: nox.Session) -> None:
         apart = ("tests/core", "tests/works_with", BENCHMARKS, DRY_RUN)
         others = [word for path in apart for word in ("--ignore", path)]
         session.run("pytest", *SIDE_BY_SIDE, "tests", "tools", *others)
+        large = (f"tests/torch/test_{name}.py" for name in LARGE_GROUPS)
+        session.run("pytest", *SIDE_BY_SIDE, "--quick", *large, env={"SYNCBN_TEST_MANY": "1"})
 
 
 @nox.session(python=TORCH_PYTHON)

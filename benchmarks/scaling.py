@@ -164,6 +164,8 @@ def received(operation: str, channels: int, size: int) -> int:
     """Bytes that a rank receives: all rows but its own; a reduction in a ring, twice its own."""
     if operation == "all_gather":
         return (size - 1) * (2 * channels + 2) * 8
+    if operation == "two sums":  # of groups of more than `exchange.MANY`
+        return round(2 * 2 * (size - 1) / size * (2 * channels + 2) * 8)
     return round(2 * (size - 1) / size * 2 * channels * 8)
 
 
@@ -197,7 +199,8 @@ def payload(size: int, group: int = 1) -> dict[str, float]:
         nodes = size // group
         forward = sum(received("all_gather", c, n) for c in RESNET50 for n in (group, nodes))
     backward = sum(received("all_reduce", c, size) for c in RESNET50)
-    return {"forward": forward, "backward": backward, "collectives": 2 * layers}
+    sums = sum(received("two sums", c, size) for c in RESNET50)
+    return {"forward": forward, "sums": sums, "backward": backward, "collectives": 2 * layers}
 
 
 def predict(size: int, group: int, hop: float, bandwidth: float) -> dict[str, float]:
@@ -205,6 +208,7 @@ def predict(size: int, group: int, hop: float, bandwidth: float) -> dict[str, fl
 
     A gather takes `size - 1` hops where it goes around a ring, `log2 size` where it doubles;
     with `group` it goes within nodes first and then across. A reduction doubles, there and back.
+    "sums" is the forward of a large group, by two reductions in the place of a gather.
     """
     levels = (size,) if group == 1 else (group, size // group)
     bytes_received = payload(size, group)
@@ -213,6 +217,7 @@ def predict(size: int, group: int, hop: float, bandwidth: float) -> dict[str, fl
         "ring": layers * hop * sum(level - 1 for level in levels),
         "doubling": layers * hop * sum(math.ceil(math.log2(level)) for level in levels),
         "gathered bytes": bytes_received["forward"] / bandwidth,
+        "sums": layers * hop * 4 * math.ceil(math.log2(size)) + bytes_received["sums"] / bandwidth,
         "backward": layers * hop * 2 * math.ceil(math.log2(size))
         + bytes_received["backward"] / bandwidth,
     }
@@ -268,7 +273,7 @@ def report(results: dict[str, Any]) -> None:
         f"\nResNet-50, ms per step, IF a hop takes {hop * 1e6:g} us and a rank receives "
         f"{bandwidth / 1e9:g} GB/s (assumed, not measured)"
     )
-    heads = ("gather: ring", "or doubling", "its bytes", "backward")
+    heads = ("gather: ring", "or doubling", "its bytes", "or by sums", "backward")
     print(f"{'':>30}" + "".join(f"{head:>14}" for head in heads))
     for size, group, name in (
         (1024, 1, "1,024 ranks"),
@@ -281,6 +286,29 @@ def report(results: dict[str, Any]) -> None:
         print(f"{name:>30}" + "".join(f"{1e3 * seconds:>14.2f}" for seconds in times))
 
 
+def plot(path: Path, hop: float, bandwidth: float) -> None:
+    """Bytes and time of the forward of ResNet-50's layers, by both ways, for 8 to 16,384 ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sizes = [2**n for n in range(3, 15)]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained")
+    for key, label in (("forward", "a row of each rank"), ("sums", "two sums")):
+        left.plot(sizes, [payload(size)[key] / 1e6 for size in sizes], marker="o", label=label)
+    times = [predict(size, 1, hop, bandwidth) for size in sizes]
+    for key, label in (("ring", ", ring"), ("doubling", ", doubling")):
+        rows = [1e3 * (each[key] + each["gathered bytes"]) for each in times]
+        right.plot(sizes, rows, marker="o", label=f"a row of each rank{label}")
+    right.plot(sizes, [1e3 * each["sums"] for each in times], marker="o", label="two sums")
+    for axis, title in ((left, "MB that a rank receives"), (right, "ms, by the model")):
+        axis.set(xscale="log", yscale="log", title=title, xlabel="ranks")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=160)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
@@ -288,6 +316,7 @@ def main() -> int:
     parser.add_argument("--simulate", action="store_true", help="measure nothing")
     parser.add_argument("--hop", type=float, default=5e-6, help="seconds, for the prediction")
     parser.add_argument("--bandwidth", type=float, default=25e9, help="bytes per second, for it")
+    parser.add_argument("--plot", type=Path, help="draw the forward by both ways into this PNG")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
     parser.add_argument("--member", choices=["torch", "mpi"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -317,6 +346,8 @@ def main() -> int:
         for jitter in (0.01, 0.05, 0.2)
     ]
     report(results)
+    if args.plot:
+        plot(args.plot, args.hop, args.bandwidth)
     if engines:
         args.output.mkdir(parents=True, exist_ok=True)
         path = args.output / f"scaling-{results['date']}.json"

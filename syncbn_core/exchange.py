@@ -9,6 +9,8 @@ So results are bitwise the same on every member. All rows of a layer have one le
 forward beside one in backward is told so. On a device the rows of forward stay as they are, the
 kernel that normalizes merges them, and backward is an `all_reduce` with a label behind the sums.
 
+A group of more than `MANY` processes sends messages of constant size, see `Exchange._by_sums`.
+
 By the label (`labels`) members notice that they are in different layers, without a further message.
 Members whose labels differ send their names. Other numbers, settings, kinds or calls are an error
 on every member. Other names are one if a member's own model holds another layer whose name is more
@@ -66,6 +68,7 @@ REMEDY = (
     "all members have to run the same layers in the same order, use them in the loss, and agree on "
     "create_graph and on torch.compile"
 )
+MANY = 64  # members; docs/scaling.md says why
 _NAMES = 8192  # bytes of the message with a member's names
 
 
@@ -180,8 +183,10 @@ class Exchange(NamedTuple):
         labels = None
         if _stays_on_device(self.communicator, like):
             labels = self._labels(member, kind, label, label, like)
-            shape, rank = (self.communicator.size, 2 * channels + 2), self.communicator.rank
-            rows = _arrays(like).empty(shape, like)
+            members, rank = self.communicator.size, self.communicator.rank
+            if members > MANY:
+                members, rank = 1, 0
+            rows = _arrays(like).empty((members, 2 * channels + 2), like)
             labels = labels._replace(rows=rows, row=rows[rank : rank + 1])
         return Message(member, label, call, labels, new)
 
@@ -202,14 +207,17 @@ class Exchange(NamedTuple):
         member = message.member
         try:
             if message.labels is not None:
-                rows = self._on_device(own.rows, message, message.labels)
-                total = Moments(rows, None, message.labels)
+                together = self._by_sums if self.communicator.size > MANY else self._on_device
+                total = Moments(together(own.rows, message), None, message.labels)
             else:
                 row = np.asarray(_to_host(own.rows), np.float64)[0]
                 row[-1] = message.label
                 if own.count is not None:
                     row[0] = own.count
-                rows = self._gather(row, message.call)
+                if self.communicator.size > MANY and _of_processes(self.communicator):
+                    rows = self._by_sums(row[None], message)
+                else:
+                    rows = self._gather(row, message.call)
                 total = Moments(_like(own.rows, rows), int(rows[:, 0].sum()))
         except ShapeError as error:
             raise ShapeError(
@@ -251,9 +259,12 @@ class Exchange(NamedTuple):
         else:
             row = np.zeros(math.prod(sums.shape) + 2)
             row[1:-1], row[-1] = _to_host(sums).reshape(-1), message.label
-            rows = self._gather(row, message.call)
             with np.errstate(invalid="ignore", over="ignore"):
-                total = _like(sums, rows[:, 1:-1].sum(0).reshape(sums.shape))
+                if self.communicator.size > MANY and _of_processes(self.communicator):
+                    added = self._labelled_sum(row, message)
+                else:
+                    added = self._gather(row, message.call).sum(0)
+                total = _like(sums, added[1:-1].reshape(sums.shape))
         message.member.exchanges += 1
         return total
 
@@ -308,8 +319,58 @@ class Exchange(NamedTuple):
         self._compare(rows[:, -1].tolist(), float(row[-1]), call)
         return rows
 
-    def _on_device(self, own: Array, message: Message, labels: Labels) -> Array:
+    def _by_sums(self, own: Array, message: Message) -> Array:
+        """The moments of all members together, `(1, 2 C + 2)`, by two sums of `2 C + 2` numbers.
+
+        n = sum(n_i)    mean = sum(n_i mean_i) / n    m2 = sum(m2_i + n_i (mean_i - mean)**2)
+        """
+        row = own[0]
+        channels = len(row) // 2 - 1
+        n, mean, m2 = row[:1], row[1 : 1 + channels], row[1 + channels : -1]
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = self._labelled_sum(_row(row, n, n * mean, 0), message)
+            count = total[:1]
+            joint = total[1 : 1 + channels] / (count + (count == 0))
+            delta = mean - joint
+            squares = self._labelled_sum(_row(row, 0, m2 + n * delta * delta, 0), message)
+        if message.new:
+            self._compare_labels(message, own)
+        return _row(row, count, joint, squares[1 : 1 + channels], message.label)[None]
+
+    def _labelled_sum(self, row: Array, message: Message) -> Array:
+        """`row` added up over all members, with a label in the place of its last number.
+
+        On a host, labels that differ are gathered and compared. On a device an alarm sounds.
+        """
+        size = self.communicator.size
+        # a graph on a device does not know its layer: there kind and dtype are compared
+        key = int(message.label) % (32 if message.labels is not None else 1 << 53)
+        own = label_of_sum(1 + key, size)
+        row[-1:] = own
+        total = self._add_up(row, message.call)
+        if message.labels is not None:
+            message.labels._replace(own=own, expected=own * size).check_total(total)
+        elif total[-1] != own * size:
+            self._compare_labels(message)
+        return total
+
+    def _compare_labels(self, message: Message, like: Array = None) -> None:
+        """Gather the labels of all members, and raise if they do not go together."""
+        sent, wait = np.array([message.label]), None
+        if message.labels is not None:
+            if _arrays(like).is_captured(like):
+                return
+            sent = _like(like, sent)
+            wait = getattr(self.communicator, "synchronize", None)  # with a deadline
+        gathered = self.communicator.all_gather(sent, _follow_up_call(message.call))
+        if wait is not None:
+            wait()
+        found = _to_host(gathered)
+        self._compare(found[:, 0].tolist(), message.label, message.call)
+
+    def _on_device(self, own: Array, message: Message) -> Array:
         """The rows of all members `(P, 2 C + 2)`."""
+        labels: Any = message.labels
         label, call, rows = message.label, message.call, labels.rows
         if own is not labels.row:
             labels.row[...] = own
@@ -396,6 +457,18 @@ class Exchange(NamedTuple):
         row = np.frombuffer(bytearray(text.encode().ljust(_NAMES)), np.float64)
         rows = self.communicator.all_gather(row, _follow_up_call(call))
         return [np.asarray(row).tobytes().decode(errors="replace").rstrip() for row in rows]
+
+
+def _of_processes(communicator: Communicator) -> bool:
+    """Whether a large group adds up, instead of gathering a row of each member."""
+    return isinstance(communicator, ProcessCommunicator)
+
+
+def _row(like: Array, count: Any, first: Array, second: Any, label: float = 0.0) -> Array:
+    """A new row `(2 C + 2,)` of these numbers, of the library and device of `like`."""
+    row, channels = _arrays(like).copy(like), len(like) // 2 - 1
+    row[:1], row[1 : 1 + channels], row[1 + channels : -1], row[-1:] = count, first, second, label
+    return row
 
 
 def _holds_another(held: Sequence[tuple[str, bool]], others: set[str]) -> bool:

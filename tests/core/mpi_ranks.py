@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from syncbn_core import BatchNorm, doctor
+from syncbn_core import BatchNorm, doctor, exchange
 from syncbn_core.comm import MPICommunicator
 from syncbn_core.errors import (
     BatchSizeError,
@@ -59,6 +59,16 @@ def the_doctor_finds_what_is_wrong_on_one_rank_on_all(own: MPICommunicator) -> N
     finding = doctor.examine(check)
     assert finding.verdict == "WRONG"
     assert "of dx" in finding.detail
+
+
+@promise
+def large_groups_equal_the_undivided_batch(own: MPICommunicator) -> None:
+    exchange.MANY = 1
+    try:
+        ranks_of_different_dtypes_are_told_the_dtype_of_each_and_the_layer(own)
+        uneven_and_empty_ranks_equal_the_undivided_batch(own)
+    finally:
+        exchange.MANY = 64
 
 
 @promise

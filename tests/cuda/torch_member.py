@@ -110,6 +110,19 @@ with (
     else:
         layer(leaf).backward(whole_dy)
 
+    patch.setattr("syncbn_core.exchange.MANY", 1)  # as in a large group
+    layer, twin = SynchronizedBatchNorm2d(4).double(), nn.BatchNorm2d(4).double()
+    whole = x.clone().requires_grad_()
+    for _ in range(2):
+        large, whole.grad = x[mine].clone().requires_grad_(), None
+        y, expected = layer(large), twin(whole)
+        y.backward(dy[mine])
+        expected.backward(dy)
+        torch.testing.assert_close(y, expected[mine])
+        torch.testing.assert_close(large.grad, whole.grad[mine])
+    torch.testing.assert_close(layer.running_var, twin.running_var)
+    patch.setattr("syncbn_core.exchange.MANY", 64)
+
     # other layers on each rank: the device notices, and the next call tells
     def told(kind: str, capturing: bool, by_x: bool = True) -> None:
         group = dist.new_group()

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from syncbn_core import exchange
 from syncbn_core.comm import local
 
 # What the processes of a test need not import, or load, each.
@@ -73,6 +74,7 @@ def _call(path: str, name: str, rank: int, size: int, folder: Path, *arguments: 
     warnings.filterwarnings("ignore", r"`torch\.jit\.", FutureWarning)  # also by torch itself
     logging.getLogger("syncbn").setLevel(logging.ERROR)  # not that it compiles kernels
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    exchange.MANY = int(os.environ.get("SYNCBN_TEST_MANY", exchange.MANY))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None

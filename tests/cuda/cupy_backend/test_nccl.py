@@ -27,11 +27,15 @@ from syncbn_core.errors import (
 
 @pytest.mark.parametrize("place", [one_stream, streams, two_devices], ids=lambda p: p.__name__)
 @pytest.mark.parametrize("rows", [(2, 0, 1), (3, 2), (4,)], ids=str)
-def test_ranks_of_nccl_equal_the_undivided_batch(rows, place, rng):
+@pytest.mark.parametrize("many", [64, 1])
+def test_ranks_of_nccl_equal_the_undivided_batch(many, rows, place, rng, monkeypatch):
+    monkeypatch.setattr("syncbn_core.exchange.MANY", many)
     check_group(rows, place, rng, nccl=True)
 
 
-def test_the_host_takes_no_part_in_nccl(rng):
+@pytest.mark.parametrize("many", [64, 1])
+def test_the_host_takes_no_part_in_nccl(many, rng, monkeypatch):
+    monkeypatch.setattr("syncbn_core.exchange.MANY", many)
     x = rng.normal(size=(4, 3, 5))
 
     def member(rank, own):
@@ -43,6 +47,25 @@ def test_the_host_takes_no_part_in_nccl(rng):
         own.synchronize()
 
     in_group(2, two_devices, member, nccl=True)
+
+
+@pytest.mark.parametrize("many", [64, 1])
+def test_nccl_ranks_of_other_dtypes_are_told_in_the_next_call(many, monkeypatch):
+    """In a large group the layers are compared in first calls only, kind and dtype in all."""
+    monkeypatch.setattr("syncbn_core.exchange.MANY", many)
+
+    def member(rank, own):
+        layer, x = BatchNorm(3, device="cuda", communicator=own), np.arange(6.0).reshape(2, 3)
+        layer(to_device(x.astype("float32")))
+
+        def step():
+            layer(to_device(x.astype("float16" if rank == 1 else "float32")))
+            own.synchronize()
+
+        with pytest.raises(ProtocolError, match="forward of"):
+            step()
+
+    in_group(2, streams, member, nccl=True)
 
 
 def test_nccl_ranks_in_different_layers_are_told_so():
