@@ -303,7 +303,7 @@ def _masked(operations: Operations, x: Array, mask: Array) -> tuple[Any, Array, 
     check_same_device("mask", mask, x)
     mask = mask.reshape(mask_shape(mask.shape, x.shape, str(mask.dtype)))
     if operations.takes_masks:
-        return None, x, mask
+        return None, x, np.array(mask)  # the caller may change it before backward
     with device_of(x):
         return mask, *_filled(x, mask)
 

@@ -97,7 +97,6 @@ class NumpySteps(Operations):
         array, weight, bias = [self.array(own) for own in (x, *affine)]
         held = None if running is None else self.running(running)
         dtype = (x if affine.weight is None else affine.weight).dtype
-        mask = None if mask is None else np.array(mask)  # the caller may change it
         return _dense(x, array, mask), _Wide(_wide(weight), _wide(bias), dtype, mask), held
 
     def take_pair(self, x: Any, dy: Any, affine: Any = None) -> tuple[Dense, Dense]:

@@ -200,7 +200,8 @@ def _by_node(
         if mask is not None:
             mask = checked_mask(mask, x)
             if part.operations.takes_masks:
-                part, mask = part._replace(valid=mask.as_subclass(Tensor).numpy()), None
+                own = mask.as_subclass(Tensor).numpy().copy()  # it may change before backward
+                part, mask = part._replace(valid=own), None
             else:
                 on_host = x.is_cpu and part.operations is not plain.DIFFERENTIABLE
                 x, valid = filled(x, mask, on_host)

@@ -133,6 +133,17 @@ def test_narrow_dtypes_layouts_and_large_means(
     torch.testing.assert_close(layer.running_mean, plain.running_mean, **same)
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_mask_may_change_before_backward(twice: bool) -> None:
+    x, dy, mask = batch((5, 3, 4, 5))
+    layer, twin = layer_for(3)
+    leaf, given = x.clone().requires_grad_(), mask.clone()
+    y = layer(leaf, given)
+    given.fill_(True)
+    expected = undivided(twin, x, dy, mask, twice)
+    torch.testing.assert_close(results(y, leaf, layer, dy, twice), expected)
+
+
 @on_ranks(2, 3)
 def test_ranks_with_uneven_masks(rank: int, size: int) -> None:
     x, dy, mask = batch((7, 3, 5, 6))
