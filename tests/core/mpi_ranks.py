@@ -275,4 +275,6 @@ if __name__ == "__main__":
             keep(MPICommunicator(timeout=60))
             print(f"KEPT {name}.", flush=True)
     else:
-        FAULTS[sys.argv[1]](MPICommunicator(timeout=60))
+        own = MPICommunicator(timeout=60)
+        (Path(sys.argv[2]) / f"pid.{own.rank}").write_text(str(os.getpid()))
+        FAULTS[sys.argv[1]](own)
