@@ -188,6 +188,8 @@ class Exchange(NamedTuple):
                 members, rank = 1, 0
             rows = _arrays(like).empty((members, 2 * channels + 2), like)
             labels = labels._replace(rows=rows, row=rows[rank : rank + 1])
+        elif new and isinstance(self.communicator, ProcessCommunicator):
+            self.communicator.connect(call)
         return Message(member, label, call, labels, new)
 
     def moments(self, own: Moments, message: Message) -> tuple[Moments, int]:

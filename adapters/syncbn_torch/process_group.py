@@ -112,6 +112,9 @@ class _GroupTransport:
         self._run(_reduce, call, total, group)
         return _like(total, values)
 
+    def connect(self, call: CollectiveCall) -> None:
+        self._local_for(None, self._alive(call), call)
+
     def gather_in_place(self, rows: Tensor, call: CollectiveCall) -> Tensor:
         self._run(_gather, call, rows.view(-1), rows[self.rank], self._alive(call))
         return rows

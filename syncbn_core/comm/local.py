@@ -6,6 +6,7 @@ that is many times as fast as a collective over TCP. A frame is a tag, a length,
     slave   operation and dtype: its array           ASK: the text of the call in which it waits
     master  operation and dtype: the arrays of all   ASK: nothing
                                                      FAILED: JSON, what `_error` takes
+    any     COMPILES, COMPILED: nothing; between them deadlines stand
 
 If an array does not come or does not fit, the master asks those that wait for their calls, and
 tells all what it knows: every rank raises the same error.
@@ -21,6 +22,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from syncbn_core import clock
 from syncbn_core.comm.process_group import (
     ProcessCommunicator,
     describe_other_ranks,
@@ -57,9 +60,11 @@ from syncbn_core.errors import (
 __all__ = ["LocalCommunicator", "LocalTransport", "host_name", "local_transport"]
 
 Array = Any
+Data = Any  # bytes
 Greeting = struct.Struct("=32sI")  # a key, the rank
 Head = struct.Struct("=16sQ")  # a tag, how many bytes follow
 ASK, FAILED = b"ask".ljust(16), b"failed".ljust(16)
+COMPILES, COMPILED = b"compiles".ljust(16), b"compiled".ljust(16)
 SHORT = 2000  # microseconds
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE ends a program that does not ignore it
 HELLO = 512  # bytes of the message in which ranks say where they are
@@ -141,6 +146,8 @@ class LocalTransport:
             peer.setblocking(True)
             self._ready.register(peer, select.POLLIN)
         self._process = os.getpid()
+        self._sending = threading.Lock()
+        self._compiling = 0  # how many ranks have said so
         self.close = weakref.finalize(self, _close, peers)
         _transports.add(self)
 
@@ -162,45 +169,45 @@ class LocalTransport:
             )
         try:
             tag = f"{operation} {values.dtype.str}".encode().ljust(16)
-            self._begin, self._end = time.monotonic(), 0.0
+            self._begin, self._stood, self._end = time.monotonic(), clock.stood(), 0.0
             exchange = self._as_slave if self.rank else self._as_master
             answer, frame = exchange(tag, values.tobytes(), call)
             if answer == FAILED:
-                told = json.loads(frame[Head.size :])
+                told = json.loads(frame)
                 raise self._error(call, time.monotonic() - self._begin, *told)
         except BaseException:
             self.close()
+            clock.stand(-self._compiling)
             raise
-        return np.ndarray((self.size, *values.shape), values.dtype, frame, Head.size)
+        return np.ndarray((self.size, *values.shape), values.dtype, frame)
 
-    def _as_slave(self, tag: bytes, row: bytes, call: CollectiveCall) -> tuple[bytes, bytearray]:
-        """The tag and the frame of the master's answer."""
+    def _as_slave(self, tag: bytes, row: bytes, call: CollectiveCall) -> tuple[bytes, Data]:
+        """The master's answer: its tag and its bytes."""
         try:
             with suppress(OSError):  # what the master has told this rank before can still be read
                 self._send(0, _frame(tag, row))
-            answer, frame = self._receive(0, len(row) * self.size)
+            answer, frame = self._receive(0)
             if answer == ASK:
                 self._send(0, _frame(ASK, str(call).encode()))
-                answer, frame = self._receive(0, 0)
+                answer, frame = self._receive(0)
             return answer, frame
         except OSError as error:
             reason = "late" if isinstance(error, TimeoutError) else "lost"
-            return FAILED, _frame(FAILED, json.dumps([reason, 0, [None]]).encode())
+            return FAILED, json.dumps([reason, 0, [None]]).encode()
 
-    def _as_master(self, tag: bytes, row: bytes, call: CollectiveCall) -> tuple[bytes, bytearray]:
-        """The tag and the frame of the answer."""
-        rows: list[bytes | memoryview] = [row] * self.size
+    def _as_master(self, tag: bytes, row: bytes, call: CollectiveCall) -> tuple[bytes, Data]:
+        """The answer: its tag and its bytes."""
+        rows = [row] * self.size
         waiting, rank, failure, short = set(self._peers), 0, "", True
         try:
             while waiting:
                 # after a short wait for one: for all at once, so that none is told late
                 for rank in list(waiting) if short else self._wait():
                     try:
-                        theirs, frame = self._receive(rank, len(row), short)
+                        theirs, rows[rank] = self._receive(rank, short=True)
                     except BlockingIOError:
                         short = False
                         break
-                    rows[rank] = memoryview(frame)[Head.size :]
                     if theirs != tag or len(rows[rank]) != len(row):
                         failure = "unlike"
                     waiting.discard(rank)
@@ -217,9 +224,9 @@ class LocalTransport:
             except OSError:  # the next call tells all ranks
                 with suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
-        return tag, frame
+        return tag, memoryview(frame)[Head.size :]
 
-    def _tell(self, failure: str, rank: int, missing: set[int], call: CollectiveCall) -> bytearray:
+    def _tell(self, failure: str, rank: int, missing: set[int], call: CollectiveCall) -> bytes:
         """Tell all ranks of a failure, with the calls of those that are not missing."""
         calls: list[str | None] = [str(call), *[None] * (self.size - 1)]
         self._end = time.monotonic() + 1.0
@@ -229,11 +236,11 @@ class LocalTransport:
                 self._send(each, _frame(ASK))
         for each in present:
             with suppress(OSError):
-                calls[each] = self._receive(each, 0)[1][Head.size :].decode()
-        told = _frame(FAILED, json.dumps([failure, rank, calls]).encode())
+                calls[each] = self._receive(each)[1].decode()
+        told = json.dumps([failure, rank, calls]).encode()
         for each in self._peers:  # who is late reads it later
             with suppress(OSError):
-                self._send(each, told)
+                self._send(each, _frame(FAILED, told))
         return told
 
     def _error(
@@ -261,7 +268,8 @@ class LocalTransport:
             return CommAborted(f"{who} lost rank {lost}{self._in_world(lost)} in {call}; {where}")
         if self.rank < len(calls) and calls[self.rank] is None:
             return CommAborted(f"{who} comes too late to {call}; {where}")
-        return CommTimeout(f"{who} waited {seconds:.3g} s in {call}; {where}")
+        stood = clock.stood_since(self._stood)
+        return CommTimeout(f"{who} waited {seconds:.3g} s{stood} in {call}; {where}")
 
     def _left(self) -> float:
         """Milliseconds until the deadline."""
@@ -269,38 +277,59 @@ class LocalTransport:
             seconds = self._timeout()
             # slaves wait a little longer, because the master knows who is missing
             self._end = self._begin + seconds + (grace_after(seconds) if self.rank else 0.0)
-        return max(self._end - time.monotonic(), 0.0) * 1000
+        left = self._end - time.monotonic()
+        return max(left if left > 0 else left + clock.stood() - self._stood, 0.0) * 1000
 
     def _wait(self) -> list[int]:
         """The ranks that have sent, or ended."""
-        ready = self._ready.poll(self._left())
-        if not ready:
-            raise TimeoutError
-        return [self._ranks[descriptor] for descriptor, _ in ready]
+        return [self._ranks[descriptor] for descriptor in self._poll(self._ready)]
 
     def _wait_for(self, rank: int, event: int) -> None:
         ready = select.poll()
         ready.register(self._peers[rank], event)
-        if not ready.poll(self._left()):
+        self._poll(ready)
+
+    def _poll(self, ready: Any) -> list[int]:
+        """The descriptors that are ready; `TimeoutError` at the deadline."""
+        while True:
+            left = self._left()
+            events = ready.poll(left)
+            if events or not left:
+                break
+        if not events:
             raise TimeoutError
+        return [descriptor for descriptor, _ in events]
 
     def _send(self, rank: int, frame: bytearray) -> None:
         left = memoryview(frame)
-        while left:
-            try:
-                left = left[self._peers[rank].send(left, NO_SIGNAL) :]
-            except BlockingIOError:
-                self._wait_for(rank, select.POLLOUT)
+        with self._sending:
+            while left:
+                try:
+                    left = left[self._peers[rank].send(left, NO_SIGNAL) :]
+                except BlockingIOError:
+                    self._wait_for(rank, select.POLLOUT)
 
-    def _receive(self, rank: int, expected: int, short: bool = False) -> tuple[bytes, bytearray]:
-        """The tag of a frame and the frame; quick where `expected` bytes follow the head.
+    def _receive(self, rank: int, short: bool = False) -> tuple[bytes, Data]:
+        """The tag and the bytes of a frame; follows what ranks say of compilations before it.
 
         `short`: raises `BlockingIOError` after a short wait.
         """
-        frame, got, tag, size = bytearray(Head.size + expected), 0, b"", Head.size
+        while True:
+            tag, length = Head.unpack(self._read(rank, Head.size, short))
+            if tag not in (COMPILES, COMPILED):
+                return tag, self._read(rank, length)
+            more = 1 if tag == COMPILES else -min(self._compiling, 1)
+            clock.stand(more)
+            self._compiling += more
+            if self.rank == 0:
+                self.tell_compiling(more, rank)
+
+    def _read(self, rank: int, size: int, short: bool = False) -> Data:
+        """So many bytes, and no more: those behind them are another frame's."""
+        data, got = bytearray(size), 0
         while got < size:
             try:
-                count = self._peers[rank].recv_into(memoryview(frame)[got:])
+                count = self._peers[rank].recv_into(memoryview(data)[got:])
             except BlockingIOError:
                 if short and not got:
                     raise
@@ -309,12 +338,18 @@ class LocalTransport:
             if not count:
                 raise ConnectionResetError
             got += count
-            if not tag and got >= Head.size:
-                tag, length = Head.unpack_from(frame)
-                size = Head.size + length
-                if length != expected:
-                    frame = frame[:got].ljust(size)[:size]
-        return tag, frame
+        return data
+
+    def tell_compiling(self, more: int, source: int | None = None) -> None:
+        """Tell the ranks that may wait for this one, or for `source`, of a compilation.
+
+        `more`: 1 as it begins, -1 as it ends.
+        """
+        frame = _frame(COMPILES if more > 0 else COMPILED)
+        for rank, peer in self._peers.items():
+            if rank != source and self._process == os.getpid():
+                with self._sending, suppress(OSError):  # the next call says what is wrong
+                    peer.send(frame, NO_SIGNAL | socket.MSG_DONTWAIT)
 
 
 def _frame(tag: bytes, *data: Any) -> bytearray:
@@ -334,6 +369,13 @@ def _close_inherited() -> None:
     for transport in list(_transports):
         transport.close()
 
+
+def _tell_compiling(more: int) -> None:
+    for transport in list(_transports):
+        transport.tell_compiling(more)
+
+
+clock.listeners.append(_tell_compiling)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_inherited)

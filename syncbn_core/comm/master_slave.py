@@ -29,6 +29,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from syncbn_core import clock
 from syncbn_core.comm.timeouts import check_timeout, seconds_of
 from syncbn_core.errors import (
     ArgumentError,
@@ -116,7 +117,7 @@ class Round:
     def wait(self, member: Hashable, call: int, take: Callable[[], T | None]) -> T:
         """What `take()` returns under the lock, once that is not None; raises if the call fails."""
         seconds = seconds_of(self.timeout)
-        deadline = time.monotonic() + seconds
+        deadline, stood = time.monotonic() + seconds, clock.stood()
         while True:
             with self.lock:
                 taken = take()
@@ -126,8 +127,11 @@ class Round:
                 absent = [other for other in self.missing(call) if other != member]
             left = deadline - time.monotonic()
             if left <= 0:
+                left += clock.stood() - stood
+            if left <= 0:
                 raise CommTimeout(
-                    f"{_named([member])} waited {seconds:g} s in call {call} of {self.name}; "
+                    f"{_named([member])} waited {seconds:g} s{clock.stood_since(stood)} "
+                    f"in call {call} of {self.name}; "
                     + (f"missing: {_named(absent)}" if absent else "the callback is still running")
                 )
             with suppress(Empty):

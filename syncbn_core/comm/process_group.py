@@ -121,6 +121,12 @@ class ProcessCommunicator:
         call = self._begin(call or CollectiveCall.plain("all_reduce", values))
         return self._run(self.transport.all_reduce, values, call)
 
+    def connect(self, call: CollectiveCall) -> None:
+        """Find the other ranks in the first call, before this one compiles what others wait for."""
+        connect = getattr(self.transport, "connect", None)
+        if connect is not None and not self.calls:
+            self._run(lambda _, call: connect(call), None, call._replace(number=1))
+
     def alarm(self, like: Array, call_at: Callable[[float], CollectiveCall]) -> Alarm:
         """The `Alarm` of this group: once a device sets it, the next call raises `ProtocolError`.
 

@@ -36,6 +36,7 @@ from numba.core.caching import (
     ZipCacheLocator,
 )
 
+from syncbn_core.clock import compiling
 from syncbn_core.disk_cache import on_rank
 
 __all__ = [
@@ -152,7 +153,8 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         decorator: Any = numba.njit
         dispatcher = decorator(**OPTIONS, **options)(function)
         dispatcher._cache = _Cache(function)
-        dispatcher._compile_for_args = partial(_uninterrupted, dispatcher._compile_for_args)
+        compile_for = compiling()(dispatcher._compile_for_args)
+        dispatcher._compile_for_args = partial(_uninterrupted, compile_for)
         return dispatcher
 
     return decorate

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from syncbn_core.clock import compiling
 from syncbn_core.disk_cache import read_checked, write_checked
 from syncbn_core.errors import BackendError
 
@@ -94,6 +95,7 @@ class Code:
 _compiling = threading.Lock()
 
 
+@compiling()
 def compile_source(source: Source, capability: tuple[int, int]) -> Code:
     """Compile `source` for a compute capability; does not use the cache on disk.
 
