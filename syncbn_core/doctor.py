@@ -46,6 +46,7 @@ PARTS: tuple[Callable[[int], list[int]], ...] = (
 CONCLUSIONS = {
     0: "all {} checks give the results of the undivided batch",
     1: "something is wrong: please report it, with this text",
+    2: "a check failed, so it says nothing about results; its line has the error",
     3: "nothing is wrong in what was checked, but something is missing",
     4: "nothing is wrong in what was checked, but not all was checked",
 }
@@ -67,7 +68,7 @@ class Check(NamedTuple):
 
 
 class Outcome(Exception):
-    """Ends a check as "WRONG", as "missing" something, or as "skipped" for another machine."""
+    """Ends a check as "WRONG", "failed", "missing" something, or "skipped" for another machine."""
 
     def __init__(self, verdict: str, text: str) -> None:
         super().__init__(text)
@@ -336,7 +337,7 @@ def add_command(commands: Any) -> Any:
         help="say what this machine has, and whether results are right here",
         description="Print what a report of a fault needs: versions, devices, settings. Then "
         "compare the results of parts with those of the undivided batch in float64.",
-        epilog="Exit status: 0 if all is well, 1 if a result is WRONG or a check failed, 2 for "
+        epilog="Exit status: 0 if all is well, 1 if a result is WRONG, 2 if a check failed or for "
         "wrong arguments, 3 if something is missing, 4 if a check was skipped.",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead")
@@ -379,11 +380,10 @@ def run(
 
 
 def status_of(findings: Iterable[Finding]) -> int:
-    """For a process: 0 all is well, 1 wrong or failed, 3 something missing, 4 or skipped."""
+    """For a process: that of the worst verdict, as `add_command` tells."""
     verdicts = {finding.verdict for finding in findings}
-    if verdicts & {"WRONG", "failed"}:
-        return 1
-    return 3 if "missing" in verdicts else 4 if "skipped" in verdicts else 0
+    ranked = ("WRONG", "failed", "missing", "skipped")
+    return next((n for n, each in enumerate(ranked, 1) if each in verdicts), 0)
 
 
 def run_on_rank(rank: int, checks: Iterable[Check]) -> int:
@@ -391,7 +391,7 @@ def run_on_rank(rank: int, checks: Iterable[Check]) -> int:
     failed = [finding for finding in map(examine, checks) if finding.verdict == "failed"]
     for finding in failed:
         print(f"rank {rank}: {finding.check}: {finding.detail}", file=sys.stderr, flush=True)
-    return 1 if failed else 0
+    return 2 if failed else 0
 
 
 def print_facts(facts: Facts, say: Callable[[str], None]) -> None:

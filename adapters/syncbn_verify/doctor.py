@@ -108,6 +108,8 @@ def differs(device: str, dtype: str, **parts: Any) -> Difference:
     report = verify_sync(
         convert_model(network().to(device)), batch, dtype=getattr(torch, dtype), **parts
     )
+    if report.conclusion == "failed":
+        raise Outcome("failed", f"could not be judged: {report.error}")
     if report.conclusion == "wrong" or any(layer.verdict != "ok" for layer in report.layers):
         raise Outcome("WRONG", str(report))
     results = ("output", "gradient", "running")
@@ -136,7 +138,7 @@ def over_ranks(name: str, engine: str, size: int) -> Iterator[Check]:
         if isinstance(outcomes[0], Exception):
             raise outcomes[0]
         found = outcomes[0][dtype]
-        return refuse(Outcome("WRONG", found)) if isinstance(found, str) else Difference(*found)
+        return refuse(Outcome(*found)) if isinstance(found[0], str) else Difference(*found)
 
     for dtype in DTYPES:
         yield Check(f"{name}, {dtype}", partial(run, dtype))
@@ -186,7 +188,7 @@ def take_part(rank: int, size: int, engine: str, folder: Path) -> None:
         try:
             found[dtype] = differs(device, dtype, process_group=dist.group.WORLD)
         except Outcome as wrong:  # the same on all ranks
-            found[dtype] = str(wrong)
+            found[dtype] = wrong.verdict, str(wrong)
     found["step"] = time_of_steps(engine, device)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))

@@ -21,7 +21,7 @@ Verdict = Literal[
     "unclear",
 ]
 _RIGHT = ("ok", "eval mode", "not called", "not reached")
-Conclusion = Literal["ok", "wrong", "incomplete"]
+Conclusion = Literal["ok", "wrong", "incomplete", "failed"]
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,12 @@ class SyncReport:
         """Whether the step over parts is that of the undivided batch ("ok") or not ("wrong").
 
         "incomplete": nothing is wrong in what was compared, but not all could be compared.
+        "failed": the split step raised an error, and no layer is known to be at fault.
         """
-        if self.error or self.faulty or self.model_differs:
+        if self.faulty or self.model_differs:
             return "wrong"
+        if self.error:
+            return "failed"
         unclear = any(layer.verdict == "unclear" for layer in self.layers)
         return "incomplete" if unclear or self.not_compared else "ok"
 
@@ -146,8 +149,8 @@ class SyncReport:
         backward = any(layer.gradient is not None for layer in checked)
         what = "the results" if backward else "the forward results"
         right = f"{len(checked)} {noun} {what} of the undivided batch, up to rounding."
-        if self.conclusion == "wrong":
-            said = ["NOT OK:"]
+        if self.conclusion in ("wrong", "failed"):
+            said = ["NOT OK:" if self.conclusion == "wrong" else "COULD NOT BE JUDGED:"]
             if self.error:
                 said.append(f"- The split step failed: {self.error}")
             said += _reasons(self.faulty)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from syncbn_core.comm import SingleCommunicator
-from syncbn_core.errors import CommError
+from syncbn_core.errors import CommError, CommTimeout
 from syncbn_torch.data_parallel.pytrees import tensors_in
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.data_parallel.split import BatchSizes
@@ -153,9 +153,21 @@ def _over_replicas(model: nn.Module, division: Division, whole: Whole, loss: Los
         _backward(list(chain(*outputs)), list(chain(*cotangents)))
         split.outputs = [[y.detach() for y in own] for own in outputs]
     except Exception as error:
-        split.error, split.out_of_step = _text(error), isinstance(error, CommError)
+        split.error = _text(error)
+        calls = [[len(own) for own in split.calls(name)] for name in layers]
+        late = isinstance(error, CommTimeout) and not _crossed(calls)
+        split.out_of_step = isinstance(error, CommError) and not late
     split.gradients, split.buffers = _gradients(model), [_buffers(model)]
     return split
+
+
+def _crossed(calls: Sequence[Sequence[int]]) -> bool:
+    """Whether no replica is ahead in all layers, so that they wait for each other.
+
+    `calls`: of each layer, by replica. If one is only late, the others are ahead of it.
+    """
+    ahead = [{n for n, count in enumerate(own) if count == max(own)} for own in calls]
+    return bool(ahead) and not set.intersection(*ahead)
 
 
 def _over_ranks(

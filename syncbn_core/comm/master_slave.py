@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from syncbn_core import clock
-from syncbn_core.comm.timeouts import check_timeout, seconds_of
+from syncbn_core.comm.timeouts import check_timeout, remedy_for, seconds_of
 from syncbn_core.errors import (
     ArgumentError,
     CommAborted,
@@ -65,8 +65,9 @@ class Round:
         ended: as in `failures`, for all later calls; None while the round goes on.
     """
 
-    def __init__(self, name: str, timeout: float | None) -> None:
+    def __init__(self, name: str, timeout: float | None, member: str = "") -> None:
         self.name: str = name
+        self.member: str = member
         self.timeout: float | None = timeout
         # Plain locks and queues are C: Ctrl-C may come between any two calls of Python code.
         self.lock: threading.Lock = threading.Lock()
@@ -79,7 +80,14 @@ class Round:
         self.ended: tuple[str, BaseException | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Round, (self.name, self.timeout)
+        return Round, (self.name, self.timeout, self.member)
+
+    def named(self, *members: Hashable) -> str:
+        """The members as text, such as "the master, slave 2" or "replica 0, replica 2"."""
+        texts = [f"{self.member or 'slave'} {_shown(member)}" for member in members]
+        if MASTER in members and not self.member:
+            texts[members.index(MASTER)] = "the master"
+        return ", ".join(texts)
 
     @property
     def used(self) -> bool:
@@ -93,7 +101,7 @@ class Round:
             # one of this thread was left by Ctrl-C
             if self.messages.get(member, (here,))[0] != here:
                 raise ProtocolError(
-                    f"expected one thread for {_named([member])} of {self.name}, got two at the "
+                    f"expected one thread for {self.named(member)} of {self.name}, got two at the "
                     "same time; make all calls of a member from one thread"
                 )
             self.replies.pop(member, None)  # an interrupted call may have left one
@@ -130,9 +138,10 @@ class Round:
                 left += clock.stood() - stood
             if left <= 0:
                 raise CommTimeout(
-                    f"{_named([member])} waited {seconds:g} s{clock.stood_since(stood)} "
+                    f"{self.named(member)} waited {seconds:g} s{clock.stood_since(stood)} "
                     f"in call {call} of {self.name}; "
-                    + (f"missing: {_named(absent)}" if absent else "the callback is still running")
+                    + (f"missing: {self.named(*absent)}" if absent else "its callback still runs")
+                    + f"; to wait longer, {remedy_for(self.timeout)}"
                 )
             with suppress(Empty):
                 self.bells[member].get(timeout=left)
@@ -158,7 +167,7 @@ class Round:
         found = self.ended or self.failures.get(call)
         if found is None and gone:
             found = (
-                f"{_named(gone)} left without taking part; every member has to make the same "
+                f"{self.named(*gone)} left without taking part; every member has to make the same "
                 "number of calls; one without data passes an empty input (x[:0])",
                 None,
             )
@@ -218,8 +227,8 @@ class SlavePipe(NamedTuple):
         member = self.identifier
         if member not in current.calls:
             raise CommError(
-                f"the pipe of {_named([member])} is not connected: it is a copy; get a new pipe "
-                "from register_slave"
+                f"the pipe of {current.named(member)} is not connected: it is a copy; get a new "
+                "pipe from register_slave"
             )
         call = current.send(member, msg)
         failure: BaseException | None = None
@@ -252,6 +261,7 @@ class SyncMaster:
             slaves in the order of registration; returns `[(0, reply), (identifier, reply),
             ...]`, master first, one reply per member.
         name: the name of this exchange in error messages.
+        member: what these call a member, such as "replica"; "" for "the master" and "slave".
         timeout: the most seconds that a member waits; None for the default
             (`set_default_timeout`, else the environment variable `SYNCBN_TIMEOUT`, else 60).
 
@@ -265,19 +275,22 @@ class SyncMaster:
         *,
         name: str = "SyncMaster",
         timeout: float | None = None,
+        member: str = "",
     ) -> None:
         self._callback = master_callback
         self._name = name
         self._timeout = None if timeout is None else check_timeout(timeout)
-        self._round = Round(name, self._timeout)
+        self._member = member
+        self._round = Round(name, self._timeout, member)
         self._in_callback: int | None = None  # the thread that runs the callback
 
     def __getstate__(self) -> dict[str, Any]:
         # the first key is that of other projects with a class of this name
-        return {"master_callback": self._callback, "name": self._name, "timeout": self._timeout}
+        settings = {"name": self._name, "timeout": self._timeout, "member": self._member}
+        return {"master_callback": self._callback, **settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = {name: state[name] for name in ("name", "timeout") if name in state}
+        settings = {name: state[name] for name in ("name", "timeout", "member") if name in state}
         self.__init__(state["master_callback"], **settings)  # type: ignore[misc]
 
     @property
@@ -306,7 +319,7 @@ class SyncMaster:
 
     def clear_slaves(self) -> None:
         """Remove all slaves and start a new round; releases those that wait in the old one."""
-        old, self._round = self._round, Round(self._name, self._timeout)
+        old, self._round = self._round, Round(self._name, self._timeout, self._member)
         old.close()
 
     def run_master(self, master_msg: Any) -> Any:
@@ -411,13 +424,6 @@ class FutureResult(Generic[T]):
             return self._values.get(timeout=seconds)
         except Empty:
             raise CommTimeout(f"expected a result within {seconds:g} s, got none") from None
-
-
-def _named(members: Sequence[Hashable]) -> str:
-    """The members as text, such as "the master, slave 2"."""
-    return ", ".join(
-        "the master" if m is MASTER or m == MASTER else f"slave {_shown(m)}" for m in members
-    )
 
 
 def _shown(thing: Any) -> str:

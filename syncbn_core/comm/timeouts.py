@@ -12,7 +12,14 @@ import threading
 
 from syncbn_core.errors import ArgumentError
 
-__all__ = ["PROCESSES", "check_timeout", "get_default_timeout", "seconds_of", "set_default_timeout"]
+__all__ = [
+    "PROCESSES",
+    "check_timeout",
+    "get_default_timeout",
+    "remedy_for",
+    "seconds_of",
+    "set_default_timeout",
+]
 
 THREADS, PROCESSES = 60.0, 300.0
 TIMEOUT_VARIABLE = "SYNCBN_TIMEOUT"
@@ -46,6 +53,14 @@ def get_default_timeout(unless_set: float = THREADS) -> float:
             f"expected the environment variable {TIMEOUT_VARIABLE} to be a number of seconds "
             f"> 0, got {text!r}; unset it or set a number such as 300"
         ) from None
+
+
+def remedy_for(timeout: float | None) -> str:
+    """How to wait longer than by `seconds_of(timeout)`, for the error of a wait."""
+    if timeout is not None:
+        return "give it a longer timeout"
+    by = TIMEOUT_VARIABLE if _process_timeout is None else set_default_timeout.__name__
+    return f"raise {by}, now {get_default_timeout():g}"
 
 
 def check_timeout(seconds: float) -> float:

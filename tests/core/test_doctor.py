@@ -63,7 +63,7 @@ def test_each_kind_of_trouble_has_its_word_and_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = Check("y", lambda: doctor.Difference(0.0, "y", 1e-9))
-    kinds = {"failed": (OSError("no"), 1), "missing": (Outcome("missing", "no"), 3)}
+    kinds = {"failed": (OSError("no"), 2), "missing": (Outcome("missing", "no"), 3)}
     kinds["skipped"] = Outcome("skipped", "no"), 4
     for verdict, (error, status) in kinds.items():
         finding = outcome(error)
@@ -74,7 +74,7 @@ def test_each_kind_of_trouble_has_its_word_and_status(
         assert main(["doctor", "--json"]) == status
         jsonschema.validate(json.loads(capsys.readouterr().out), SCHEMA)
     all_kinds = [outcome(error) for error, _ in kinds.values()]
-    assert status_of(all_kinds) == 1
+    assert status_of(all_kinds) == 2
     assert status_of(all_kinds[1:]) == 3
 
 

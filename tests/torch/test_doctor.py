@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from functools import partial
 from typing import Any
 
@@ -87,13 +88,40 @@ def test_ranks_that_fail_start_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_wrong_over_ranks_is_told_by_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     def ranks(work: Any, args: Any, size: int) -> None:
         found: dict[str, Any] = {key: [1e-15, "output", 1.0] for key in doctor.DTYPES}
-        found |= {"float32": "NOT OK: layer 1", "step": "5 ms"}
+        found |= {"float32": ["WRONG", "NOT OK: layer 1"], "step": "5 ms"}
+        found["float16"] = ["failed", "could not be judged: CommTimeout"]
         (args[-1] / "found.json").write_text(json.dumps(found))
 
     monkeypatch.setattr(doctor, "in_ranks", ranks)
     found = [of_core.examine(check) for check in doctor.over_ranks("ranks", "gloo", 2)]
-    assert [each.verdict for each in found] == ["ok", "WRONG", "ok", "ok"]
+    assert [each.verdict for each in found] == ["ok", "WRONG", "ok", "failed"]
     assert found[1].detail == "NOT OK: layer 1"
+
+
+def test_a_deadline_is_no_wrong_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SYNCBN_TIMEOUT", "0.2")
+    forward, late = SynchronizedBatchNorm2d.forward, threading.Event()
+
+    def waits(self: Any, x: Any) -> Any:
+        if self._replica_sync is not None and not self._replica_sync.is_master:
+            late.wait(60)
+        return forward(self, x)
+
+    monkeypatch.setattr(SynchronizedBatchNorm2d, "forward", waits)
+    check = of_core.Check("4 replicas", partial(doctor.differs, "cpu", "float64", replicas=4))
+    monkeypatch.setattr(doctor, "checks", lambda _: iter([check]))
+    assert main(["doctor"]) == 2
+    late.set()
+    printed = capsys.readouterr().out
+    assert "  failed   4 replicas" in printed
+    assert (
+        "could not be judged: syncbn_core.errors.CommTimeout: replica 0 waited 0.2 s in call 1 "
+        "of layer '1'; missing: replica 1, replica 2, replica 3; to wait longer, raise "
+        "SYNCBN_TIMEOUT, now 0.2" in printed
+    )
+    assert "WRONG" not in printed
 
 
 def test_an_engine_that_is_not_there_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

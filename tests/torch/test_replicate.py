@@ -324,7 +324,9 @@ def test_replicas_in_unlike_layers_are_told_at_the_deadline_who_is_missing() -> 
     model = DataParallelWithCallback(Skips(), replicas=4)
     set_default_timeout(0.5)
     try:
-        with pytest.raises(CommTimeout, match=r"in call 1 of (left|right); missing: "):
+        with pytest.raises(
+            CommTimeout, match=r"in call 1 of layer '(left|right)'; missing: replica "
+        ):
             model(x)
     finally:
         set_default_timeout(None)
@@ -345,7 +347,9 @@ class Loops(nn.Module):
 
 def test_a_replica_with_fewer_calls_is_named_and_goes_along_with_empty_inputs() -> None:
     x = torch.tensor([1.0, 2, 3, 5, 4, 1, -1, 8]).view(8, 1)  # two blocks, and one
-    with pytest.raises(CommAborted, match=r"call 2 of bn .* slave 1 left .* input \(x\[:0\]\)"):
+    with pytest.raises(
+        CommAborted, match=r"call 2 of layer 'bn' .* replica 1 left .* input \(x\[:0\]\)"
+    ):
         DataParallelWithCallback(Loops(least=0), replicas=2)(x)
     y = DataParallelWithCallback(Loops(least=2), replicas=2)(x)
     twin = nn.BatchNorm1d(1)
@@ -370,7 +374,9 @@ def test_deadline_ends_the_wait_for_a_replica_that_is_stuck() -> None:
     x = torch.arange(8.0).view(8, 1)
     set_default_timeout(0.2)
     try:
-        with pytest.raises(CommTimeout, match=r"call 1 of norm; missing: .*slave 3") as caught:
+        with pytest.raises(
+            CommTimeout, match=r"call 1 of layer 'norm'; missing: .*replica 3"
+        ) as caught:
             DataParallelWithCallback(Stuck(), replicas=4)(x)
     finally:
         set_default_timeout(None)
@@ -579,7 +585,7 @@ def test_a_replica_left_behind_stops_at_its_next_layer(training: bool, around: b
         assert isinstance(errors[0], StateError)
     else:
         assert isinstance(errors[0], CommAborted)
-        told = "norm: the forward that this replica belonged to was given up: KeyError"
+        told = "layer 'norm': the forward that this replica belonged to was given up: KeyError"
         assert told in str(errors[0])
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])

@@ -34,6 +34,16 @@ def draws():
     model, batch = right()
     return nn.Sequential(model, Noise()), batch
 
+def late():
+    import threading
+    class Late(nn.Module):
+        def forward(self, x):
+            if len(x) == 1:
+                threading.Event().wait(2)
+            return x
+    model, batch = right()
+    return nn.Sequential(Late(), model), batch[:3]
+
 def raises():
     return 1 / 0
 
@@ -111,6 +121,20 @@ def test_the_status_is_1_for_a_wrong_model_and_the_layer_is_named(
     assert status == 1
     assert "2 replicas with 2 + 2 samples, float32" in printed
     assert "- 1: a plain nn.BatchNorm2d" in printed
+
+
+def test_the_status_is_2_for_a_right_model_with_a_replica_that_comes_too_late(
+    called: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYNCBN_TIMEOUT", "0.2")
+    status, printed, _ = called("verify", "mine.models:late")
+    assert status == 2
+    assert (
+        "COULD NOT BE JUDGED:\n- The split step failed: syncbn_core.errors.CommTimeout: " in printed
+    )
+    assert "replica 0 waited 0.2 s in call 1 of layer '1.1'; missing: replica 1; to wait" in printed
+    assert re.search(r"1\.1 .* not reached ", printed)
+    assert "NOT OK" not in printed
 
 
 def test_the_status_is_3_for_a_model_that_could_not_be_compared_as_a_whole(

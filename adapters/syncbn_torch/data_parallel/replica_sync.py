@@ -52,7 +52,9 @@ class ReplicaSync:
         self.place: Place = place
         self.is_master: bool = copy_id == 0
         if self.is_master:
-            self.master: SyncMaster = SyncMaster(_of_all_replicas, name=place.name)
+            self.master: SyncMaster = SyncMaster(
+                _of_all_replicas, name=place.name, member="replica"
+            )
             place.begin(_KEY_OF_OUR_MASTER, self.master)
         else:
             self.pipe: SlavePipe = place.master(_KEY_OF_OUR_MASTER).register_slave(copy_id)

@@ -78,7 +78,7 @@ def _execute(
     for place, (name, module) in enumerate(first.named_modules()):
         if hasattr(module, "__data_parallel_replicate__"):
             name = name or type(first).__name__
-            where = Place(forward, place, name)
+            where = Place(forward, place, f"layer '{name}'")
             contexts[place] = CallbackContext(name, len(copies), place=where)
     for copy_id, submodules in enumerate(copies):
         if len(submodules) != size:
