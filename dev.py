@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Set up everything on a fresh machine and run a session: `python3 dev.py [session ...]`.
+"""Set up everything on a fresh machine, and run it: `python3 dev.py NAME`.
 
-    python3 dev.py            list the sessions
-    python3 dev.py quick      the tests in short, five minutes on two cores with the installation
-    python3 dev.py check      what must pass: tests, examples, lint, types, site, wheel; 20 minutes
-    python3 dev.py demo       run examples/digits.py and say where its picture is
-    python3 dev.py tests -- -k name     one session, with arguments for pytest
+    demo     trains a network in four replicas, and draws it beside one device: {demo}
+    quick    every promise once: {quick}
+    check    what must pass: tests, examples, lint, types, site, wheel: {check}
+    docs     the site of the documentation: {docs}
 
-Needs Python 3.11 and a package index, nothing else. nox goes into `.venv-dev/`, the
-environments of the sessions into `.nox/`; both are kept for the next time.
+    python3 dev.py                     lists all that can be run
+    python3 dev.py tests -- -k name    runs one, with arguments for pytest
+    python3 dev.py nox --help          options of nox, which runs them
+
+Times are of two cores. Needs Python 3.11 or newer and a package index, nothing else. nox goes into
+`.venv-dev/`, the environments of the sessions into `.nox/`; both are kept for the next time.
 """
 
 import os
@@ -21,10 +24,11 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv-dev")
 BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST = (3, 11)
-TAKES = {  # on two cores, installation included
-    "demo": "two minutes, the first time; most of it is the installation of PyTorch",
-    "quick": "up to five minutes, less once its kernels are compiled",
-    "check": "20 minutes the first time, then under ten",
+TAKES = {  # the installation included
+    "demo": "two minutes the first time",
+    "quick": "ten minutes the first time, then five",
+    "check": "20 minutes the first time, then ten",
+    "docs": "two minutes the first time",
 }
 
 
@@ -66,6 +70,9 @@ def install_nox():
 
 
 def main(args):
+    if args[:1] in (["-h"], ["--help"]):
+        print(__doc__.format(**TAKES))
+        return 0
     show_all_pythons_of_pyenv()
     if sys.version_info < OLDEST:
         return subprocess.call([find_newer_python(), os.path.abspath(__file__), *args])
@@ -74,7 +81,7 @@ def main(args):
     install_nox()
     if not args:
         args = ["--list"]
-    elif args[0] == "check":  # the default sessions of noxfile.py
+    elif args[0] in ("check", "nox"):  # the default sessions of noxfile.py
         args = args[1:]
     elif not args[0].startswith("-"):
         args = ["-s", *args]

@@ -139,11 +139,21 @@ def kept_numba_cache(session: nox.Session, versions: str = "pinned") -> None:
     session.env["NUMBA_CACHE_DIR"] = str(path)
 
 
+def compile_kernels(session: nox.Session, *options: str) -> None:
+    """Compile what the tests use, once for what `kept_numba_cache` keeps."""
+    done = Path(session.env["NUMBA_CACHE_DIR"] or "", "compiled" + "".join(options))
+    if not done.exists():
+        session.run("python", "tools/compile_kernels.py", *options)
+        done.touch()
+
+
 @nox.session(python=TORCH_PYTHON)
 def quick(session: nox.Session) -> None:
-    """The tests in short, with torch: one dtype, one world, nothing slow; three minutes."""
+    """The tests in short, with torch: one dtype, one world, nothing slow."""
     install(session, "-e", ".[torch]", *groups("test"))
     kept_numba_cache(session)
+    if not session.posargs:
+        compile_kernels(session)
     usual = ["tests", "tools", "--ignore", BENCHMARKS, "--ignore", DRY_RUN]
     for folder in ("device", "cuda", "works_with"):
         usual += ["--ignore", f"tests/{folder}"]
@@ -157,7 +167,8 @@ def tests(session: nox.Session) -> None:
     kept_numba_cache(session)
     if session.posargs:
         session.run("pytest", *session.posargs)
-    else:  # most of the core's time is compilation
+    else:
+        compile_kernels(session, "--all")
         session.run("pytest", *SIDE_BY_SIDE, "tests/core")
         apart = ("tests/core", "tests/works_with", BENCHMARKS, DRY_RUN)
         others = [word for path in apart for word in ("--ignore", path)]

@@ -14,12 +14,14 @@ import pytest
 # With one core Numba would run no parallel build of a kernel. It reads this when it is imported.
 os.environ.setdefault("NUMBA_NUM_THREADS", "2")
 
-# Of each test, `--quick` runs one dtype and one number of members. All other cases stay.
-VARIED = {"dtype", "size"}
+# Of each test, `--quick` runs one dtype, one activation and one number of members, preferably
+# those of which other tests have compiled the kernels. All other cases stay.
+VARIED = {"activation", "dtype", "size"}
+PREFERRED = ("float32", "f4", "silu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="one dtype, one world, no slow tests")
+    parser.addoption("--quick", action="store_true", help="one dtype, one world, nothing slow")
 
 
 def pytest_configure() -> None:
@@ -39,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         cases.setdefault((item.nodeid.partition("[")[0], others), []).append(item)
     chosen = {
-        next((item for item in case if "float32" in item.name or "f4" in item.name), case[0])
+        max(case, key=lambda item: sum(word in item.name for word in PREFERRED))
         for case in cases.values()
         if not case[0].get_closest_marker("slow")
     }

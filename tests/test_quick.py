@@ -1,5 +1,6 @@
 """`pytest --quick` leaves out cases, and no promise but the slow ones."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,11 @@ def test_kernel(dtype, layout):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("make", [lambda: 1, lambda: 2], ids=["first", "second"])
 def test_ranks(size, make):
+    pass
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_activation(dtype, activation):
     pass
 
 @pytest.mark.parametrize("dtype", ["int8", "int32"])
@@ -44,6 +50,24 @@ def test_quick_runs_one_dtype_and_one_world_of_each_case(tmp_path: Path) -> None
         "test_kernel[rows-f4]",
         "test_ranks[first-2]",
         "test_ranks[second-2]",
+        "test_activation[float32-silu]",
         "test_without_float32[int8]",
         "test_plain",
     ], done.stdout + done.stderr
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_dev_py_tells_what_it_runs_and_how_long_that_takes_as_the_documents_do() -> None:
+    command = [sys.executable, str(ROOT / "dev.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines = dict(re.findall(r"(?m)^    (\w+)    .*: (.* time.*)$", done.stdout))
+    assert lines.keys() == {"demo", "quick", "check", "docs"}, done.stdout
+    for name in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        told = dict(
+            re.findall(r"(?m)^(?:\$ )?python3 dev\.py (demo|quick|check) .*?([\w]+ min.*)$", text)
+        )
+        assert told.items() <= lines.items(), name
+        assert "quick" in told

@@ -66,13 +66,14 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("activation", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_an_activation_in_a_group_and_alone(
-    name: str, dtype: Any, in_group: Function, batch_norm: Function
+    activation: str, dtype: Any, in_group: Function, batch_norm: Function
 ) -> None:
     x, dy = (batch(9, 3, 40, 50, seed=seed).astype(dtype) for seed in (0, 1))
-    layers = [BatchNorm(3, dtype=np.float64, activation=name, name=str(n)) for n in range(3)]
+    settings = {"dtype": np.float64, "activation": activation}
+    layers = [BatchNorm(3, name=str(n), **settings) for n in range(3)]
     for layer in layers:
         layer.weight[...], layer.bias[...] = (3, -4, 2), (1, 0.5, -1)
     weight, bias = layers[0].parameters()
@@ -83,7 +84,7 @@ def test_an_activation_in_a_group_and_alone(
         return layers[rank](x[own]), layers[rank].backward(dy[own])
 
     y, dx = map(np.concatenate, zip(*in_group(2, member), strict=True))
-    f, h = FUNCTIONS[name], 1e-6
+    f, h = FUNCTIONS[activation], 1e-6
     z = batch_norm(x.astype("f8"), weight, bias).y
     slope = (f(z + h) - f(z - h)) / (2 * h)
     expected = batch_norm(x.astype("f8"), weight, bias, dy=dy * slope)

@@ -111,20 +111,28 @@ def test_serial_and_parallel_builds_give_the_same_bits(
         equal_reference(serial | {"count": np.array(count), "var": serial["m2"] / count}, case)
 
 
+# Of float64 other tests use the kernels too.
+PRECISIONS = pytest.mark.parametrize(
+    "precision", ["f8", pytest.param("f4", marks=pytest.mark.slow)]
+)
+
+
+@PRECISIONS
 @pytest.mark.parametrize("activation", ["silu", "hardswish"])
 @pytest.mark.parametrize(("kind", "shape"), [("planes", (3, 5, 4900)), ("rows", (1300, 2048))])
 def test_an_activation_gives_the_same_bits_too(
-    kind: str, shape: tuple[int, ...], activation: str, make_case: Function
+    kind: str, shape: tuple[int, ...], activation: str, precision: str, make_case: Function
 ) -> None:
-    case = make_case(shape, "f4", affine="f4")
+    case = make_case(shape, precision, affine="f4")
     assert_same_bits(*(run_kernels(kind, build, case, activation) for build in BUILDS))
 
 
+@PRECISIONS
 @pytest.mark.parametrize(("kind", "shape"), [("planes", (3, 5, 4900)), ("rows", (1300, 2048))])
 def test_a_mask_gives_the_same_bits_too(
-    kind: str, shape: tuple[int, ...], make_case: Function
+    kind: str, shape: tuple[int, ...], precision: str, make_case: Function
 ) -> None:
-    case = make_case(shape, "f4", affine="f4")
+    case = make_case(shape, precision, affine="f4")
     valid = np.random.default_rng(0).random((shape[0], *shape[2:])) < 0.3
     valid[-1:] = False  # whole tiles without any
     masked = valid.astype(np.uint8)

@@ -274,7 +274,9 @@ def test_a_replica_called_after_its_forward_is_refused_clearly() -> None:
             return self.bn(x)
 
     DataParallelWithCallback(Keeps(), replicas=2)(torch.randn(4, 3))
-    with pytest.raises(CheckpointError, match="bn of a replica was called after the forward"):
+    with pytest.raises(
+        CheckpointError, match="layer 'bn' of a replica was called after the forward"
+    ):
         kept[0](torch.randn(2, 3))
 
 

@@ -328,6 +328,7 @@ def test_distributed_data_parallel_around_and_within(rank: int, size: int) -> No
             steps()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_graph_on_one_rank_only_within_distributed_data_parallel_is_told_in_forward(
     rank: int, size: int

@@ -100,8 +100,18 @@ def test_alone_and_in_replicas(shape: Any, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(9, 3, 7, 7), (3, 5, 70, 70), (40, 3)], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "channels_last"),
+    [
+        ((9, 3, 7, 7), False),
+        ((3, 5, 70, 70), False),
+        *(
+            pytest.param(shape, True, marks=pytest.mark.slow)  # kernels that no other test uses
+            for shape in ((9, 3, 7, 7), (3, 5, 70, 70), (40, 3))
+        ),
+    ],
+    ids=str,
+)
 def test_narrow_dtypes_layouts_and_large_means(
     shape: Any, dtype: torch.dtype, channels_last: bool
 ) -> None:

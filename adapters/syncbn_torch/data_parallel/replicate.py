@@ -77,9 +77,9 @@ def _execute(
     contexts: dict[int, CallbackContext] = {}
     for place, (name, module) in enumerate(first.named_modules()):
         if hasattr(module, "__data_parallel_replicate__"):
-            name = name or type(first).__name__
-            where = Place(forward, place, f"layer '{name}'")
-            contexts[place] = CallbackContext(name, len(copies), place=where)
+            kind = type(first).__name__
+            where = Place(forward, place, f"layer '{name}'" if name else kind)
+            contexts[place] = CallbackContext(name or kind, len(copies), place=where)
     for copy_id, submodules in enumerate(copies):
         if len(submodules) != size:
             raise CommError(
