@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -54,6 +55,7 @@ from syncbn_core.labels import (
     label_of,
     label_of_sum,
     may_be_one_layer,
+    modulus_of,
     place_of,
     same_settings,
     what_is_at,
@@ -89,7 +91,9 @@ UNNAMED = LayerNames(lambda layer: "", lambda layer: ())
 class Member:
     """What a member of a group counts: its layers, and its exchanges."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Any = None) -> None:
+        # of threads of this member one exchanges at a time
+        self.lock: Any = getattr(communicator, "lock", None) or threading.RLock()
         self.layers: int = 0
         self.exchanges: int = 0
         self.titles: dict[int, str] = {}  # of the layers that exchange on a device
@@ -163,7 +167,7 @@ class Exchange(NamedTuple):
         try:
             member = _members.get(self.communicator)
             if member is None:
-                member = _members[self.communicator] = Member()
+                member = _members[self.communicator] = Member(self.communicator)
         except TypeError:
             return Member()
         return member
@@ -206,27 +210,32 @@ class Exchange(NamedTuple):
         """
         if type(self.communicator) is SingleCommunicator:
             return own, 0
-        member = message.member
         try:
-            if message.labels is not None:
-                together = self._by_sums if self.communicator.size > MANY else self._on_device
-                total = Moments(together(own.rows, message), None, message.labels)
-            else:
-                row = np.asarray(_to_host(own.rows), np.float64)[0]
-                row[-1] = message.label
-                if own.count is not None:
-                    row[0] = own.count
-                if self.communicator.size > MANY and _of_processes(self.communicator):
-                    rows = self._by_sums(row[None], message)
-                else:
-                    rows = self._gather(row, message.call)
-                total = Moments(_like(own.rows, rows), int(rows[:, 0].sum()))
+            with message.member.lock:
+                return self._moments(own, message)
         except ShapeError as error:
             raise ShapeError(
                 f"expected the same number of channels from every member: {error}"
             ) from error
-        member.has_exchanged(self.layer, message.new)
-        return total, member.exchanges
+
+    def _moments(self, own: Moments, message: Message) -> tuple[Moments, int]:
+        if message.new and message.labels is None:  # another thread's may have come first
+            message = self.begin(own.num_features, None, int(message.label) // 4 % 8)
+        if message.labels is not None:
+            together = self._by_sums if self.communicator.size > MANY else self._on_device
+            total = Moments(together(own.rows, message), None, message.labels)
+        else:
+            row = np.asarray(_to_host(own.rows), np.float64)[0]
+            row[-1] = message.label
+            if own.count is not None:
+                row[0] = own.count
+            if self.communicator.size > MANY and _of_processes(self.communicator):
+                rows = self._by_sums(row[None], message)
+            else:
+                rows = self._gather(row, message.call)
+            total = Moments(_like(own.rows, rows), int(rows[:, 0].sum()))
+        message.member.has_exchanged(self.layer, message.new)
+        return total, message.member.exchanges
 
     def begin_sums(self, like: Array, forward: int, kind: int = BACKWARD) -> Message:
         """The message of a backward.
@@ -256,18 +265,19 @@ class Exchange(NamedTuple):
         """
         if type(self.communicator) is SingleCommunicator:
             return sums
-        if message.labels is not None:
-            total = self._added_on_device(sums, message.labels, message.call)
-        else:
-            row = np.zeros(math.prod(sums.shape) + 2)
-            row[1:-1], row[-1] = _to_host(sums).reshape(-1), message.label
-            with np.errstate(invalid="ignore", over="ignore"):
-                if self.communicator.size > MANY and _of_processes(self.communicator):
-                    added = self._labelled_sum(row, message)
-                else:
-                    added = self._gather(row, message.call).sum(0)
-                total = _like(sums, added[1:-1].reshape(sums.shape))
-        message.member.exchanges += 1
+        with message.member.lock:
+            if message.labels is not None:
+                total = self._added_on_device(sums, message.labels, message.call)
+            else:
+                row = np.zeros(math.prod(sums.shape) + 2)
+                row[1:-1], row[-1] = _to_host(sums).reshape(-1), message.label
+                with np.errstate(invalid="ignore", over="ignore"):
+                    if self.communicator.size > MANY and _of_processes(self.communicator):
+                        added = self._labelled_sum(row, message)
+                    else:
+                        added = self._gather(row, message.call).sum(0)
+                    total = _like(sums, added[1:-1].reshape(sums.shape))
+            message.member.exchanges += 1
         return total
 
     def sums_of_graph(self, sums: Array) -> Array:
@@ -318,7 +328,9 @@ class Exchange(NamedTuple):
     def _gather(self, row: Array, call: CollectiveCall) -> Array:
         """The rows of all members, after comparing their labels."""
         rows = self.communicator.all_gather(row, call)
-        self._compare(rows[:, -1].tolist(), float(row[-1]), call)
+        labels, own = rows[:, -1].tolist(), float(row[-1])
+        if labels.count(own) < len(labels):
+            self._compare(labels, own, call)
         return rows
 
     def _by_sums(self, own: Array, message: Message) -> Array:
@@ -334,20 +346,21 @@ class Exchange(NamedTuple):
             count = total[:1]
             joint = total[1 : 1 + channels] / (count + (count == 0))
             delta = mean - joint
-            squares = self._labelled_sum(_row(row, 0, m2 + n * delta * delta, 0), message)
+            squares = self._labelled_sum(_row(row, 0, m2 + n * delta * delta, 0), message, True)
         if message.new:
             self._compare_labels(message, own)
         return _row(row, count, joint, squares[1 : 1 + channels], message.label)[None]
 
-    def _labelled_sum(self, row: Array, message: Message) -> Array:
+    def _labelled_sum(self, row: Array, message: Message, second: bool = False) -> Array:
         """`row` added up over all members, with a label in the place of its last number.
 
         On a host, labels that differ are gathered and compared. On a device an alarm sounds.
+        `second`: the second sum of a message, whose label tells apart what the first does not.
         """
         size = self.communicator.size
         # a graph on a device does not know its layer: there kind and dtype are compared
         key = int(message.label) % (32 if message.labels is not None else 1 << 53)
-        own = label_of_sum(1 + key, size)
+        own = label_of_sum(1 + (key // modulus_of(size) if second else key), size)
         row[-1:] = own
         total = self._add_up(row, message.call)
         if message.labels is not None:
@@ -411,6 +424,8 @@ class Exchange(NamedTuple):
         """
         if labels.count(own) == len(labels):
             return
+        if labels[self.communicator.rank] != own:
+            raise ProtocolError(f"{call} has got the answer to another call of this rank")
         if not all(label.is_integer() and label >= 32 for label in labels):
             raise ProtocolError(f"{_difference(call)}; {REMEDY}")  # a message of something else
         forward = same = False

@@ -41,6 +41,7 @@ __all__ = [
     "label_of",
     "label_of_sum",
     "may_be_one_layer",
+    "modulus_of",
     "place_of",
     "same_settings",
     "what_is_at",
@@ -61,6 +62,8 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 SETTINGS, NAMED = 1 << 12, 1 << 15
 _NUMBERS, _EXTRA_LIMIT, _CALLS = 1 << 19, 1 << 28, 1 << 30
 _DIGITS = 53  # significant bits of a float64
+# by digits, up to those of 65 members; not 3, of which layers are multiples apart
+_PRIMES = (1, 1, 2, 7, 13, 31, 61, 127, 251, 509, 1021, 2039, 4093, 8191)
 _EXTRA_UNIT = 32 * _NUMBERS  # what 1 of the extra adds to a label,
 NAME_UNIT = _EXTRA_UNIT * SETTINGS  # and 1 of the hash of a name: labels without one are less
 
@@ -111,11 +114,25 @@ def label_of_sum(key: Any, size: int) -> Any:
     Returns 0, which detects nothing, for key 0, and for so many members that no digits are left.
     """
     members = (size - 1).bit_length()
-    digits = (_DIGITS - 2 * members) // 3
+    digits = _digits_of(size)
     if digits < 2 or (isinstance(key, int) and key == 0):
         return 0 * key  # of an array: an array
-    k = 1 + (key - 1) % ((1 << digits) - 1)  # never 0; keys repeat after 2**digits - 1 calls
+    k = 1 + (key - 1) % modulus_of(size)  # never 0
     return k * (1 << (members + 2 * digits)) + k * k
+
+
+def _digits_of(size: int) -> int:
+    """The digits of k in the labels of sums."""
+    return (_DIGITS - 2 * (size - 1).bit_length()) // 3
+
+
+def modulus_of(size: int) -> int:
+    """After how many keys those of sums repeat: a prime, so that no two layers do so in each step.
+
+    Composite ones have factors in common with what is between the labels of two layers.
+    """
+    digits = _digits_of(size)
+    return _PRIMES[digits] if digits < len(_PRIMES) else (1 << digits) - 1
 
 
 def differ(labels: Array, own: float) -> Array:

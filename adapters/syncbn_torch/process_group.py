@@ -95,6 +95,7 @@ class _GroupTransport:
         # gloo copies arrays of a device to the host
         self.on_device = "cuda" in self._types and "cuda:gloo" not in _backends_of(group)
         self._local: Any = NotImplemented  # None: the group's backend sends all
+        self.lock = threading.RLock()  # of all communicators of the group
 
     def all_gather(self, values: Values, call: CollectiveCall) -> Values:
         group = self._alive(call)

@@ -14,7 +14,11 @@ tells all what it knows: every rank raises the same error.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
+import logging
+import math
 import os
 import secrets
 import select
@@ -27,6 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -61,13 +66,19 @@ __all__ = ["LocalCommunicator", "LocalTransport", "host_name", "local_transport"
 
 Array = Any
 Data = Any  # bytes
-Greeting = struct.Struct("=32sI")  # a key, the rank
+Greeting = struct.Struct("=32sII")  # a key, the rank, how many ranks there are
 Head = struct.Struct("=16sQ")  # a tag, how many bytes follow
 ASK, FAILED = b"ask".ljust(16), b"failed".ljust(16)
 COMPILES, COMPILED = b"compiles".ljust(16), b"compiled".ljust(16)
 SHORT = 2000  # microseconds
-NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE ends a program that does not ignore it
-HELLO = 512  # bytes of the message in which ranks say where they are
+PIECE = 3600.0  # seconds; longer waits are cut into such, because systems do not take any number
+TEXT = 1 << 20  # bytes; texts are shorter
+SOON = 5.0  # seconds in which processes of one host connect, if they can
+STRANGERS = 64  # connections that have not said who they are, at most
+# SIGPIPE ends a program that does not ignore it
+AT_ONCE = getattr(socket, "MSG_NOSIGNAL", 0) | getattr(socket, "MSG_DONTWAIT", 0)
+HELLO = 512  # bytes of a message in which ranks say where they are, or why they can't connect
+LOGGER = logging.getLogger("syncbn")
 
 
 class LocalCommunicator(ProcessCommunicator):
@@ -84,8 +95,9 @@ class LocalCommunicator(ProcessCommunicator):
             `syncbn_core.comm.get_default_timeout` (300 unless set).
 
     Calls raise the errors of `LocalTransport`. The constructor raises `CommTimeout` if another rank
-    does not make its communicator in time, `ArgumentError` for a wrong rank, identifier or timeout,
-    and `BackendError` on a system without local connections, such as Windows.
+    does not make its communicator in time, `CommAborted` if one ends meanwhile, `ProtocolError`
+    if two have one rank or their sizes differ, `ArgumentError` for a wrong rank, identifier or
+    timeout, and `BackendError` on a system without local connections, such as Windows.
     """
 
     def __init__(
@@ -100,9 +112,10 @@ class LocalCommunicator(ProcessCommunicator):
         if not host_name():
             raise BackendError("expected a system with local connections, such as Linux; use MPI")
         call = CollectiveCall(lambda: "making a LocalCommunicator")
-        super().__init__(
-            _connected(rank, size, identifier, lambda: seconds_of(timeout, PROCESSES), call)
-        )
+        seconds = lambda: seconds_of(timeout, PROCESSES)  # noqa: E731
+        transport = _connected(rank, size, identifier, seconds, call)
+        transport.all_gather(np.empty(0), call)  # until all have come
+        super().__init__(transport)
 
     @staticmethod
     def new_id() -> bytes:
@@ -135,14 +148,14 @@ class LocalTransport:
         in_world: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self.rank, self.size = rank, size
-        self._timeout, self._in_world = timeout, in_world
+        self.seconds, self._in_world = timeout, in_world
         self._peers = dict(enumerate(peers, 0 if rank else 1))
         self._ranks = {peer.fileno(): other for other, peer in self._peers.items()}
         self._ready = select.poll()
         for peer in peers:
             # a wait of `recv` ends in half the time of one of `poll`, which is for longer ones
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, SHORT))
+            short = struct.pack("ll", 0, SHORT)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, short)
             peer.setblocking(True)
             self._ready.register(peer, select.POLLIN)
         self._process = os.getpid()
@@ -186,10 +199,13 @@ class LocalTransport:
         try:
             with suppress(OSError):  # what the master has told this rank before can still be read
                 self._send(0, _frame(tag, row))
-            answer, frame = self._receive(0)
+            length = len(row) * self.size
+            answer, frame = self._receive(0, length)
             if answer == ASK:
                 self._send(0, _frame(ASK, str(call).encode()))
                 answer, frame = self._receive(0)
+            if answer != FAILED and (answer, len(frame)) != (tag, length):
+                raise ConnectionResetError
             return answer, frame
         except OSError as error:
             reason = "late" if isinstance(error, TimeoutError) else "lost"
@@ -204,7 +220,7 @@ class LocalTransport:
                 # after a short wait for one: for all at once, so that none is told late
                 for rank in list(waiting) if short else self._wait():
                     try:
-                        theirs, rows[rank] = self._receive(rank, short=True)
+                        theirs, rows[rank] = self._receive(rank, len(row), short=True)
                     except BlockingIOError:
                         short = False
                         break
@@ -229,7 +245,9 @@ class LocalTransport:
     def _tell(self, failure: str, rank: int, missing: set[int], call: CollectiveCall) -> bytes:
         """Tell all ranks of a failure, with the calls of those that are not missing."""
         calls: list[str | None] = [str(call), *[None] * (self.size - 1)]
-        self._end = time.monotonic() + 1.0
+        # less than the time by which the others wait longer
+        grace = grace_after(self.seconds()) / 2
+        self._end = time.monotonic() + grace - (clock.stood() - self._stood)
         present = set(self._peers) - missing
         for each in present:
             with suppress(OSError):
@@ -251,8 +269,13 @@ class LocalTransport:
         lost: int,
         calls: Sequence[str | None],
     ) -> SyncBNError:
-        """`failure`: "late", "unlike", or "lost" of a rank. `calls`: of ranks, as far as known."""
+        """`failure`: "late", "unlike", "lost" of a rank, or why rank 0 could not connect.
+
+        `calls`: of ranks, as far as known.
+        """
         who = f"rank {self.rank} of {self.size}{self._in_world(self.rank)}"
+        if failure not in ("late", "lost", "unlike"):
+            return CommAborted(f"{who} could not connect with the others in {call}: {failure}")
         others = {
             f"{rank}{self._in_world(rank)}": text
             for rank, text in enumerate(calls)
@@ -274,7 +297,7 @@ class LocalTransport:
     def _left(self) -> float:
         """Milliseconds until the deadline."""
         if not self._end:
-            seconds = self._timeout()
+            seconds = self.seconds()
             # slaves wait a little longer, because the master knows who is missing
             self._end = self._begin + seconds + (grace_after(seconds) if self.rank else 0.0)
         left = self._end - time.monotonic()
@@ -291,13 +314,9 @@ class LocalTransport:
 
     def _poll(self, ready: Any) -> list[int]:
         """The descriptors that are ready; `TimeoutError` at the deadline."""
-        while True:
-            left = self._left()
-            events = ready.poll(left)
-            if events or not left:
-                break
-        if not events:
-            raise TimeoutError
+        while not (events := ready.poll(min(self._left(), PIECE * 1000))):
+            if not self._left():
+                raise TimeoutError
         return [descriptor for descriptor, _ in events]
 
     def _send(self, rank: int, frame: bytearray) -> None:
@@ -305,39 +324,44 @@ class LocalTransport:
         with self._sending:
             while left:
                 try:
-                    left = left[self._peers[rank].send(left, NO_SIGNAL) :]
+                    left = left[self._peers[rank].send(left, AT_ONCE) :]
                 except BlockingIOError:
                     self._wait_for(rank, select.POLLOUT)
 
-    def _receive(self, rank: int, short: bool = False) -> tuple[bytes, Data]:
+    def _receive(self, rank: int, expected: int = 0, short: bool = False) -> tuple[bytes, Data]:
         """The tag and the bytes of a frame; follows what ranks say of compilations before it.
 
-        `short`: raises `BlockingIOError` after a short wait.
+        A frame longer than `expected`, and than any text, is dropped: both are empty. `short`:
+        raises `BlockingIOError` after a short wait.
         """
         while True:
             tag, length = Head.unpack(self._read(rank, Head.size, short))
             if tag not in (COMPILES, COMPILED):
-                return tag, self._read(rank, length)
+                break
             more = 1 if tag == COMPILES else -min(self._compiling, 1)
             clock.stand(more)
             self._compiling += more
             if self.rank == 0:
                 self.tell_compiling(more, rank)
+        if length <= max(expected, TEXT):
+            return tag, self._read(rank, length)
+        for begin in range(0, length, TEXT):
+            self._read(rank, min(TEXT, length - begin))
+        return b"", b""
 
     def _read(self, rank: int, size: int, short: bool = False) -> Data:
         """So many bytes, and no more: those behind them are another frame's."""
         data, got = bytearray(size), 0
         while got < size:
-            try:
-                count = self._peers[rank].recv_into(memoryview(data)[got:])
-            except BlockingIOError:
-                if short and not got:
-                    raise
-                self._wait_for(rank, select.POLLIN)
-                continue
-            if not count:
+            count = _received(self._peers[rank], data, got)
+            if count > 0:
+                got += count
+            elif not count:
                 raise ConnectionResetError
-            got += count
+            elif short and not got:
+                raise BlockingIOError
+            else:
+                self._wait_for(rank, select.POLLIN)
         return data
 
     def tell_compiling(self, more: int, source: int | None = None) -> None:
@@ -349,7 +373,26 @@ class LocalTransport:
         for rank, peer in self._peers.items():
             if rank != source and self._process == os.getpid():
                 with self._sending, suppress(OSError):  # the next call says what is wrong
-                    peer.send(frame, NO_SIGNAL | socket.MSG_DONTWAIT)
+                    peer.send(frame, AT_ONCE)
+
+
+@cache
+def _recv() -> Any:
+    """C's function. Python's waits anew after each signal, so with a timer it may never end."""
+    recv = ctypes.CDLL(None, use_errno=True).recv
+    recv.argtypes = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    recv.restype = ctypes.c_ssize_t
+    return recv
+
+
+def _received(peer: socket.socket, data: bytearray, at: int) -> int:
+    """How many bytes have come into `data[at:]`; -1: none in a short time, or until a signal."""
+    size = len(data) - at
+    into = (ctypes.c_char * size).from_buffer(data, at)
+    count: int = _recv()(peer.fileno(), into, size, 0)
+    if count < 0 and (number := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR):
+        raise OSError(number, os.strerror(number))
+    return count
 
 
 def _frame(tag: bytes, *data: Any) -> bytearray:
@@ -362,6 +405,7 @@ def _close(peers: Sequence[socket.socket]) -> None:
 
 
 _transports: weakref.WeakSet[LocalTransport] = weakref.WeakSet()
+_said: set[str] = set()  # what this process has said; each is said once
 
 
 def _close_inherited() -> None:
@@ -389,20 +433,39 @@ def local_transport(
     call: CollectiveCall,
     in_world: Callable[[int], str] = lambda rank: "",
 ) -> LocalTransport | None:
-    """A transport for the ranks of a group; None unless all are on one host, of one user.
+    """A transport for the ranks of a group; None unless all are on one host, and can connect.
 
     `gather`: given an array of bytes, `uint8` `(n,)`, returns those of all ranks, `(size, n)`.
-    `timeout`, `in_world`: as of `LocalTransport`.
+    `timeout`, `in_world`: as of `LocalTransport`. The environment variable SYNCBN_LOCAL=off on any
+    rank means None for all.
 
-    Every rank has to call it, in `call`. Raises what `gather` raises, `CommTimeout` if a rank does
-    not connect in time, `CommAborted` if it can't.
+    Every rank has to call it, in `call`. Raises what `gather` raises. Where some rank of one host
+    can't connect, a warning of the logger `syncbn` says why, once.
     """
-    host, identifier = host_name(), secrets.token_hex(32)
-    hello = json.dumps([host or identifier, identifier]).encode().ljust(HELLO)
-    hellos = [json.loads(bytes(row)) for row in gather(np.frombuffer(hello, np.uint8))]
-    if not host or len({their_host for their_host, _ in hellos}) > 1:
+
+    def told(text: str) -> list[str]:
+        rows = gather(np.frombuffer(text.encode()[:HELLO].ljust(HELLO), np.uint8))
+        return [bytes(row).decode(errors="replace").rstrip() for row in rows]
+
+    identifier = secrets.token_hex(32)
+    host = "" if os.environ.get("SYNCBN_LOCAL") == "off" else host_name()
+    hellos = [json.loads(text) for text in told(json.dumps([host or identifier, identifier]))]
+    if len({their_host for their_host, _ in hellos}) > 1 or hellos[0][0] == hellos[0][1]:
         return None
-    return _connected(rank, size, hellos[0][1].encode(), timeout, call, in_world)
+    transport, reason = None, ""
+    try:
+        soon = min(SOON, timeout() / 2)
+        given = hellos[0][1].encode(), timeout, call, in_world, soon
+        transport = _connected(rank, size, *given)
+    except Exception as error:  # of any class: sandboxes refuse, programs replace `socket.socket`
+        reason = f"{error}"
+    reasons = [reason for reason in told(reason) if reason]
+    if reasons and transport is not None:
+        transport.close()
+    if reasons and rank == 0 and "not local" not in _said:
+        _said.add("not local")
+        LOGGER.warning("syncbn exchanges by the backend of the group: %s", "; ".join(reasons))
+    return None if reasons else transport
 
 
 def _connected(
@@ -412,10 +475,11 @@ def _connected(
     timeout: Callable[[], float],
     call: CollectiveCall,
     in_world: Callable[[int], str] = lambda rank: "",
+    soon: float = math.inf,
 ) -> LocalTransport:
-    """The transport of a rank, after connecting."""
-    end = time.monotonic() + timeout()
-    name, key = sha256(b"address" + identifier), sha256(b"key of %d" % size + identifier)
+    """The transport of a rank, after connecting, which takes `timeout` and `soon` at most."""
+    end = time.monotonic() + min(timeout(), soon)
+    name, key = sha256(b"address" + identifier), sha256(b"key" + identifier)
     try:
         with ExitStack() as stack:
             address = f"\0syncbn-{name.hexdigest()}"  # Linux needs no file for it
@@ -428,7 +492,7 @@ def _connected(
             if rank == 0:
                 peers = _accepted(stack, address, size, key.digest(), end)
             else:
-                peers = [_joined(address, Greeting.pack(key.digest(), rank), end)]
+                peers = [_joined(address, Greeting.pack(key.digest(), rank, size), end)]
     except OSError as error:
         kind = CommTimeout if isinstance(error, TimeoutError) else CommAborted
         who = f"rank {rank} of {size}{in_world(rank)}"
@@ -441,7 +505,7 @@ def _joined(address: str, greeting: bytes, end: float) -> socket.socket:
     while True:
         peer = socket.socket(socket.AF_UNIX)
         try:
-            peer.settimeout(max(end - time.monotonic(), 1e-3))
+            peer.settimeout(max(min(end - time.monotonic(), PIECE), 1e-3))
             peer.connect(address)
             if not _is_own(peer):
                 raise PermissionError("another user listens at the address of rank 0")
@@ -449,8 +513,8 @@ def _joined(address: str, greeting: bytes, end: float) -> socket.socket:
             return peer
         except BaseException as error:
             peer.close()
-            not_yet = isinstance(error, (ConnectionError, FileNotFoundError, BlockingIOError))
-            if not not_yet:
+            not_yet = (ConnectionError, FileNotFoundError, BlockingIOError, TimeoutError)
+            if not isinstance(error, not_yet):
                 raise
         if time.monotonic() > end:
             raise TimeoutError("timed out")
@@ -465,26 +529,48 @@ def _accepted(
     listener.bind(address)
     listener.listen()  # for more than all ranks, whoever else comes
     found: dict[int, socket.socket] = {}
-    coming = {listener.fileno(): listener}
+    coming: dict[int, socket.socket] = {}  # by descriptor; the oldest comes first
     ready = select.poll()
     ready.register(listener, select.POLLIN)
     try:
         while len(found) < size - 1:
-            events = ready.poll(max(end - time.monotonic(), 0.0) * 1000)
-            if not events:
-                raise TimeoutError("timed out")
+            left = max(end - time.monotonic(), 0.0)
+            events = ready.poll(min(left, PIECE) * 1000)
+            if not events and not left:
+                missing = sorted({*range(1, size)} - {*found})
+                raise TimeoutError(f"no sign of rank {', '.join(map(str, missing))}")
             for descriptor, _ in events:
                 if descriptor == listener.fileno():
                     peer, _ = listener.accept()
-                    coming[peer.fileno()] = peer
-                    ready.register(peer, select.POLLIN)
-                    continue
-                peer = coming[descriptor]
-                ready.unregister(descriptor)
-                greeting = peer.recv(Greeting.size).ljust(Greeting.size)
-                if compare_digest(greeting[:32], key) and _is_own(peer):
-                    found[Greeting.unpack(greeting)[1]] = coming.pop(descriptor)
-    except BaseException:
+                    if _is_own(peer):
+                        coming[peer.fileno()] = peer
+                        ready.register(peer, select.POLLIN)
+                    else:
+                        peer.close()
+                    if len(coming) > STRANGERS:
+                        ready.unregister(oldest := coming.pop(next(iter(coming))))
+                        oldest.close()
+                elif descriptor in coming:
+                    ready.unregister(peer := coming.pop(descriptor))
+                    greeting = peer.recv(Greeting.size).ljust(Greeting.size)
+                    theirs, rank, count = Greeting.unpack(greeting)
+                    if not compare_digest(theirs, key):
+                        peer.close()
+                        continue
+                    if count != size or rank in found:
+                        found[-1] = peer
+                        raise ProtocolError(
+                            f"expected each rank of {size} once, got rank {rank} of {count}"
+                            + " a second time" * (count == size)
+                        )
+                    found[rank] = peer
+                    ready.register(peer, select.POLLHUP)
+                elif ended := [n for n, peer in found.items() if peer.fileno() == descriptor]:
+                    raise ConnectionResetError(f"rank {ended[0]} has ended")
+    except BaseException as error:
+        for peer in found.values():
+            with suppress(OSError):
+                peer.send(_frame(FAILED, json.dumps([str(error), 0, []]).encode()), AT_ONCE)
         _close(list(found.values()))
         raise
     finally:

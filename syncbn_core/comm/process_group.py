@@ -77,6 +77,8 @@ class ProcessCommunicator:
         size: the number of processes in the group.
         on_device: whether arrays on a device are sent without the host.
 
+    Threads of a process take turns: each waits for the call of another, which ends by its deadline.
+
     `copy` and `deepcopy` return the communicator itself. Pickling raises `StateError`.
     """
 
@@ -86,6 +88,7 @@ class ProcessCommunicator:
         self.size: int = transport.size
         self.on_device: bool = transport.on_device
         self.calls: int = 0
+        self.lock: Any = getattr(transport, "lock", None) or threading.RLock()
         self._failure: str | None = None
         self._alarm: Alarm | None = None
 
@@ -168,7 +171,8 @@ class ProcessCommunicator:
         call: CollectiveCall,
     ) -> Array:
         try:
-            return collective(values, call)
+            with self.lock:
+                return collective(values, call)
         except (DeviceError, DTypeError):  # nothing has been sent
             self.calls -= 1
             raise
@@ -250,7 +254,10 @@ def describe_other_ranks(call: CollectiveCall, reports: Mapping[str, str | None]
         parts.append(call.remedy)
     if silent:
         parts.append(f"no sign in this call of rank {', '.join(silent)}")
-        parts.append("look there for the first error, or for fewer batches than on other ranks")
+        parts.append(
+            "look there for the first error, or for fewer batches than on other ranks, which "
+            "syncbn_torch.in_step allows"
+        )
     if not parts:
         return (
             "the other ranks waited in the same call, so one was only late; if it needs that long, "

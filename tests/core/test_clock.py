@@ -71,7 +71,7 @@ def test_a_compilation_without_an_end_is_waited_for_only_so_long(
     assert clock.LIMIT == 600
     monkeypatch.setattr(clock, "LIMIT", SHORT)
     one, _ = thread_group(2, timeout=SHORT)
-    with clock.compiling(), pytest.raises(CommTimeout, match=r"besides 0\.3 s"):
+    with clock.compiling(), pytest.raises(CommTimeout):
         one.all_reduce(np.ones(1))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from hashlib import sha256
@@ -140,7 +142,7 @@ def test_the_missing_rank_is_named_with_the_calls_of_the_others_and_told_when_it
     assert "rank 0 (of 0)" in str(two)
     assert "rank 1 (of 1)" in str(two)
     begin = time.monotonic()
-    ranks[3]._timeout = lambda: LONG
+    ranks[3].seconds = lambda: LONG
     with pytest.raises(
         CommAborted, match=r"rank 3 of 4 \(of 3\) comes too late to call 0 \(a\); r"
     ):
@@ -197,7 +199,7 @@ def test_strangers_are_refused_and_harm_nobody() -> None:
     identifier, strangers = LocalCommunicator.new_id(), []
 
     def after_strangers(rank: int) -> LocalCommunicator:
-        wrong = local.Greeting.pack(b"k" * 32, rank)
+        wrong = local.Greeting.pack(b"k" * 32, rank, 2)
         greetings = (*[b""] * 20, b"short", b"x" * local.Greeting.size, wrong)
         end = time.monotonic() + LONG
         strangers.extend(local._joined(address_of(identifier), each, end) for each in greetings)
@@ -315,3 +317,181 @@ def test_what_is_no_array_of_numbers_is_refused_before_anything_is_sent() -> Non
         ranks[0].all_gather(np.array([None]), called("a"))
     calls = [lambda r=r: ranks[r].all_reduce(np.ones(1), called("a")) for r in range(2)]
     assert [total.tolist() for total in run_in_threads(calls)] == [[2], [2]]
+
+
+# ------------------------------------------------------------------ what comes, and in time
+
+
+def other_end(rank: int, seconds: float = LONG) -> tuple[LocalTransport, socket.socket]:
+    """Rank 0 or 1 of two, and the end of its connection."""
+    own, other = socket.socketpair()
+    return LocalTransport(rank, [own], 2, lambda: seconds), other
+
+
+@pytest.mark.parametrize("numbers", [1, 4, 400])
+def test_a_failure_that_came_with_the_question_before_it_is_told(numbers: int) -> None:
+    """As a slave finds it that was stopped meanwhile."""
+    transport, other = other_end(1)
+    calls = ["call 2 (second: 4 numbers)", None]
+    told = local._frame(local.FAILED, json.dumps(["lost", 2, calls]).encode())
+    with other:
+        other.sendall(local._frame(local.ASK) + told)
+        with pytest.raises(CommAborted, match=r"rank 1 of 2 lost rank 2 in call 0 \(a\)"):
+            transport.all_gather(np.zeros(numbers), called("a"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("tag", [b"gather <f8", b"what"])
+def test_frames_of_any_length_take_no_memory(rank: int, tag: bytes) -> None:
+    transport, other = other_end(rank)
+    with other:
+        other.sendall(local.Head.pack(tag.ljust(16), 1 << 60) + b"x" * 5000)
+        other.shutdown(socket.SHUT_WR)
+        with pytest.raises(CommAborted, match=f"lost rank {1 - rank} in call 0"):
+            transport.all_gather(np.zeros(2), called("a"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("numbers", [1, 10**7], ids=["it waits", "it sends"])
+def test_a_timer_does_not_prolong_a_wait(rank: int, numbers: int) -> None:
+    """As profilers and progress bars arm it."""
+    transport, other = other_end(rank, 0.5)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        with other, pytest.raises(CommTimeout, match="no sign in this call"):
+            transport.all_gather(np.zeros(numbers), called("a"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("seconds", [180_000_000.0, 1e18])
+def test_timeouts_may_be_of_years(seconds: float) -> None:
+    identifier = LocalCommunicator.new_id()
+
+    def member(rank: int) -> Any:
+        return LocalCommunicator(rank, 2, identifier, timeout=seconds).all_reduce(np.ones(2))
+
+    for total in run_in_threads([lambda r=r: member(r) for r in range(2)]):
+        assert total.tolist() == [2, 2]
+    transport, other = other_end(1, seconds)
+    with other:
+        waits = threading.Thread(target=transport.all_gather, args=(np.ones(1), called("a")))
+        waits.start()
+        assert other.recv(local.Head.size + 8)
+        while sys._current_frames()[waits.ident].f_code.co_name != "_poll":  # type: ignore[index]
+            pass
+        other.sendall(local._frame(b"gather <f8".ljust(16), np.ones(2).tobytes()))
+        waits.join()
+
+
+# ---------------------------------------------------------------------- all are connected, or none
+
+
+@pytest.mark.parametrize("denied", [0, 1])
+def test_if_one_rank_can_not_connect_none_does_and_the_reason_is_said_once(
+    denied: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local, "SOON", 0.3)
+    monkeypatch.setattr(local, "_said", set())
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(local, "_joined" if denied else "_accepted", refuse)
+    for _ in range(2):
+        assert connected(3 if denied else 2) == [None] * (3 if denied else 2)
+    (record,) = caplog.records
+    assert "by the backend of the group: " in record.getMessage()
+    assert f"rank {denied} of " in record.getMessage()
+    assert "Operation not permitted" in record.getMessage()
+
+
+def made(*ranks: tuple[int, int]) -> list[str]:
+    """What making communicators with these ranks and sizes raises."""
+    identifier = LocalCommunicator.new_id()
+
+    def make(rank: int, size: int) -> str:
+        try:
+            LocalCommunicator(rank, size, identifier, timeout=LONG)
+        except CommError as error:
+            return str(error)
+        return ""
+
+    return run_in_threads([lambda given=given: make(*given) for given in ranks])
+
+
+def test_two_processes_with_one_rank_or_unlike_sizes_are_named() -> None:
+    begin = time.monotonic()
+    for text in made((0, 3), (1, 3), (1, 3)):
+        assert "expected each rank of 3 once, got rank 1 of 3 a second time" in text
+    for text in made((0, 3), (1, 4), (2, 3)):
+        assert "got rank 1 of 4" in text or "lost rank 0" in text, text
+    assert time.monotonic() - begin < LONG
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address is a file there")
+def test_a_rank_that_ends_while_others_connect_is_named_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    identifier = LocalCommunicator.new_id()
+    key = sha256(b"key" + identifier).digest()
+
+    join, has_joined = local._joined, threading.Event()
+
+    def joined(*given: Any) -> socket.socket:
+        peer = join(*given)
+        has_joined.set()
+        return peer
+
+    monkeypatch.setattr(local, "_joined", joined)
+
+    def end() -> None:
+        greeting = local.Greeting.pack(key, 2, 4)
+        peer = join(address_of(identifier), greeting, time.monotonic() + LONG)
+        has_joined.wait()
+        peer.close()
+
+    def make(rank: int) -> str:
+        with pytest.raises(CommAborted, match="rank 2 has ended") as error:
+            LocalCommunicator(rank, 4, identifier, timeout=LONG)
+        return str(error.value)
+
+    zero, one, _ = run_in_threads([lambda: make(0), lambda: make(1), end])
+    assert zero.startswith("rank 0 of 4 could not connect with the others in call 0 (making a")
+    assert one.startswith("rank 1 of 4 could not connect with the others in call 0 (making a")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address is a file there")
+def test_silent_strangers_and_other_users_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    identifier = LocalCommunicator.new_id()
+    strangers: list[socket.socket] = []
+
+    def is_own(peer: socket.socket) -> bool:
+        return not peer.getsockname() or len(strangers) >= 3  # of those that rank 0 accepts
+
+    monkeypatch.setattr(local, "_is_own", is_own)
+
+    def is_closed(stranger: socket.socket) -> bool:
+        stranger.settimeout(LONG)
+        return stranger.recv(1) == b""
+
+    def after_strangers() -> LocalCommunicator:
+        end = time.monotonic() + LONG
+        for _ in range(3):  # of another user
+            stranger = local._joined(address_of(identifier), b"", end)
+            assert is_closed(stranger)
+            strangers.append(stranger)
+        for _ in range(3 * local.STRANGERS):
+            strangers.append(local._joined(address_of(identifier), b"", end))
+            if len(strangers) > local.STRANGERS + 3:
+                assert is_closed(strangers[-local.STRANGERS - 1])  # the oldest
+        return LocalCommunicator(1, 2, identifier, timeout=LONG)
+
+    try:
+        ranks = [lambda: LocalCommunicator(0, 2, identifier, timeout=LONG), after_strangers]
+        run_in_threads(ranks)
+    finally:
+        for stranger in strangers:
+            stranger.close()

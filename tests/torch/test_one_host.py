@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -162,3 +164,74 @@ def test_ranks_may_reach_a_group_by_different_communicators(rank: int, size: int
     layer = SynchronizedBatchNorm2d(3, process_group=group).double()
     mine = slice(2 * rank, 2 * rank + 2)
     close(layer(x[mine]), nn.BatchNorm2d(3).double()(x)[mine])
+
+
+@on_ranks(2)
+def test_two_threads_of_a_rank_are_right_or_every_rank_is_told(rank: int, size: int) -> None:
+    whole, _ = whole_batch((4, 3, 4, 4))
+    wholes = whole, 5 * whole + 9
+    mine = slice(2 * rank, 2 * rank + 2)
+    wanted = [nn.BatchNorm2d(3).double()(x)[mine].detach() for x in wholes]
+    told: list[Exception] = []
+    wrong: list[BaseException] = []
+    for _ in range(15):
+        kinds = {"one": nn.BatchNorm2d(3), "other": nn.BatchNorm2d(3)}
+        model = convert_model(nn.ModuleDict(kinds)).double()
+        layers = [*model.values()]
+
+        def call(n: int, layers: Any = layers) -> None:
+            try:
+                with torch.no_grad():
+                    close(layers[n](wholes[n][mine]), wanted[n])
+            except ProtocolError as error:
+                told.append(error)
+            except BaseException as error:
+                wrong.append(error)
+
+        for _ in range(2):  # the first call of each layer, and a later one
+            threads = [threading.Thread(target=call, args=(n,)) for n in range(2)]
+            for thread in threads:
+                thread.start()
+                if rank == 0:  # one after the other
+                    thread.join()
+            for thread in threads:
+                thread.join()
+        assert not wrong, wrong
+    counts: list[Any] = [None] * size
+    dist.all_gather_object(counts, len(told))
+    assert len(set(counts)) == 1, counts
+
+
+@pytest.mark.parametrize("way", ["refused", "off"])
+def test_without_local_connections_of_one_rank_the_group_sends(way: str, tmp_path: Path) -> None:
+    ranks = start_world(without_connections, 2, tmp_path, way)
+    for rank in ranks:
+        rank.join(100)
+    said = [log_of(tmp_path, rank).read_text() for rank in range(2)]
+    assert [rank.exitcode for rank in ranks] == [0, 0], said
+    reason = "rank 1 of 2 could not connect with the others in call 1 "
+    assert (reason in said[0] and "Operation not permitted" in said[0]) == (way == "refused"), said
+    assert said[1] == "", said
+
+
+def without_connections(rank: int, size: int, folder: Path, way: str) -> None:
+    logging.getLogger("syncbn").setLevel(logging.WARNING)
+    local.SOON = 0.5
+    enter_world(rank, size, (folder / "store").as_uri())
+    if rank == 1 and way == "off":
+        os.environ["SYNCBN_LOCAL"] = "off"
+    elif rank == 1:  # as a sandbox does
+
+        class Refusing(socket.socket):
+            def __init__(self, family: int = -1, *arguments: Any, **named: Any) -> None:
+                if family == socket.AF_UNIX:
+                    raise PermissionError(1, "Operation not permitted")
+                super().__init__(family, *arguments, **named)
+
+        socket.socket = Refusing  # type: ignore[misc]
+    x, _ = whole_batch((4, 3, 4, 4))
+    layer = SynchronizedBatchNorm2d(3).double()
+    close(layer(x[2 * rank :][:2]), nn.BatchNorm2d(3).double()(x)[2 * rank :][:2])
+    assert not DistributedCommunicator().is_local
+    dist.barrier()
+    dist.destroy_process_group()
