@@ -69,9 +69,11 @@ def check_activation(
 ) -> tuple[ActivationName | None, float]:
     """Both; raises `ArgumentError` for an unknown activation, a slope < 0 or one without use."""
     if activation not in ACTIVATIONS:
+        kind = getattr(activation, "__name__", type(activation).__name__).lower()
+        meant = [name for name in ACTIVATIONS if name and name.replace("_", "") == kind]
         raise ArgumentError(
             f"expected activation to be one of {', '.join(map(str, ACTIVATIONS))}, got "
-            f"{activation!r}"
+            f"{activation!r}" + "".join(f"; pass {name!r}" for name in meant)
         )
     if not (isinstance(negative_slope, Real) and 0 <= negative_slope < math.inf):
         raise ArgumentError(f"expected a finite negative_slope >= 0, got {negative_slope!r}")

@@ -59,6 +59,7 @@ __all__ = [
     "always_ours",
     "batch_norm",
     "by_running_statistics",
+    "by_torch",
     "checked_part",
     "eval_batch_norm",
     "operations_for",
@@ -105,7 +106,45 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
     changed = layer._last_forward_tracked is not tracks
     if layer.training and (changed or backward_task() != -1) and not _updates(layer, tracks):
         return activated(_recomputed(layer, x), layer._activation)
-    return activated(_torch_forward(layer, x), layer._activation)
+    return activated(by_torch(layer, x), layer._activation)
+
+
+def by_torch(layer: LayerState, x: Tensor) -> Tensor:
+    """y of torch's layer, whose gradients are right for any x."""
+    # for torch.jit.trace sizes are tensors, and nested tensors have none
+    if is_jit_tracing() or x.is_nested or 1 not in x.shape or not _is_misread(x):
+        return _torch_forward(layer, x)  # type: ignore[no-any-return]
+    layer._check_input_dim(x)
+    mean, var, momentum = layer.running_mean, layer.running_var, layer.momentum or 0.0
+    if layer.training and not layer.track_running_stats:
+        mean = var = None
+    elif layer.training and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    own = layer.weight, layer.bias, layer.training or mean is None, momentum, layer.eps
+    return _batch_norm_of_torch(x, mean, var, *own)
+
+
+def _batch_norm_of_torch(x: Tensor, *arguments: Any) -> Tensor:
+    """`F.batch_norm` of x in a form without axes of 1, if torch takes their strides wrongly."""
+    if is_jit_tracing() or 1 not in x.shape or not _is_misread(x):
+        return F.batch_norm(x, *arguments)
+    if x.stride(1) == 1:  # channels are innermost, and so they stay
+        rows = x.movedim(1, -1)
+        return F.batch_norm(rows.flatten(0, -2), *arguments).reshape(rows.shape).movedim(-1, 1)
+    return F.batch_norm(x.flatten(2), *arguments).reshape(x.shape)
+
+
+def _is_misread(x: Tensor) -> bool:
+    """Whether torch's dx would be wrong for some strides of dy (2.10 to 2.14, on CPUs).
+
+    With an axis of 1 they can be those of two layouts; torch takes x for the one and dy for the
+    other, and pairs other elements. The formats of torch have four axes or five.
+    """
+    samples, channels, *spatial = x.shape
+    ones = 1 in (samples, *spatial) and any(size != 1 for size in spatial)
+    return len(spatial) > 1 and channels > 1 and ones and x.is_cpu and torch.is_grad_enabled()
 
 
 def _refuse_kind(layer: LayerState, x: Any) -> None:
@@ -157,7 +196,8 @@ def _recomputed(layer: LayerState, x: Tensor) -> Tensor:
         mean, var = (
             None if t is None else t.clone() for t in (layer.running_mean, layer.running_var)
         )
-    return F.batch_norm(x, mean, var, layer.weight, layer.bias, True, 0.0, layer.eps)
+    own = layer.weight, layer.bias, True, 0.0, layer.eps
+    return _batch_norm_of_torch(x, mean, var, *own)
 
 
 def _goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
@@ -315,7 +355,7 @@ def eval_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) ->
         mask = checked_mask(mask, x)
         return zeroed(eval_batch_norm(layer, zeroed(x, mask)), mask)
     if layer.effective_eps_mode != "clamp" and not layer.training:
-        return activated(_torch_forward(layer, x), layer._activation)
+        return activated(by_torch(layer, x), layer._activation)
     layer._check_input_dim(x)
     return activated(by_running_statistics(layer, x, layer.weight), layer._activation)
 
@@ -325,4 +365,4 @@ def by_running_statistics(layer: LayerState, x: Tensor, weight: Tensor | None) -
     mean, var, eps = layer.running_mean, cast(Tensor, layer.running_var), layer.eps
     if layer.effective_eps_mode == "clamp":
         var, eps = var.clamp(min=eps), eps * 1e-30
-    return F.batch_norm(x, mean, var, weight, layer.bias, False, 0.0, eps)
+    return _batch_norm_of_torch(x, mean, var, weight, layer.bias, False, 0.0, eps)

@@ -19,10 +19,18 @@ __all__ = ["checked_mask", "filled", "mask_of_lengths", "zeroed"]
 def mask_of_lengths(lengths: Tensor | Sequence[int], size: int) -> Tensor:
     """`(N, size)` bool: True in the first `lengths[n]` places of each sample.
 
-    `lengths`: (N,), a tensor or a list. Raises `ArgumentError` for lengths that are not from 0 to
-    `size`; those on a GPU and in a graph are not looked at, which would make the host wait.
+    `lengths`: (N,), whole numbers, a tensor or a list. Raises `ArgumentError` for others, and for
+    lengths that are not from 0 to `size`; values on a GPU and in a graph are not looked at, which
+    would make the host wait.
     """
     given = torch.as_tensor(lengths)
+    whole = not given.dtype.is_floating_point and not given.dtype.is_complex
+    if given.dim() != 1 or (given.numel() and (not whole or given.dtype is torch.bool)):
+        kind = str(given.dtype).removeprefix("torch.")
+        raise ArgumentError(
+            "expected the lengths of samples, whole numbers on one axis (N,), got "
+            f"{kind} {tuple(given.shape)}"
+        )
     if given.is_cpu and not torch.compiler.is_compiling():
         wrong = given[(given < 0) | (given > size)].tolist()
         if wrong:

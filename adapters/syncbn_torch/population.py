@@ -83,18 +83,20 @@ def _forward_of_first(device: Any, model: nn.Module, batch: Any) -> None:
 def _update(model: nn.Module, loader: Iterable[Any], forward: Callable[..., Any]) -> None:
     layers = [m for m in modules_of(model) if isinstance(m, LayerState) and _updates(m)]
     modes = [(module, module.training) for module in model.modules()]
-    groups = [layer.process_group for layer in layers]
+    before = [(layer.process_group, layer._last_forward_tracked) for layer in layers]
     found = [_Population(layer.num_features) for layer in layers]
     try:
         model.train()
         for layer, population in zip(layers, found, strict=True):
             layer.process_group, layer.track_running_stats = population, False
-        with torch.no_grad():
+        # a graph can't call Python for each layer
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for batch in loader:
                 forward(model, batch)
     finally:
-        for layer, group in zip(layers, groups, strict=True):
+        for layer, (group, tracked) in zip(layers, before, strict=True):
             layer.process_group, layer.track_running_stats = group, True
+            layer._last_forward_tracked = tracked  # as the recomputation of a checkpoint expects
         for module, mode in modes:
             module.training = mode
     totals = [_of_all_processes(*each) for each in zip(layers, found, strict=True)]

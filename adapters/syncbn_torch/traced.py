@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import StateError
@@ -29,7 +28,7 @@ from syncbn_torch._torch_private import (
 from syncbn_torch.activations import activated
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_operands, checked_running
-from syncbn_torch.forward import batch_norm, eval_batch_norm, uses_running_statistics
+from syncbn_torch.forward import batch_norm, by_torch, eval_batch_norm, uses_running_statistics
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import checked_mask, filled, zeroed
 from syncbn_torch.process_group import is_communicator
@@ -51,8 +50,7 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     if layer.training and has_group and not alone:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
     if not group and not rule.clamps and mask is None:
-        y = _BatchNorm.forward(layer, x)  # type: ignore[arg-type] # it reads what all our layers have
-        return activated(y, layer._activation)
+        return activated(by_torch(layer, x), layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
     check_operands(layer, x, affine, running)
     if group and exporting():

@@ -165,16 +165,18 @@ def _pays(path: str, parts: int, batches: int, as_json: bool) -> int:
 def _factory(path: str) -> Callable[[], Any]:
     """The function at `package.module:function`; `ArgumentError` if there is none."""
     module, _, name = path.partition(":")
-    found = None
+    found, remedy = None, "start in the folder that holds the package, or set PYTHONPATH"
     if re.fullmatch(r"\w+(\.\w+)*:\w+", path):
         try:
-            found = getattr(importlib.import_module(module), name, None)
+            holder = importlib.import_module(module)
+            found = getattr(holder, name, None)
+            remedy = f"there is no such function in {module} ({holder.__file__})"
         except ModuleNotFoundError as error:
             if not f"{module}.".startswith(f"{error.name}."):  # of an import in the user's module
                 raise
     if not callable(found):
         raise ArgumentError(
             f"expected package.module:factory, a function that can be imported here, got {path!r}; "
-            "start in the folder that holds the package, or set PYTHONPATH"
+            f"{remedy}"
         )
     return found  # type: ignore[no-any-return]

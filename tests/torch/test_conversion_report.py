@@ -114,6 +114,18 @@ def test_layers_that_only_look_like_batch_norm_are_named() -> None:
         convert_model(net)
 
 
+def test_layers_of_inplace_abn_are_named_with_ours() -> None:
+    class InPlaceABN(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("running_var", torch.ones(3))
+
+    InPlaceABN.__module__ = "inplace_abn.abn"
+    with pytest.warns(UserWarning, match="use InPlaceABNSync of syncbn_torch.inplace"):
+        convert_model(nn.Sequential(InPlaceABN()))
+
+
 # ------------------------------------------------------------------- subclasses and conversions
 
 

@@ -34,6 +34,9 @@ def test_lengths_that_do_not_fit_are_refused(kind: Any) -> None:
     for lengths in ([1, 3], [-1, 2]):
         with pytest.raises(ArgumentError, match=r"expected lengths from 0 to 2, got (3|-1);"):
             mask_of_lengths(kind(lengths), 2)
+    for wrong in ([2.5, 1.0], [float("nan"), 1.0], [True, False], [[1, 2], [0, 1]], 2):
+        with pytest.raises(ArgumentError, match=r"whole numbers on one axis \(N,\), got \w+ \("):
+            mask_of_lengths(torch.tensor(wrong) if wrong == 2 else kind(wrong), 2)
 
 
 def layer_for(channels: int, **settings: Any) -> tuple[Any, Any]:

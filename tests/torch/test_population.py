@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from world import close, on_ranks
 
 from syncbn_core.errors import BatchSizeError
@@ -152,3 +153,20 @@ def test_after_an_error_the_model_is_as_before() -> None:
     assert model[1].process_group is None
     assert model[1].track_running_stats
     assert not model[1].training
+
+
+def test_a_model_whose_graph_may_not_break() -> None:
+    model = net()
+    wanted = expected(model, batches(5, 2))
+    update_bn_stats(torch.compile(model, backend="aot_eager", fullgraph=True), batches(5, 2))
+    check(model, wanted)
+
+
+def test_between_a_checkpointed_forward_and_its_backward() -> None:
+    model = net()
+    wanted = expected(model, batches(5, 2))
+    (x,) = batches(4, seed=3)
+    y = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    update_bn_stats(model, batches(5, 2))
+    y.sum().backward()
+    check(model, wanted)

@@ -151,7 +151,7 @@ def test_the_status_is_3_for_a_model_that_could_not_be_compared_as_a_whole(
     [
         ("mine.models", "expected package.module:factory"),
         ("mine.nothing:right", "set PYTHONPATH"),
-        ("mine.models:nothing", "got 'mine.models:nothing'"),
+        ("mine.models:nothing", "'mine.models:nothing'; there is no such function in mine.models"),
         ("mine.models:batch", "a function that can be imported here, got 'mine.models:batch'"),
         ("mine/models.py:right", "expected package.module:factory"),
         (".models:right", "expected package.module:factory"),

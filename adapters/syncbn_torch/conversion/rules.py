@@ -203,6 +203,8 @@ def _unknown(module: nn.Module, kind: type[nn.Module]) -> Choice:
     buffers: dict[str, Any] = module._buffers
     if "running_var" in buffers and "weight" not in buffers and not issubclass(kind, _InstanceNorm):
         name = name_of_class(kind)
+        if kind.__module__.partition(".")[0] == "inplace_abn":
+            return Keep("use InPlaceABNSync of syncbn_torch.inplace, which loads its checkpoints")
         return Keep(f"it has a running_var, but {name} is no subclass of BatchNorm; see extra=")
     return None
 
