@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["compiling", "listeners", "stand", "stood", "stood_since"]
+__all__ = ["compiling", "left", "listeners", "stand", "stood", "stood_since"]
 
 LIMIT = 600.0  # seconds; a compilation that takes longer counts as a wait
 
@@ -24,6 +24,14 @@ def stood() -> float:
     """How many seconds the clock has stood so far."""
     before, running, since = _state
     return before + (min(time.monotonic() - since, LIMIT) if running else 0.0)
+
+
+def left(deadline: float, before: float) -> float:
+    """Seconds until a deadline of `time.monotonic()`, set when `stood()` was `before`; 0: over."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0 and (seconds := seconds + stood() - before) > 0:
+        return max(seconds, 0.05)  # who waits for a compilation must not keep it from computing
+    return max(seconds, 0.0)
 
 
 def stood_since(before: float) -> str:

@@ -191,6 +191,7 @@ class LocalTransport:
         except BaseException:
             self.close()
             clock.stand(-self._compiling)
+            self._compiling = 0
             raise
         return np.ndarray((self.size, *values.shape), values.dtype, frame)
 
@@ -300,8 +301,7 @@ class LocalTransport:
             seconds = self.seconds()
             # slaves wait a little longer, because the master knows who is missing
             self._end = self._begin + seconds + (grace_after(seconds) if self.rank else 0.0)
-        left = self._end - time.monotonic()
-        return max(left if left > 0 else left + clock.stood() - self._stood, 0.0) * 1000
+        return clock.left(self._end, self._stood) * 1000
 
     def _wait(self) -> list[int]:
         """The ranks that have sent, or ended."""

@@ -133,10 +133,8 @@ class Round:
                     return taken
                 self.check(call)
                 absent = [other for other in self.missing(call) if other != member]
-            left = deadline - time.monotonic()
-            if left <= 0:
-                left += clock.stood() - stood
-            if left <= 0:
+            left = clock.left(deadline, stood)
+            if not left:
                 raise CommTimeout(
                     f"{self.named(member)} waited {seconds:g} s{clock.stood_since(stood)} "
                     f"in call {call} of {self.name}; "

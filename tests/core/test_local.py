@@ -426,8 +426,8 @@ def test_two_processes_with_one_rank_or_unlike_sizes_are_named() -> None:
     begin = time.monotonic()
     for text in made((0, 3), (1, 3), (1, 3)):
         assert "expected each rank of 3 once, got rank 1 of 3 a second time" in text
-    for text in made((0, 3), (1, 4), (2, 3)):
-        assert "got rank 1 of 4" in text or "lost rank 0" in text, text
+    for text in made((0, 3), (1, 4)):
+        assert "expected each rank of 3 once, got rank 1 of 4" in text
     assert time.monotonic() - begin < LONG
 
 
