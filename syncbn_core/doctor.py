@@ -138,6 +138,8 @@ def _gpus() -> str:
     named = (kernels.description(device) for device in devices)
     capabilities = ("{}.{}".format(*kernels.compute_capability(device)) for device in devices)
     each = map("{}, compute capability {}".format, named, capabilities)
+    if not devices and not Path("/proc/driver/nvidia").exists():
+        return "none of NVIDIA, or its driver is not installed"
     return "; ".join(each) or f"none: {kernels.missing()[0]}"
 
 

@@ -34,6 +34,8 @@ def test_a_right_machine_is_told_so_in_json_and_in_words(
     assert len(found["findings"]) == 3
     assert all(0 < finding["difference"] < 1e-3 for finding in found["findings"])
     assert found["facts"]["variables"]["SYNCBN_TIMEOUT"] == "77"
+    if not Path("/proc/driver/nvidia").exists():  # who has no such GPU installs no driver
+        assert found["facts"]["machine"]["GPUs"].startswith("none of NVIDIA")
 
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out

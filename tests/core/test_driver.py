@@ -424,7 +424,7 @@ def test_missing_driver(equipped: Machine, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(driver, "_open", cannot_open)
     sentence = only_missing()
     assert "NVIDIA driver can't be loaded (libcuda.so.1" in sentence
-    assert "if there is an NVIDIA GPU, install it" in sentence
+    assert "install it" in sentence
 
 
 def test_old_device(equipped: Machine) -> None:

@@ -73,8 +73,8 @@ class Driver:
             library = _open()
         except OSError as error:
             raise BackendError(
-                f"the NVIDIA driver can't be loaded ({error}): if there is an NVIDIA GPU, "
-                "install it, or allow a container access to the GPUs (docker run --gpus all)"
+                f"the NVIDIA driver can't be loaded ({error}): install it; in a container, allow "
+                "access to the GPUs (docker run --gpus all)"
             ) from error
         self._calls: dict[str, Callable[..., int]] = {}
         for name, types in _FUNCTIONS.items():
