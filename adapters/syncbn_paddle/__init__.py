@@ -16,13 +16,14 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.autograd import PyLayer
+from paddle.jit.sot import psdb
 from paddle.nn.layer.norm import _BatchNormBase
 
 from syncbn_core import batch_norm_backward, batch_norm_forward
 from syncbn_core.comm import CollectiveCall, ProcessCommunicator, get_default_timeout
 from syncbn_core.comm.local import local_transport
 from syncbn_core.comm.timeouts import PROCESSES
-from syncbn_core.errors import CommError, ProtocolError
+from syncbn_core.errors import CommError, ProtocolError, StateError
 from syncbn_core.exchange import Exchange
 
 __all__ = ["PaddleCommunicator", "SyncBatchNorm"]
@@ -106,8 +107,11 @@ class SyncBatchNorm(paddle.nn.SyncBatchNorm):  # type: ignore[misc]
 
     group: Any = None
 
+    @paddle.jit.not_to_static  # type: ignore[untyped-decorator]
     def forward(self, x: Any) -> Any:
         self._check_data_format()
+        if self.training and not self._use_global_stats:
+            psdb.fallback(recursive=True)  # to_static runs the model without a graph
         communicator = _communicator(self.group)
         if not self.training or self._use_global_stats or communicator.size == 1:
             return paddle.nn.functional.batch_norm(
@@ -121,6 +125,11 @@ class SyncBatchNorm(paddle.nn.SyncBatchNorm):  # type: ignore[misc]
                 epsilon=self._epsilon,
                 data_format=self._data_format,
                 use_global_stats=self._use_global_stats,
+            )
+        if not paddle.in_dynamic_mode():
+            raise StateError(
+                "expected a dynamic graph, got a static one, in which the layer can't synchronize; "
+                "train without paddle.jit.to_static(full_graph=True)"
             )
         if not x.place.is_cpu_place():
             return super().forward(x)

@@ -21,6 +21,10 @@ def test_processes_equal_the_undivided_batch(ranks: int, run_program: Callable[.
     assert printed.count("right on rank") == ranks
 
 
+def test_to_static_runs_without_a_graph_or_is_refused(run_program: Callable[..., str]) -> None:
+    assert run_program("-W", "ignore", "tests/paddle/to_static.py").count("right on rank") == 2
+
+
 def test_a_process_that_is_killed_is_told(run_program: Callable[..., str]) -> None:
     printed = run_program("tests/paddle/one_dies.py")
     for rank in (0, 2):

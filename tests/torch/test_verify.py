@@ -214,6 +214,10 @@ def test_torchs_own_sync_batch_norm_does_not_synchronize_replicas() -> None:
     report = verify_sync(nn.Sequential(nn.SyncBatchNorm(3)), batch())
     assert verdicts(report) == {"0": "not synchronized"}
     assert "several processes only" in str(report)
+    taken_out = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(SynchronizedBatchNorm2d(3)))
+    report = verify_sync(taken_out, batch())
+    assert verdicts(report) == {"0": "not synchronized"}
+    assert "several processes only. Call syncbn_torch.convert_model(model)." in str(report)
 
 
 def test_a_synchronized_layer_that_a_subclass_breaks_is_blamed() -> None:
