@@ -175,7 +175,7 @@ def test_copies_and_a_subclass_that_holds_an_activation() -> None:
     [
         ({"activation": nn.ReLU()}, r"got ReLU\(\); pass 'relu'"),
         ({"activation": nn.LeakyReLU}, "; pass 'leaky_relu'"),
-        ({"activation": nn.functional.relu6}, "; pass 'relu6'"),
+        ({"activation": nn.ReLU6}, "; pass 'relu6'"),
         ({"activation": "gelu"}, "one of None, relu, leaky_relu, .*, got 'gelu'"),
         ({"activation": "leaky_relu", "negative_slope": -1.0}, "negative_slope >= 0, got -1.0"),
         ({"activation": "leaky_relu", "negative_slope": "0.1"}, "negative_slope >= 0, got '0.1'"),
