@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -126,9 +127,9 @@ def on_ranks(*sizes: int) -> Callable[[Callable[[int, int], None]], Callable[...
                 os._exit(1)
 
         def test(size: int, tmp_path: Path) -> None:
-            ranks = start_world(function, size, tmp_path)
+            ranks, end = start_world(function, size, tmp_path), time.monotonic() + 240
             for rank in ranks:
-                rank.join(100)
+                rank.join(max(0.0, end - time.monotonic()))
             codes = [rank.exitcode for rank in ranks]
             for rank in ranks:
                 rank.kill()
@@ -148,6 +149,7 @@ def on_ranks(*sizes: int) -> Callable[[Callable[[int, int], None]], Callable[...
         test.__name__, test.__qualname__ = function.__name__, function.__qualname__
         test.__doc__, test.__module__ = function.__doc__, function.__module__
         test.in_rank = in_rank  # type: ignore[attr-defined]
+        test = pytest.mark.timeout(270)(test)  # Inductor takes minutes on a slow machine
         return needs_gloo(pytest.mark.parametrize("size", sizes, ids="{} ranks".format)(test))
 
     return decorate
