@@ -7,8 +7,8 @@
                two sums of each part, added; the sums of all members
                dx of each part
 
-A layer alone and a rank have one part; replicas, which are threads of a process, have one each. A
-graph of torch.compile (`syncbn_torch.traced`) and JAX have orders of their own.
+A layer alone and a rank have one part; replicas, which are threads of a process, have one on each
+device. A graph of torch.compile (`syncbn_torch.traced`) and JAX have orders of their own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Forward(NamedTuple):
         steps, exchange: those of all parts.
         norms: of each part.
         number: of the exchange, which the sums of backward carry; 0 without one.
-        moments: of each part, for replicas.
         scale: `(2, C)`, for layers in place, else None. Backward multiplies weight and `sum(dy)` by
             `scale[0]`, and `sum(dy * xhat)` by `scale[1]`, before it computes dx.
         constant: whether statistics were constants, without a gradient.
@@ -66,7 +65,6 @@ class Forward(NamedTuple):
     norms: Sequence[Norm]
     exchange: Any = None  # an `Exchange`, or what has its `begin_sums` and `sums`
     number: int = 0
-    moments: Sequence[Moments] = ()
     scale: Array | None = None
     constant: bool = False
 
@@ -113,8 +111,7 @@ def forward(
         Norm(known[part.device], affine, rule)
         for (_, affine, _), part in zip(taken, parts, strict=True)
     ]
-    kept = () if labels is not None and len(parts) == 1 else moments  # not the rows of all members
-    return ys, Forward(steps, norms, exchange, number, kept)
+    return ys, Forward(steps, norms, exchange, number)
 
 
 def backward(

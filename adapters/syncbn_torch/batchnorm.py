@@ -25,8 +25,8 @@ from syncbn_torch.conversion.replacement import ModuleT, modules_of
 from syncbn_torch.conversion.report import ConversionReport
 from syncbn_torch.conversion.rules import synchronize
 from syncbn_torch.data_parallel import originals
-from syncbn_torch.data_parallel.contexts import CallbackContext
-from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected, place_in
+from syncbn_torch.data_parallel.contexts import CallbackContext, place_of
+from syncbn_torch.data_parallel.replica_sync import ReplicaSync, Unconnected
 from syncbn_torch.forward import batch_norm, uses_running_statistics
 from syncbn_torch.layer_state import LayerState, give_number, set_sbn_eps_mode
 from syncbn_torch.process_group import checked_process_group, communicator_for
@@ -84,15 +84,11 @@ class _SynchronizedBatchNorm(LayerState, _BatchNorm):
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
-        self._begin_replica(replica)
-        return replica
-
-    def _begin_replica(self, replica: nn.Module) -> None:
-        """Set what `replica`, a copy of this layer, has of its own."""
         original = self._original
         replica.__dict__.update(  # `nn.Module.__setattr__` is slow
             _copied_from=weakref.ref(original), _replica_sync=Unconnected(original)
         )
+        return replica
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script`."""
@@ -107,7 +103,7 @@ class _SynchronizedBatchNorm(LayerState, _BatchNorm):
         `context` may be any object that all copies share: wrappers of other projects call this too.
         Raises `ArgumentError` for one on which no attributes can be set.
         """
-        place = place_in(context, self._original)
+        place = place_of(context, self._original)
         alone = place.forward.size == 1 and (
             not self.training or communicator_for(self.process_group) is None
         )

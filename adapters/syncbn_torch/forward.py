@@ -2,8 +2,8 @@
 
     alone, or in eval with running statistics       torch's layer
     alone, "clamp", or large with an activation     `node`, with one part
-    replica                                         `node`, with the other replicas
     several processes                               `node`, one collective each way
+    replicas                                        as one of these, the parts joined
     several processes, under torch.compile          `traced`
 
 Where the node computes, one of these implementations does:
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
@@ -33,7 +33,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
-from syncbn_core.steps import Affine, Operations
+from syncbn_core.moments import averaging_factor
+from syncbn_core.steps import Affine, Operations, RunningStatistics
 from syncbn_torch import arrays, node
 from syncbn_torch._torch_private import (
     backward_task,
@@ -58,17 +59,22 @@ __all__ = [
     "add_name",
     "always_ours",
     "batch_norm",
+    "by_kernel_of_torch",
     "by_running_statistics",
     "by_torch",
     "checked_part",
     "eval_batch_norm",
+    "members_of",
     "operations_for",
+    "refuse_kind",
+    "takes_node",
     "uses_running_statistics",
 ]
 
 # From so many elements a layer with an activation is faster by our kernels, in networks on a CPU.
 LARGE = 500_000
 CHANNELS_LAST = 3_000_000  # the same for x in channels_last
+FAR = 16  # deviations between a mean and 0: torch's y is off by some 1e-7 times as many
 
 _torch_forward: Any = _BatchNorm.forward
 _has_world: Any = dist.is_initialized if dist.is_available() else bool
@@ -89,24 +95,46 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
     """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`."""
     if uses_running_statistics(layer):
         return eval_batch_norm(layer, x, mask)
-    processes = None
-    if layer.training and (layer.process_group is not None or _has_world()):
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:
-            _refuse_kind(layer, x)
-        processes = processes_of(layer, x)
-        if processes is not None and type(x) is not Tensor and _is_whole_batch(layer, x):
-            processes = None
-    elif layer.training:
+    sync = layer._replica_sync
+    processes = None if sync is not None else members_of(layer, x)
+    if sync is None and processes is None and mask is None and not takes_node(layer, x):
+        tracks = layer.track_running_stats
+        changed = layer._last_forward_tracked is not tracks
+        if layer.training and (changed or backward_task() != -1) and not _updates(layer, tracks):
+            return activated(_recomputed(layer, x), layer._activation)
+        return activated(by_torch(layer, x), layer._activation)
+    try:
+        if records_a_graph():
+            _refuse_to_be_recorded(layer, sync is None and processes is None)
+        if type(x) is not Tensor and _is_named_subclass(x):
+            # its class is restored after the node, so that y is no view made inside of one
+            return handle_torch_function(_as_tensor, (x,), x, layer, mask)
+        if sync is not None:
+            return sync.forward(layer, x, mask)  # type: ignore[no-any-return]
+        part, zeros = checked_part(layer, x, processes, mask)
+        (y,), _ = node.batch_norm([part])
+        return y if zeros is None else zeroed(y, zeros)
+    except ERRORS_OF_INPUT as error:
+        add_name(layer, error)
+        raise
+
+
+def members_of(layer: LayerState, x: Tensor) -> Processes | None:
+    """The processes with which a layer in training synchronizes; None in others.
+
+    Raises `DTypeError` for what these can't exchange.
+    """
+    if not layer.training:
+        return None
+    if layer.process_group is None and not _has_world():
         _warn_of_no_world()
-    if layer._replica_sync is not None or processes is not None or mask is not None:
-        return _by_node(layer, x, processes, mask)
-    if layer.effective_eps_mode == "clamp" or _goes_to_kernels(layer, x):
-        return _by_node(layer, x, None)
-    tracks = layer.track_running_stats
-    changed = layer._last_forward_tracked is not tracks
-    if layer.training and (changed or backward_task() != -1) and not _updates(layer, tracks):
-        return activated(_recomputed(layer, x), layer._activation)
-    return activated(by_torch(layer, x), layer._activation)
+        return None
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        refuse_kind(layer, x)
+    processes = processes_of(layer, x)
+    if processes is not None and type(x) is not Tensor and _is_whole_batch(layer, x):
+        return None
+    return processes
 
 
 def by_torch(layer: LayerState, x: Tensor) -> Tensor:
@@ -127,13 +155,43 @@ def by_torch(layer: LayerState, x: Tensor) -> Tensor:
 
 
 def _batch_norm_of_torch(x: Tensor, *arguments: Any) -> Tensor:
-    """`F.batch_norm` of x in a form without axes of 1, if torch takes their strides wrongly."""
+    """`F.batch_norm` of x, with right gradients."""
+    form, restored = _form_for_torch(x)
+    return restored(F.batch_norm(form, *arguments))
+
+
+def _form_for_torch(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """x without axes of 1, if torch would take their strides wrongly, and how to bring y back."""
     if is_jit_tracing() or 1 not in x.shape or not _is_misread(x):
-        return F.batch_norm(x, *arguments)
+        return x, lambda y: y
     if x.stride(1) == 1:  # channels are innermost, and so they stay
         rows = x.movedim(1, -1)
-        return F.batch_norm(rows.flatten(0, -2), *arguments).reshape(rows.shape).movedim(-1, 1)
-    return F.batch_norm(x.flatten(2), *arguments).reshape(x.shape)
+        return rows.flatten(0, -2), lambda y: y.reshape(rows.shape).movedim(-1, 1)
+    return x.flatten(2), lambda y: y.reshape(x.shape)
+
+
+def by_kernel_of_torch(part: Part) -> Tensor | None:
+    """y as torch's layer has it, or None, with nothing changed, where the node has to compute.
+
+    That is on GPUs, for one value per channel or none, for parameters of several dtypes, and where
+    torch would lose digits: a mean is more than `FAR` deviations from 0.
+    """
+    x, (weight, bias), running = part.x, part.affine, part.running
+    mean, var, counter, momentum = running or RunningStatistics(None, None, None)
+    dtypes = {t.dtype for t in (weight, bias, mean, var) if t is not None}
+    if not x.is_cpu or type(x) is not Tensor or len(dtypes) > 1 or x.numel() <= x.shape[1]:
+        return None
+    form, restored = _form_for_torch(x)
+    new = [None if tensor is None else tensor.clone() for tensor in (mean, var)]
+    settings = True, float(averaging_factor(momentum, counter)), part.rule.eps
+    y, means, invstd = torch.native_batch_norm(form, weight, bias, new[0], new[1], *settings)
+    if not (means * invstd).abs().max() < FAR:  # also for NaN
+        return None
+    if counter is not None:
+        new.append(counter + 1)
+    updated = [tensor for tensor in (mean, var, counter) if tensor is not None]
+    plain.OPERATIONS.namespace.assign(updated, [tensor for tensor in new if tensor is not None])
+    return restored(y)
 
 
 def _is_misread(x: Tensor) -> bool:
@@ -147,7 +205,7 @@ def _is_misread(x: Tensor) -> bool:
     return len(spatial) > 1 and channels > 1 and ones and x.is_cpu and torch.is_grad_enabled()
 
 
-def _refuse_kind(layer: LayerState, x: Any) -> None:
+def refuse_kind(layer: LayerState, x: Any) -> None:
     """Raise `DTypeError` for what is no dense tensor; a nested one is refused later."""
     if not isinstance(x, Tensor):
         kind, remedy = type(x).__name__, "torch.as_tensor(input)"
@@ -200,8 +258,10 @@ def _recomputed(layer: LayerState, x: Tensor) -> Tensor:
     return _batch_norm_of_torch(x, mean, var, *own)
 
 
-def _goes_to_kernels(layer: LayerState, x: Tensor) -> bool:
-    """Whether a layer alone that does not clamp computes by the node, to save passes over x."""
+def takes_node(layer: LayerState, x: Tensor) -> bool:
+    """Whether a layer that sends nothing computes by the node: if it clamps, or saves passes."""
+    if layer.effective_eps_mode == "clamp":
+        return True
     always, large = _ours_always.get(), x.numel() >= LARGE and layer._activation[0] is not None
     if not (always or large) or _is_watched():
         return False
@@ -225,38 +285,6 @@ def _is_watched() -> bool:
     return transforming() or modes_run_other_code() or is_jit_tracing()
 
 
-def _by_node(
-    layer: LayerState, x: Tensor, processes: Processes | None, mask: Tensor | None = None
-) -> Tensor:
-    """Normalize x by the statistics of the whole batch, after all checks; errors name the layer."""
-    sync = layer._replica_sync
-    try:
-        if records_a_graph():
-            _refuse_to_be_recorded(layer, sync is None and processes is None)
-        if _is_named_subclass(x):
-            # its class is restored after the node, so that y is no view made inside of one
-            return handle_torch_function(_as_tensor, (x,), x, layer, processes, mask)
-        part = checked_part(layer, x, processes)
-        if mask is not None:
-            mask = checked_mask(mask, x)
-            if part.operations.takes_masks:
-                own = mask.as_subclass(Tensor).numpy().copy()  # it may change before backward
-                part, mask = part._replace(valid=own), None
-            else:
-                on_host = x.is_cpu and part.operations is not plain.DIFFERENTIABLE
-                x, valid = filled(x, mask, on_host)
-                part = part._replace(x=x, valid=valid)
-        y: Tensor
-        if sync is not None:
-            y = sync.forward(part)
-        else:
-            (y,), _ = node.batch_norm([part])
-        return y if mask is None else zeroed(y, mask)
-    except ERRORS_OF_INPUT as error:
-        add_name(layer, error)
-        raise
-
-
 ERRORS_OF_INPUT = (BatchSizeError, DeviceError, DTypeError, ShapeError)
 
 
@@ -276,17 +304,24 @@ def _is_named_subclass(x: Tensor) -> bool:
     )
 
 
-def _as_tensor(
-    input: Tensor, layer: LayerState, processes: Processes | None, mask: Tensor | None
-) -> Tensor:
+def _as_tensor(input: Tensor, layer: LayerState, mask: Tensor | None) -> Tensor:
     """What the `__torch_function__` of a subclass gets: y as a plain tensor."""
-    return _by_node(layer, input.as_subclass(Tensor), processes, mask)
+    return batch_norm(layer, input.as_subclass(Tensor), mask)
 
 
-def checked_part(layer: LayerState, x: Tensor, processes: Processes | None) -> Part:
-    """The part of a layer in training with input x; raises the errors of a layer's forward."""
+def checked_part(
+    layer: LayerState,
+    x: Tensor,
+    processes: Processes | None,
+    mask: Tensor | None = None,
+    operations: Operations | None = None,
+) -> tuple[Part, Tensor | None]:
+    """The part of a layer with input x, and the mask outside of which y is still to be 0.
+
+    `operations`: None for those that suit x. Raises the errors of a layer's forward.
+    """
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
-    operations, running = operations_for(x), checked_running(layer)
+    operations, running = operations or operations_for(x), checked_running(layer)
     by_address, sends = operations is not plain.OPERATIONS, processes is not None
     check_operands(layer, x, affine, running, by_address, sends)
     if not _updates(layer, running is not None):
@@ -300,8 +335,15 @@ def checked_part(layer: LayerState, x: Tensor, processes: Processes | None) -> P
         if running is not None:  # without telling graphs of torch's layer that have saved them
             mean, var = (None if t is None else t.data for t in running[:2])
             running = running._replace(mean=mean, var=var)
-    graph = torch.is_grad_enabled()
-    return Part(operations, x, affine, running, layer._rule, processes, graph)
+    graph, valid = torch.is_grad_enabled(), None  # type: tuple[bool, Any]
+    if mask is not None:
+        mask = checked_mask(mask, x)
+        if operations.takes_masks:
+            valid = mask.as_subclass(Tensor).numpy().copy()  # it may change before backward
+            mask = None
+        else:
+            x, valid = filled(x, mask, x.is_cpu and operations is not plain.DIFFERENTIABLE)
+    return Part(operations, x, affine, running, layer._rule, processes, graph, valid=valid), mask
 
 
 def _updates(layer: LayerState, tracks: bool) -> bool:

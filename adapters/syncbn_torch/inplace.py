@@ -177,7 +177,7 @@ class InPlaceABN(ABN):
             return self._applied.apply_(by_running_statistics(self, input, weight))
         self._check_may_be_overwritten(input)
         try:
-            part = checked_part(self, input, processes_of(self, input))
+            part, _ = checked_part(self, input, processes_of(self, input))
             y: Tensor = _InPlace.apply(input, weight, self.bias, part, self)
         except ERRORS_OF_INPUT as error:
             add_name(self, error)

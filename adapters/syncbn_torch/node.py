@@ -2,16 +2,15 @@
 
     x_1 ... x_N, weight_1 ... weight_N, bias_1 ... bias_N  ->  y_1 ... y_N
 
-One node serves a layer alone (one part), replicas (a part each), and a rank of a process group,
-which exchanges one message per direction. Backward computes by plain differentiable operations if
-its result must be differentiable (`create_graph=True`), or, in a layer alone, dy has a tangent or
-is wrapped by a transform.
+One node serves a layer alone and a rank of a process group, which exchanges one message per
+direction, with one part. Replicas have several where their parts could not be joined. Backward
+computes by plain differentiable operations if its result must be differentiable (`create_graph`),
+or dy has a tangent or is wrapped by a transform.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core import order
-from syncbn_core.errors import StateError
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 from syncbn_torch._torch_private import untraced
@@ -39,12 +37,8 @@ __all__ = ["Call", "Part", "batch_norm"]
 class Part(NamedTuple):
     """One part of the batch of a layer, and the settings of the layer.
 
-    `graph`: whether gradients are enabled in the thread it comes from. The rest is for replicas.
-    `inference`: whether it comes from `torch.inference_mode()`.
-    `place`: the layer in their forward. `kept`: the ctx of a node that has saved x, if any.
-    `stream`: that of its GPU on which it computes x, and goes on with y; None on a host.
-    `nodes`: how many nodes of autograd its thread has made.
-    `valid`: as of `order.Part`.
+    `graph`: whether gradients are enabled where it comes from. `valid`: as of `order.Part`.
+    `stream`: that of its GPU on which its replica computes; None on a host and without replicas.
     """
 
     operations: Operations
@@ -54,24 +48,17 @@ class Part(NamedTuple):
     rule: NormRule
     processes: Processes | None
     graph: bool
-    inference: bool = False
-    place: Any = None
-    kept: Any = None
-    stream: Any = None
-    nodes: int = 0
     valid: Any = None
+    stream: Any = None
 
 
 class Call(NamedTuple):
-    """What a forward leaves for its backward and for recomputations, besides tensors it saves.
+    """What a forward leaves for its backward, besides tensors it saves.
 
-    `known`: as `order.forward` leaves it. `place`: that of all parts. `kept`, `streams`, `valid`:
-    those of the parts.
+    `known`: as `order.forward` leaves it. `streams`, `valid`: those of the parts.
     """
 
     known: order.Forward
-    place: Any
-    kept: Sequence[Any]
     streams: Sequence[Any]
     valid: Sequence[Any]
 
@@ -104,9 +91,8 @@ class BatchNormOfParts(Function):
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Part], *operands: Any) -> tuple[Any, ...]:
         ys, ctx.call = _forward(parts)
-        own = [part.x for part in parts if part.kept is None]
         affine = [part.affine.for_backward(part.rule) for part in parts]
-        ctx.save_for_backward(*own, *chain(*zip(*affine, strict=True)))
+        ctx.save_for_backward(*[part.x for part in parts], *chain(*zip(*affine, strict=True)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[y for y, p in zip(ys, parts, strict=True) if not p.graph])
         return *ys, ctx.call
@@ -117,20 +103,13 @@ class BatchNormOfParts(Function):
             return _untraced_backward(ctx, *gradients)
         call: Call = ctx.call
         *dys, _ = gradients
-        if call.place is not None and not call.place.forward.is_over():
-            raise StateError(
-                f"expected the backward of {call.place.name} after the forward of all replicas, "
-                "got autograd.grad or backward() inside a replica, which can't be synchronized; "
-                "compute gradients outside of DataParallelWithCallback"
-            )
         count = len(dys)
         if call.known.exchange is None and all(dy is None for dy in dys):
             return (None,) * (1 + 3 * count)
         by_x, by_weight, by_bias = [ctx.needs_input_grad[1 + n * count :][:count] for n in range(3)]
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time
-        own, weights, biases = iter(saved[: -2 * count]), saved[-2 * count : -count], saved[-count:]
+        xs, weights, biases = saved[:count], saved[count : 2 * count], saved[2 * count :]
         affine = [*map(Affine, weights, biases)]
-        xs = [next(own) if kept is None else kept.saved_tensors[0] for kept in call.kept]
         with of_node(call.streams, xs, dys):
             dxs, sums = _backward(call, xs, dys, affine, by_x)
         of_weights = [s.grad_weight if by else None for s, by in zip(sums, by_weight, strict=True)]
@@ -147,9 +126,7 @@ def _forward(parts: Sequence[Part]) -> tuple[list[Tensor], Call]:
     first = parts[0]
     own = [order.Part(p.x, p.affine, p.running, p.valid, None, p.x.device) for p in parts]
     ys, known = order.forward(first.operations, own, first.rule, first.processes)
-    kept, streams = [part.kept for part in parts], [part.stream for part in parts]
-    valid = [part.valid for part in parts]
-    return ys, Call(known, first.place, kept, streams, valid)
+    return ys, Call(known, [part.stream for part in parts], [part.valid for part in parts])
 
 
 def _backward(
@@ -164,12 +141,10 @@ def _backward(
     filled = [torch.zeros_like(x) if dy is None else dy for x, dy in zip(xs, dys, strict=True)]
     for x, dy in zip(xs, filled, strict=True):
         check_unchanged(x, dy)
-    known, place = call.known, call.place
-    synchronizes = place is not None or known.exchange is not None
-    if synchronizes:
-        name = partial(str, place.name) if known.exchange is None else known.exchange.name
-        refuse_transforms(name, *dys)
-    if not (torch.is_grad_enabled() or (not synchronizes and has_tangent_or_wrapper(*dys))):
+    known, exchange = call.known, call.known.exchange
+    if exchange is not None:
+        refuse_transforms(exchange.name, *dys)
+    if not (torch.is_grad_enabled() or (exchange is None and has_tangent_or_wrapper(*dys))):
         return order.backward(known, xs, filled, by_x)
     if not known.steps.takes_masks:
         return order.backward(_differentiable(call, xs, affine), xs, filled, by_x)

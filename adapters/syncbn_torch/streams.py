@@ -26,7 +26,7 @@ def stream_of(x: Tensor) -> Any:
 
 def of_replicas(
     streams: Sequence[Any],
-) -> AbstractContextManager[Callable[[Sequence[Tensor]], None]]:
+) -> AbstractContextManager[Callable[[Sequence[Any]], None]]:
     """Work on each GPU goes to the stream of its first replica, after and before the others' work.
 
     `streams`: of each replica, None on a host. The context manager yields a function; call it with
@@ -37,15 +37,15 @@ def of_replicas(
 
 
 @contextmanager
-def _of_replicas(streams: Sequence[Any]) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+def _of_replicas(streams: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
     first: dict[Any, Any] = {}
     for stream in filter(None, streams):
         first.setdefault(stream.device, stream)
     others = [s for s in filter(None, streams) if s != first[s.device]]
 
-    def record(results: Sequence[Tensor]) -> None:
+    def record(results: Sequence[Any]) -> None:
         for result, stream in zip(results, streams, strict=True):
-            if stream in others:
+            if stream in others and not isinstance(result, Exception):
                 result.record_stream(stream)
 
     with ExitStack() as stack:

@@ -568,7 +568,11 @@ def _accepted(
                 elif ended := [n for n, peer in found.items() if peer.fileno() == descriptor]:
                     raise ConnectionResetError(f"rank {ended[0]} has ended")
     except BaseException as error:
-        for peer in found.values():
+        listener.setblocking(False)
+        with suppress(OSError):  # also tell those that have connected and were not read yet
+            while True:
+                found[-2 - len(found)], _ = listener.accept()
+        for peer in (*found.values(), *coming.values()):
             with suppress(OSError):
                 peer.send(_frame(FAILED, json.dumps([str(error), 0, []]).encode()), AT_ONCE)
         _close(list(found.values()))

@@ -166,20 +166,31 @@ def test_backward_keeps_x_and_nothing_else_of_its_size(replicas: int) -> None:
         assert x.untyped_storage().data_ptr() in saved
 
 
-def test_input_changed_in_place_is_noticed(run_parts: Any) -> None:
+def test_input_changed_in_place_after_forward(run_parts: Any) -> None:
+    """Parts that are joined are copied, so their x may change; others are noticed, as in torch."""
     layer, parts = make_layer(), leaves()
-    xs = [part * 1 for part in parts]
-    loss = torch.cat(run_parts(layer, xs)).square().sum()
-    xs[1].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    cotangent = torch.randn(6, 3, 2, 2, **DOUBLE)
+    for apart in (False, True):
+        xs = [part * 1 for part in parts]
+        if apart:  # a size that no other part has
+            xs[0] = torch.cat([xs[0], xs[0]], 3)
+        y = torch.cat([y[..., :2] for y in run_parts(layer, xs)])
+        xs[0].add_(1)
+        if apart:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward(cotangent)
+        else:
+            inputs = [*parts, layer.weight]
+            expected = gradients((whole(torch.cat(parts), layer) * cotangent).sum(), inputs)
+            same(gradients((y * cotangent).sum(), inputs), expected)
 
 
 @pytest.mark.parametrize("other", [(2, 3, 4, 4), (2, 3, 2, 2)])
-def test_input_replaced_after_forward_is_noticed(other: tuple[int, ...], run_parts: Any) -> None:
-    layer, parts = make_layer(), leaves()
-    loss = torch.cat(run_parts(layer, parts)).square().sum()
-    parts[0].data = torch.randn(other, dtype=torch.float32 if other[2] == 2 else torch.float64)
+def test_input_replaced_after_forward_is_noticed(other: tuple[int, ...]) -> None:
+    x = torch.randn(2, 3, 2, 2, **DOUBLE, requires_grad=True)
+    with always_ours():
+        loss = make_layer()(x).square().sum()
+    x.data = torch.randn(other, dtype=torch.float32 if other[2] == 2 else torch.float64)
     with pytest.raises(StateError, match="the input that the layer had in forward"):
         loss.backward()
 

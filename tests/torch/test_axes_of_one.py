@@ -72,6 +72,7 @@ def cases(count: int) -> list[tuple[list[int], list[int], list[int]]]:
 CASES = cases(400)
 MODES: dict[str, tuple[dict[str, Any], Call]] = {
     "training": ({}, lambda layer, x: layer(x)),
+    "replicas": ({}, lambda layer, x: DataParallelWithCallback(layer, replicas=4)(x)),
     "average of all": ({"momentum": None}, lambda layer, x: layer(x)),
     "untracked": ({"track_running_stats": False}, lambda layer, x: layer(x)),
     "untracked eval": ({"track_running_stats": False}, lambda layer, x: layer.eval()(x)),

@@ -84,13 +84,17 @@ def test_batched_gradients_at_any_size(mode: str) -> None:
         close(batch, torch.stack(each))
 
 
-def test_batched_gradients_of_replicas_are_refused_and_plain_ones_succeed(run_parts: Any) -> None:
+@MODES
+@pytest.mark.parametrize("apart", [False, True])
+def test_batched_gradients_of_replicas(mode: str, apart: bool, run_parts: Any) -> None:
     parts = [torch.randn(n, 2, 2, 2, **DOUBLE, requires_grad=True) for n in (2, 1, 3)]
-    y = run_parts(make_layer(), parts)[1]
+    xs = [torch.cat([parts[0]] * 2, 3), *parts[1:]] if apart else parts  # then they are not joined
+    y = run_parts(make_layer(eps_mode=mode), xs)[1]
     dys = torch.randn(2, *y.shape, **DOUBLE)
-    with pytest.raises(StateError, match=r"in SynchronizedBatchNorm2d.*is_grads_batched"):
-        torch.autograd.grad(y, parts, dys, is_grads_batched=True, retain_graph=True)
-    torch.autograd.grad(y, parts, dys[0])
+    several = torch.autograd.grad(y, parts, dys, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(y, parts, dy, retain_graph=True) for dy in dys]
+    for batch, *each in zip(several, *single, strict=True):
+        close(batch, torch.stack(each))
 
 
 class NoNorm(nn.Module):

@@ -86,5 +86,5 @@ def test_a_step_of_a_rank(rank: int, size: int) -> None:
 def test_a_step_of_two_replicas() -> None:
     model = DataParallelWithCallback(SynchronizedBatchNorm2d(8), replicas=2)
     forward, backward = step(model)
-    within(forward, 324)  # 312 to 318, by which replica comes first
-    within(backward, 80)
+    within(forward, 220)  # 213 or 220, by which replica comes first
+    within(backward, 2)

@@ -15,6 +15,7 @@ from torch import nn
 from syncbn_core.comm import SyncMaster
 from syncbn_core.errors import ArgumentError, StateError
 from syncbn_torch._torch_private import backward_task
+from syncbn_torch.module_names import name_of
 
 __all__ = ["CallbackContext", "Place", "ReplicatedForward", "place_of"]
 
@@ -133,16 +134,26 @@ class CallbackContext:
         place.forward.abort(error)
 
 
-def place_of(context: Any, name: Any) -> Place:
-    """The place of a context; one of another project's is alone in a forward with no known end.
+class _LazyName:
+    """The name of a layer, searched only when it is printed, because the search is slow."""
 
-    `name`: of the submodule, if it is unknown. Raises `ArgumentError` for an object without a
-    dictionary of attributes.
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __str__(self) -> str:
+        return name_of(self.layer)
+
+
+def place_of(context: Any, layer: nn.Module) -> Place:
+    """The place of the copies of `layer` in their forward.
+
+    A context of another project's is alone in a forward with no known end. Raises `ArgumentError`
+    for an object without a dictionary of attributes.
     """
     try:
         attributes = vars(context)
         if _KEY not in attributes:
-            attributes.setdefault(_KEY, Place(ReplicatedForward(), 0, name))
+            attributes.setdefault(_KEY, Place(ReplicatedForward(), 0, _LazyName(layer)))
         place: Place = attributes[_KEY]
     except (TypeError, AttributeError):  # no dictionary, or that of a class
         raise ArgumentError(

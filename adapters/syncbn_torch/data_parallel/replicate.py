@@ -33,6 +33,7 @@ from syncbn_torch.conversion.replacement import class_of, modules_of
 from syncbn_torch.conversion.scripted import name_of_scripted, uses_batch
 from syncbn_torch.data_parallel import originals
 from syncbn_torch.data_parallel.contexts import CallbackContext, Place, ReplicatedForward
+from syncbn_torch.data_parallel.joined import STATE
 from syncbn_torch.data_parallel.split import (
     BatchSizes,
     Parts,
@@ -41,6 +42,7 @@ from syncbn_torch.data_parallel.split import (
     split,
     to_device,
 )
+from syncbn_torch.layer_state import LayerState
 
 __all__ = [
     "DataParallelWithCallback",
@@ -107,19 +109,20 @@ def _replicate_on_one_device(modules: Sequence[nn.Module], copies: int) -> list[
     Each replica is the list of its modules, in the order of `modules`.
 
     Replica 0 shares the buffers too, so its in-place updates stay; the other replicas have copies
-    of the buffers, as under `nn.DataParallel`.
+    of the buffers, as under `nn.DataParallel`, but share those of synchronized layers.
     """
     index = {original: i for i, original in enumerate(modules)}
     replicas = []
     for copy_id in range(copies):
         buffers: dict[int, Tensor] = {}  # by id: the hash of a tensor is slow
-        made = list(map(_copy_of, modules))
+        made: list[Any] = list(map(_copy_of, modules))
         for original, replica in zip(modules, made, strict=True):
             if replica is original:
                 continue
             replica.__dict__["_parameters"] = original._parameters.copy()
+            shared = STATE if isinstance(original, LayerState) else ()
             for key, buffer in original._buffers.items() if copy_id > 0 else ():
-                if buffer is not None:
+                if buffer is not None and key not in shared:
                     if id(buffer) not in buffers:
                         buffers[id(buffer)] = buffer.clone()
                     replica._buffers[key] = buffers[id(buffer)]
@@ -129,28 +132,18 @@ def _replicate_on_one_device(modules: Sequence[nn.Module], copies: int) -> list[
     return replicas
 
 
-def _copy_of(module: nn.Module) -> nn.Module:
-    """`module._replicate_for_data_parallel()`; a scripted module itself.
-
-    `nn.Module.__setattr__` takes most of the time of that method. Here the dictionary is written.
-    """
+def _copy_of(module: Any) -> Any:
+    """`module._replicate_for_data_parallel()`; a scripted module itself."""
     if isinstance(module, torch.jit.ScriptModule):
-        return cast(nn.Module, module)
-    kind = type(module)
-    for maker in kind.__mro__:
-        own = maker.__dict__
-        makes_copies = "_replicate_for_data_parallel" in own and maker is not nn.Module
-        if makes_copies and "_begin_replica" not in own:  # a class of the user's
-            return cast(nn.Module, module._replicate_for_data_parallel())
+        return module
+    kind: Any = type(module)
+    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
+        return module._replicate_for_data_parallel()
+    # that of torch sets attributes, which a compiled module sets on the module within
     replica = kind.__new__(kind)
-    attributes = module.__dict__.copy()
-    attributes["_parameters"] = {}
-    attributes["_buffers"] = module._buffers.copy()
-    attributes["_modules"] = module._modules.copy()
-    attributes["_is_replica"] = True
+    copies = {name: module.__dict__[name].copy() for name in ("_buffers", "_modules")}
+    attributes = module.__dict__ | copies | {"_parameters": {}, "_is_replica": True}
     object.__setattr__(replica, "__dict__", attributes)
-    if hasattr(kind, "_begin_replica"):
-        cast(Any, module)._begin_replica(replica)
     return replica
 
 
@@ -317,9 +310,8 @@ class DataParallelWithCallback(nn.DataParallel[nn.Module]):
 
     def _within_replica(self) -> bool:
         """Whether another wrapper has already split the batch."""
-        return originals.current() is not None or any(
-            "_is_replica" in vars(module) for module in self.modules()
-        )
+        marks = ["_is_replica" in vars(module) for module in self.modules()]
+        return originals.current() is not None or True in marks
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Replicas of `module`, one per device, after their replication callbacks."""
