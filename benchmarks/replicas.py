@@ -152,7 +152,8 @@ def measure(net: str, rounds: int) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"Steps of {REPLICAS} replicas on a CPU, one thread of torch")
+    title = f"Steps of {REPLICAS} replicas on a CPU, torch with {torch.get_num_threads()} threads"
+    table = Table(title=title)
     columns = ("network", "way", "wall, ms", "CPU, ms", "adds, ms", "faster")
     for column in columns:
         table.add_column(column, no_wrap=True)
@@ -176,12 +177,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
     parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, in each replica")
     parser.add_argument("--output", type=Path, default=FOLDER)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", ".*do not synchronize")
     rows = [measure(net, args.rounds) for net in args.nets]
     facts = {"torch": torch.__version__, "rounds": args.rounds, "replicas": REPLICAS}
+    facts["threads"] = args.threads
     path = write(args.output, "replicas-DATE", facts, nets=rows)
     console = Console()
     show(rows, console)
