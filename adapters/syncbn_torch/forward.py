@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from syncbn_core import order
 from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.moments import averaging_factor
 from syncbn_core.steps import Affine, Operations, RunningStatistics
@@ -50,7 +51,6 @@ from syncbn_torch.checks import check_operands, checked_running, refuse_transfor
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import checked_mask, filled, zeroed
 from syncbn_torch.module_names import name_of
-from syncbn_torch.node import Part
 from syncbn_torch.process_group import group_of, is_communicator
 from syncbn_torch.processes import Processes, processes_of
 
@@ -111,8 +111,8 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
             return handle_torch_function(_as_tensor, (x,), x, layer, mask)
         if sync is not None:
             return sync.forward(layer, x, mask)  # type: ignore[no-any-return]
-        part, zeros = checked_part(layer, x, processes, mask)
-        (y,), _ = node.batch_norm([part])
+        part, zeros, steps = checked_part(layer, x, processes, mask)
+        (y,), _ = node.batch_norm(steps, [part], layer._rule, processes)
         return y if zeros is None else zeroed(y, zeros)
     except ERRORS_OF_INPUT as error:
         add_name(layer, error)
@@ -170,7 +170,7 @@ def _form_for_torch(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     return x.flatten(2), lambda y: y.reshape(x.shape)
 
 
-def by_kernel_of_torch(part: Part) -> Tensor | None:
+def by_kernel_of_torch(part: order.Part, eps: float) -> Tensor | None:
     """y as torch's layer has it, or None, with nothing changed, where the node has to compute.
 
     That is on GPUs, for one value per channel or none, for parameters of several dtypes, and where
@@ -183,7 +183,7 @@ def by_kernel_of_torch(part: Part) -> Tensor | None:
         return None
     form, restored = _form_for_torch(x)
     new = [None if tensor is None else tensor.clone() for tensor in (mean, var)]
-    settings = True, float(averaging_factor(momentum, counter)), part.rule.eps
+    settings = True, float(averaging_factor(momentum, counter)), eps
     y, means, invstd = torch.native_batch_norm(form, weight, bias, new[0], new[1], *settings)
     if not (means * invstd).abs().max() < FAR:  # also for NaN
         return None
@@ -315,8 +315,8 @@ def checked_part(
     processes: Processes | None,
     mask: Tensor | None = None,
     operations: Operations | None = None,
-) -> tuple[Part, Tensor | None]:
-    """The part of a layer with input x, and the mask outside of which y is still to be 0.
+) -> tuple[order.Part, Tensor | None, Operations]:
+    """The part of a layer with input x, the mask outside of which y is still to be 0, the steps.
 
     `operations`: None for those that suit x. Raises the errors of a layer's forward.
     """
@@ -335,7 +335,7 @@ def checked_part(
         if running is not None:  # without telling graphs of torch's layer that have saved them
             mean, var = (None if t is None else t.data for t in running[:2])
             running = running._replace(mean=mean, var=var)
-    graph, valid = torch.is_grad_enabled(), None  # type: tuple[bool, Any]
+    valid: Any = None
     if mask is not None:
         mask = checked_mask(mask, x)
         if operations.takes_masks:
@@ -343,7 +343,7 @@ def checked_part(
             mask = None
         else:
             x, valid = filled(x, mask, x.is_cpu and operations is not plain.DIFFERENTIABLE)
-    return Part(operations, x, affine, running, layer._rule, processes, graph, valid=valid), mask
+    return order.Part(x, affine, running, valid, None, x.device), mask, operations
 
 
 def _updates(layer: LayerState, tracks: bool) -> bool:

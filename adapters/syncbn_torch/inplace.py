@@ -38,9 +38,8 @@ from syncbn_torch.forward import (
 )
 from syncbn_torch.layer_state import LayerState, give_number
 from syncbn_torch.module_names import name_of
-from syncbn_torch.node import Part
 from syncbn_torch.process_group import checked_process_group
-from syncbn_torch.processes import processes_of
+from syncbn_torch.processes import Processes, processes_of
 from syncbn_torch.traced import traced_batch_norm
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
@@ -177,8 +176,9 @@ class InPlaceABN(ABN):
             return self._applied.apply_(by_running_statistics(self, input, weight))
         self._check_may_be_overwritten(input)
         try:
-            part, _ = checked_part(self, input, processes_of(self, input))
-            y: Tensor = _InPlace.apply(input, weight, self.bias, part, self)
+            processes = processes_of(self, input)
+            part = checked_part(self, input, processes)[0]._replace(out=input)
+            y: Tensor = _InPlace.apply(input, weight, self.bias, (part, processes), self)
         except ERRORS_OF_INPUT as error:
             add_name(self, error)
             raise
@@ -258,16 +258,14 @@ class _InPlace(Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        part: Part,
+        call: tuple[order.Part, Processes | None],
         layer: InPlaceABN,
     ) -> Tensor:
-        activation = layer._applied
-        do = operations_for(x)
-        own = order.Part(x, Affine(weight, bias), part.running, None, x)
-        rule = part.rule
+        activation, do, rule = layer._applied, operations_for(x), layer._rule
+        own = call[0]._replace(affine=Affine(weight, bias))
         if activation.name == "leaky_relu":  # in the pass that normalizes
             rule = rule._replace(activation="leaky_relu", negative_slope=activation.param)
-        _, known = order.forward(do, [own], rule, part.processes)
+        _, known = order.forward(do, [own], rule, call[1])
         if rule.activation is None:
             activation.apply_(x)
         ctx.mark_dirty(x)

@@ -58,30 +58,20 @@ def _of_replicas(streams: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], N
             stream.wait_stream(first[stream.device])
 
 
-def of_node(
-    streams: Sequence[Any], xs: Sequence[Tensor], dys: Sequence[Tensor | None]
-) -> AbstractContextManager[Any]:
-    """In backward, work on each GPU comes after what is on the node's stream, and before the rest.
-
-    `streams`: those of the forward of each part, None on a host.
-    """
-    return _of_node(streams, xs, dys) if any(streams) else _ON_HOST
+def of_node(xs: Sequence[Tensor], dys: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
+    """In backward, work on each GPU comes after that of the node's stream, and before the rest."""
+    return _of_node(xs, dys) if len(xs) > 1 and xs[0].is_cuda else _ON_HOST
 
 
 @contextmanager
-def _of_node(
-    streams: Sequence[Any], xs: Sequence[Tensor], dys: Sequence[Tensor | None]
-) -> Iterator[None]:
-    devices = dict.fromkeys(stream.device for stream in filter(None, streams))
-    here = {device: torch.cuda.current_stream(device) for device in devices}
+def _of_node(xs: Sequence[Tensor], dys: Sequence[Tensor | None]) -> Iterator[None]:
+    here = {x.device: torch.cuda.current_stream(x.device) for x in xs}
     node, *others = here.values()
     for other in others:
         other.wait_stream(node)
-    for stream, *tensors in zip(streams, xs, dys, strict=True):
-        if stream is not None and stream != here[stream.device]:
-            for tensor in tensors:
-                if tensor is not None:
-                    tensor.record_stream(here[stream.device])
+    for tensor in (*xs, *dys):
+        if tensor is not None:  # maybe allocated on another stream, that of its replica
+            tensor.record_stream(here[tensor.device])
     yield
     for other in others:
         node.wait_stream(other)

@@ -31,6 +31,7 @@ class Stream:
 
 class Result(SimpleNamespace):
     used: Any = None
+    is_cuda = True
 
     def record_stream(self, stream: Stream) -> None:
         self.used = stream
@@ -90,11 +91,11 @@ def test_backward_comes_after_the_stream_of_its_node(
     node = current[of[0].device] = of[0]
     for n in range(len(of)):
         node.put(f"dy {n}")
-    xs, dys = [Result() for _ in of], [Result() for _ in of]
-    with streams.of_node(of, xs, [*dys[:-1], None]):  # type: ignore[list-item,arg-type]
+    xs, dys = ([Result(device=stream.device) for stream in of] for _ in range(2))
+    with streams.of_node(xs, [*dys[:-1], None]):  # type: ignore[list-item,arg-type]
         for n, stream in enumerate(of):
             current[stream.device].put(f"dx {n}", f"dy {n}")
     node.put("earlier layer", *(f"dx {n}" for n in range(len(of))))
-    used = [None if s is current[s.device] else current[s.device] for s in of]
+    used = [current[stream.device] for stream in of]
     assert [x.used for x in xs] == used, "allocated on the stream of its replica"
     assert [dy.used for dy in dys] == [*used[:-1], None]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from syncbn_core import order
 from syncbn_core.errors import CommAborted, ShapeError, StateError
 from syncbn_core.steps import Norm
 from syncbn_torch import node
@@ -102,34 +103,33 @@ def _batch_norm(place: Place, parts: Group) -> Results:
     processes, steps = members_of(layer, xs[0]), {operations_for(x) for x in xs}
     do = steps.pop() if len(steps) == 1 else plain.OPERATIONS
     hooked = True in [part.hooked for part in parts]
-    made: list[tuple[node.Part, Tensor | None]] = []
+    made: list[tuple[order.Part, Tensor | None]] = []
     with _saving(place, groups if hooked else [], xs):
         for (_, group), x in zip(groups, xs, strict=True):
             mask = _joined_mask(group)
             try:
-                part, zeros = checked_part(group[0].layer, x, processes, mask, operations=do)
+                part, zeros, _ = checked_part(group[0].layer, x, processes, mask, operations=do)
             except ERRORS_OF_INPUT as error:
                 others = CommAborted(f"{place.name}: another replica has failed")
                 return {id(p): (error if p is group[0] else others, NONE, None) for p in parts}
             if made and group[0].state[2] is parts[0].state[2]:  # updated once
                 part = part._replace(running=None)
-            graph = True in [p.graph for p in group]
-            made.append((part._replace(stream=group[0].stream, graph=graph), zeros))
+            made.append((part, zeros))
         if len({x.shape[1] for x in xs}) > 1:
             channels = [part.x.shape[1] for part in parts]
             raise ShapeError(f"expected equally many channels in all replicas, got {channels}")
         # the node leaves what a checkpoint will need
         simple = len(made) == 1 and not hooked and mask is None and processes is None
-        y = by_kernel_of_torch(part) if simple and not takes_node(layer, x) else None
+        y = by_kernel_of_torch(part, layer.eps) if simple and not takes_node(layer, x) else None
         if y is not None:
             left = layer._activation
             if left[0] in ("silu", "hardswish"):  # others keep results, which may be overwritten
                 y, left = activated(y, left), NONE
             return _results(place, groups, [y], left, [None])
-        ys, call = node.batch_norm([part for part, _ in made])
+        ys, known = node.batch_norm(do, [part for part, _ in made], layer._rule, processes)
         pairs = zip(ys, made, strict=True)
         ys = [y if zeros is None else zeroed(y, zeros) for y, (_, zeros) in pairs]
-        return _results(place, groups, ys, NONE, call.known.norms)
+        return _results(place, groups, ys, NONE, known.norms)
 
 
 def _results(
@@ -173,7 +173,7 @@ def _layout(x: Tensor) -> torch.memory_format:
 def _joined(parts: Group, layout: torch.memory_format) -> Tensor:
     xs = [part.x if part.graph else part.x.detach() for part in parts]
     if len(xs) == 1 or not xs[0].dim():
-        return xs[0]
+        return xs[0].clone() if xs[0].is_inference() else xs[0]  # which a node can't save
     x = torch.cat(xs)
     # an empty part may have made it contiguous
     return x if layout is torch.contiguous_format else x.contiguous(memory_format=layout)

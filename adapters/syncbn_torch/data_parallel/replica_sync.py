@@ -14,7 +14,7 @@ from syncbn_core import order
 from syncbn_core.comm import SyncMaster
 from syncbn_core.errors import CheckpointError, CommAborted, StateError
 from syncbn_core.moments import Moments
-from syncbn_core.steps import Norm
+from syncbn_core.steps import Norm, Operations
 from syncbn_torch._torch_private import (
     backward_task,
     raise_sequence_number,
@@ -31,7 +31,6 @@ from syncbn_torch.data_parallel.joined import STATE, PartOfReplica, of_all_repli
 from syncbn_torch.forward import checked_part, refuse_kind
 from syncbn_torch.masks import checked_mask, zeroed
 from syncbn_torch.module_names import name_of
-from syncbn_torch.node import Part
 from syncbn_torch.streams import stream_of
 
 __all__ = ["ReplicaSync", "Unconnected"]
@@ -84,12 +83,13 @@ class ReplicaSync:
         kept: list[Any] = []
         if hooked:
             with torch.no_grad(), without_dispatch_modes():
-                moments = _bits(_taken(checked_part(layer, x, None, mask)[0])[1].rows[:, :-1])
+                part, _, steps = checked_part(layer, x, None, mask)
+                moments = _bits(_taken(steps, part)[1].rows[:, :-1])
             x = SaveInput.apply(x, kept)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooked
         saved = kept[0] if kept and x.requires_grad else None
-        part = layer, self.place, x, mask, state, *modes, saved, stream_of(x)
-        result = self._exchange(PartOfReplica(*part, raise_sequence_number()))
+        own = layer, self.place, x, mask, state, *modes, saved, stream_of(x)
+        result = self._exchange(PartOfReplica(*own, raise_sequence_number()))
         y, left, norm, shared, nodes = result
         raise_sequence_number(nodes)
         if isinstance(y, Exception):
@@ -107,9 +107,9 @@ class ReplicaSync:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         with torch.no_grad(), without_dispatch_modes():
-            part, zeros = checked_part(layer, x, None, mask)
-            (own, affine, running), moments = _taken(part)
-            (norm, shared), do = self._earlier(moments), part.operations
+            part, zeros, do = checked_part(layer, x, None, mask)
+            (own, affine, running), moments = _taken(do, part)
+            norm, shared = self._earlier(moments)
             # before x is saved, where a checkpoint may end
             if running is not None and self.is_master:
                 do.update_running(running, norm.statistics)
@@ -189,10 +189,10 @@ class Recomputed(Function):
         )
 
 
-def _taken(part: Part) -> tuple[Any, Moments]:
+def _taken(steps: Operations, part: order.Part) -> tuple[Any, Moments]:
     """The operands of a part as the steps take them, and its moments."""
-    taken = part.operations.take(part.x, part.affine, part.running, part.valid)
-    return taken, order.moments_of(part.operations, taken[0], part.valid)
+    taken = steps.take(part.x, part.affine, part.running, part.valid)
+    return taken, order.moments_of(steps, taken[0], part.valid)
 
 
 def _random_states(devices: list[torch.device]) -> list[bytes]:
