@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from syncbn_core import order
 from syncbn_core.errors import CommAborted, ShapeError, StateError
 from syncbn_core.steps import Norm
-from syncbn_torch import node
+from syncbn_torch import forward, node
 from syncbn_torch._torch_private import (
     raise_sequence_number,
     saving_runs_hooks,
@@ -23,14 +23,6 @@ from syncbn_torch._torch_private import (
 from syncbn_torch.activations import NONE, Activation, activated
 from syncbn_torch.backends import plain
 from syncbn_torch.data_parallel.contexts import Place
-from syncbn_torch.forward import (
-    ERRORS_OF_INPUT,
-    by_kernel_of_torch,
-    checked_part,
-    members_of,
-    operations_for,
-    takes_node,
-)
 from syncbn_torch.masks import zeroed
 from syncbn_torch.streams import of_replicas
 
@@ -100,16 +92,16 @@ def of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hash
 def _batch_norm(place: Place, parts: Group) -> Results:
     layer, groups = parts[0].layer, _of_one_kind(parts)
     xs = [_joined(group, layout) for layout, group in groups]
-    processes, steps = members_of(layer, xs[0]), {operations_for(x) for x in xs}
+    processes, steps = forward.members_of(layer, xs[0]), {forward.operations_for(x) for x in xs}
     do = steps.pop() if len(steps) == 1 else plain.OPERATIONS
     hooked = True in [part.hooked for part in parts]
     made: list[tuple[order.Part, Tensor | None]] = []
     with _saving(place, groups if hooked else [], xs):
         for (_, group), x in zip(groups, xs, strict=True):
-            mask = _joined_mask(group)
+            own, mask = group[0].layer, _joined_mask(group)
             try:
-                part, zeros, _ = checked_part(group[0].layer, x, processes, mask, operations=do)
-            except ERRORS_OF_INPUT as error:
+                part, zeros, _ = forward.checked_part(own, x, processes, mask, operations=do)
+            except forward.ERRORS_OF_INPUT as error:
                 others = CommAborted(f"{place.name}: another replica has failed")
                 return {id(p): (error if p is group[0] else others, NONE, None) for p in parts}
             if made and group[0].state[2] is parts[0].state[2]:  # updated once
@@ -119,8 +111,9 @@ def _batch_norm(place: Place, parts: Group) -> Results:
             channels = [part.x.shape[1] for part in parts]
             raise ShapeError(f"expected equally many channels in all replicas, got {channels}")
         # the node leaves what a checkpoint will need
-        simple = len(made) == 1 and not hooked and mask is None and processes is None
-        y = by_kernel_of_torch(part, layer.eps) if simple and not takes_node(layer, x) else None
+        by_node = len(made) > 1 or hooked or mask is not None or processes is not None
+        by_node = by_node or forward.takes_node(layer, x)
+        y = None if by_node else forward.by_kernel_of_torch(part, layer.eps)
         if y is not None:
             left = layer._activation
             if left[0] in ("silu", "hardswish"):  # others keep results, which may be overwritten
