@@ -70,7 +70,7 @@ def files(*folders: Path) -> set[Path]:
     [
         ("core without CUDA", 4767),
         ("CUDA", 3091),
-        ("syncbn_torch", 3816),
+        ("syncbn_torch", 3791),
         ("syncbn_verify", 1568),
         ("syncbn_jax", 226),
         ("syncbn_paddle", 112),

@@ -30,6 +30,7 @@ from syncbn_torch import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from syncbn_torch.inplace import ABN
 
 
 class Recorder(nn.Module):
@@ -170,7 +171,7 @@ def test_results_that_do_not_join_are_named(outputs: Any, text: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:1 .BatchNorm1d. does not synchronize")
 def test_replicas_share_parameters_and_the_first_has_the_buffers() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3))
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3), ABN(3))
     model.add_module("shared", model[0])
     wrapper = DataParallelWithCallback(model, replicas=3)
     replicas = wrapper.replicate(model, wrapper.device_ids)
@@ -178,10 +179,12 @@ def test_replicas_share_parameters_and_the_first_has_the_buffers() -> None:
         assert [id(p) for p in replica.parameters()] == [id(p) for p in model.parameters()]
         assert replica[0] is not model[0]
         assert replica.shared is replica[0]
-        assert (replica[1].running_mean is model[1].running_mean) is (copy_id == 0)
+        for n in (1, 3):
+            assert (replica[n].running_mean is model[n].running_mean) is (copy_id == 0)
+        assert replica[2].running_mean is model[2].running_mean
     wrapper(torch.randn(9, 3))
-    assert model[1].num_batches_tracked == 1  # as nn.DataParallel: the first replica's
-    assert model[2].num_batches_tracked == 1
+    # 1 and 3 as under nn.DataParallel: those of the first replica
+    assert [int(model[n].num_batches_tracked) for n in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_hooks_that_a_replica_registers_are_its_own() -> None:

@@ -42,7 +42,6 @@ from syncbn_torch.data_parallel.split import (
     split,
     to_device,
 )
-from syncbn_torch.layer_state import LayerState
 
 __all__ = [
     "DataParallelWithCallback",
@@ -120,7 +119,7 @@ def _replicate_on_one_device(modules: Sequence[nn.Module], copies: int) -> list[
             if replica is original:
                 continue
             replica.__dict__["_parameters"] = original._parameters.copy()
-            shared = STATE if isinstance(original, LayerState) else ()
+            shared = STATE if replica.__dict__.get("_replica_sync") else ()
             for key, buffer in original._buffers.items() if copy_id > 0 else ():
                 if buffer is not None and key not in shared:
                     if id(buffer) not in buffers:
