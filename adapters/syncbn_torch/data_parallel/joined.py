@@ -60,8 +60,9 @@ Results = dict[int, tuple[Tensor | Exception, Activation, Norm | None]]
 
 
 def of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """The `SyncMaster` callback: for each part one of `Results`, whether others share its device,
-    and how many nodes autograd has.
+    """The `SyncMaster` callback: a reply for each `PartOfReplica`.
+
+    That is its `Results`, whether other parts are on its device, and how many nodes autograd has.
 
     In all replicas nodes made before have lower sequence numbers than the node of the layer, and
     those made after it higher ones, as if one thread had run the model. So the backwards of layers
