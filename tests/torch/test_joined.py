@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from syncbn_core.comm import run_in_threads
 from syncbn_torch import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    execute_replication_callbacks,
     update_bn_stats,
 )
 
@@ -191,6 +194,72 @@ def test_unlike_parts_are_joined_with_those_of_their_kind() -> None:
     expected.backward(dy)
     torch.testing.assert_close(x.grad, z.grad)
     assert layer.num_batches_tracked == 1
+
+
+def test_an_empty_part_takes_the_layout_of_the_others(run_parts: Any) -> None:
+    x = torch.randn(5, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    for sizes in ([2, 0, 3], [0, 2, 3]):
+        ys = run_parts(SynchronizedBatchNorm2d(3), [part + 0 for part in x.split(sizes)])
+        assert all(y.is_contiguous(memory_format=torch.channels_last) for y in ys)
+
+
+def test_a_part_without_gradients_is_a_constant() -> None:
+    class Stops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm2d(3, dtype=torch.float64)
+
+        def forward(self, x: Tensor, number: Tensor) -> Tensor:
+            x = x * 2
+            with torch.set_grad_enabled(bool(number[0])):
+                return self.bn(x)  # type: ignore[no-any-return]
+
+    x, dy = torch.randn(2, 6, 3, 4, 4, dtype=torch.float64)
+    x.requires_grad_()
+    numbers = torch.arange(3).repeat_interleave(2)
+    DataParallelWithCallback(Stops(), replicas=3)(x, numbers).backward(dy)
+    z = x.detach().clone().requires_grad_()
+    joined = torch.cat([z[:2].detach(), z[2:]]) * 2
+    F.batch_norm(joined, None, None, training=True)[2:].backward(dy[2:])
+    torch.testing.assert_close(x.grad, z.grad)
+
+
+def test_a_part_of_its_own_kind_in_inference_mode() -> None:
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = SynchronizedBatchNorm2d(3, dtype=torch.float64)
+
+        def forward(self, x: Tensor, number: Tensor) -> Tensor:
+            with torch.inference_mode(bool(number[0])):
+                x = x[..., : 3 if number[0] else 4] * 2
+                y: Tensor = self.bn(x)
+            return y.sum((1, 2, 3)).clone()
+
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    y = DataParallelWithCallback(Apart(), replicas=2)(x, torch.tensor([0, 0, 1, 1]))
+    y.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad[:2].abs().sum() > 0
+    assert not x.grad[2:].any()
+
+
+def test_copies_with_parameters_and_buffers_of_their_own() -> None:
+    """By hand: each copy gets its own gradients and updates its own running statistics."""
+    copies: list[Any] = [SynchronizedBatchNorm2d(3, dtype=torch.float64) for _ in range(2)]
+    twin = nn.BatchNorm2d(3, dtype=torch.float64)
+    x, dy = torch.randn(2, 5, 3, 4, 4, dtype=torch.float64)
+    execute_replication_callbacks(copies)
+    parts = zip(copies, x.split([2, 3]), strict=True)
+    ys = run_in_threads([partial(copy, part) for copy, part in parts])
+    torch.autograd.backward(ys, dy.split([2, 3]))
+    twin(x).backward(dy)
+    assert twin.weight.grad is not None
+    torch.testing.assert_close(sum(one.weight.grad for one in copies), twin.weight.grad)
+    xhat_dy = torch.cat(ys).detach() * dy
+    torch.testing.assert_close(copies[0].weight.grad, xhat_dy[:2].sum((0, 2, 3)))
+    for one in copies:
+        torch.testing.assert_close(dict(one.named_buffers()), dict(twin.named_buffers()))
 
 
 @pytest.mark.parametrize("which", [[0], [0, 2]])
