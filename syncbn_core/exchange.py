@@ -106,12 +106,10 @@ class Member:
         number = self._numbers.get(layer)
         return (self.layers + 1, True) if number is None else (number, False)
 
-    def has_exchanged(self, layer: Any, new: bool) -> None:
-        """Count an exchange that went well: after an error members may differ in new layers."""
-        self.exchanges += 1
-        if new:
-            self.layers += 1
-            self._numbers[layer] = self.layers
+    def give_number(self, layer: Any) -> None:
+        """Count a layer after its first exchange: after an error members may differ in new ones."""
+        self.layers += 1
+        self._numbers[layer] = self.layers
 
     def call_at(self, place: float) -> CollectiveCall:
         """The call in which a device found wrong labels, as an `Alarm` tells it."""
@@ -142,6 +140,13 @@ class Message(NamedTuple):
     new: bool = False
 
 
+class Known(NamedTuple):
+    """What is always alike in a layer's messages of one size on a host: its number, its label."""
+
+    number: int
+    label: float
+
+
 class Exchange(NamedTuple):
     """A layer's access to its group.
 
@@ -152,6 +157,7 @@ class Exchange(NamedTuple):
         layer: an object, the same in every call of the layer; None for calls without one.
         names: how to name it.
         rule: the settings of the layer, with any activation; the same on all members.
+        known: as `known_of` gave it for the same of all these, and for as many channels; or None.
     """
 
     communicator: Communicator
@@ -160,6 +166,7 @@ class Exchange(NamedTuple):
     layer: Any = None
     names: LayerNames = UNNAMED
     rule: NormRule | None = None
+    known: Known | None = None
 
     @property
     def member(self) -> Member:
@@ -178,6 +185,9 @@ class Exchange(NamedTuple):
         `like`: an array on the device of the moments; None for NumPy's.
         """
         member = self.member
+        if self.known is not None and kind == FORWARD:
+            call = self._call(member, kind, 2 * channels + 2)
+            return Message(member, self.known.label, call)
         number, new = member.number_of(self.layer)
         name = self.names.name(self.layer) if new else ""
         name_hash = _hash(name, NAMED) + NAMED if name else 0
@@ -196,6 +206,13 @@ class Exchange(NamedTuple):
             self.communicator.connect(call)
         return Message(member, label, call, labels, new)
 
+    def known_of(self, channels: int, like: Array) -> Known | None:
+        """None before a layer's first call, and where messages stay on the device of `like`."""
+        number, new = self.member.number_of(self.layer)
+        if new or number == 0 or _stays_on_device(self.communicator, like):
+            return None
+        return Known(number, self.begin(channels).label)
+
     def moments(self, own: Moments, message: Message) -> tuple[Moments, int]:
         """`(the rows of all members, number of the call)`, given this member's row.
 
@@ -210,32 +227,35 @@ class Exchange(NamedTuple):
         """
         if type(self.communicator) is SingleCommunicator:
             return own, 0
-        try:
-            with message.member.lock:
-                return self._moments(own, message)
-        except ShapeError as error:
-            raise ShapeError(
-                f"expected the same number of channels from every member: {error}"
-            ) from error
+        with message.member.lock:
+            if message.new and message.labels is None:  # another thread's may have come first
+                message = self.begin(own.num_features, None, int(message.label) // 4 % 8)
+            if message.labels is not None:
+                together = self._by_sums if self.communicator.size > MANY else self._on_device
+                total = Moments(together(own.rows, message), None, message.labels)
+            else:
+                total = self._of_host(own, message)
+            message.member.exchanges += 1
+            if message.new:
+                message.member.give_number(self.layer)
+            return total, message.member.exchanges
 
-    def _moments(self, own: Moments, message: Message) -> tuple[Moments, int]:
-        if message.new and message.labels is None:  # another thread's may have come first
-            message = self.begin(own.num_features, None, int(message.label) // 4 % 8)
-        if message.labels is not None:
-            together = self._by_sums if self.communicator.size > MANY else self._on_device
-            total = Moments(together(own.rows, message), None, message.labels)
-        else:
-            row = np.asarray(_to_host(own.rows), np.float64)[0]
-            row[-1] = message.label
-            if own.count is not None:
-                row[0] = own.count
+    def _of_host(self, own: Moments, message: Message) -> Moments:
+        on_host = isinstance(own.rows, np.ndarray)
+        row = own.rows[0] if on_host else np.asarray(_to_host(own.rows), np.float64)[0]
+        row[-1] = message.label
+        if own.count is not None:
+            row[0] = own.count
+        try:
             if self.communicator.size > MANY and _of_processes(self.communicator):
                 rows = self._by_sums(row[None], message)
             else:
                 rows = self._gather(row, message.call)
-            total = Moments(_like(own.rows, rows), int(rows[:, 0].sum()))
-        message.member.has_exchanged(self.layer, message.new)
-        return total, message.member.exchanges
+        except ShapeError as error:
+            raise ShapeError(
+                f"expected the same number of channels from every member: {error}"
+            ) from error
+        return Moments(rows if on_host else _like(own.rows, rows), int(rows[:, 0].sum()))
 
     def begin_sums(self, like: Array, forward: int, kind: int = BACKWARD) -> Message:
         """The message of a backward.
@@ -247,13 +267,15 @@ class Exchange(NamedTuple):
         """
         member = self.member
         channels = like.shape[-1] // 3 if len(like.shape) == 1 else like.shape[-1]
-        if _stays_on_device(self.communicator, like):
+        if self.known is None and _stays_on_device(self.communicator, like):
             size = self.communicator.size
             label = label_of_sum(_key(kind, forward), size)
             call = self._call(member, kind, 2 * channels, forward)
             labels = self._labels(member, kind, label, label * size, like)
             return Message(member, label, call, labels)
-        label = label_of(kind, member.number_of(self.layer)[0], forward, self.dtype)
+        known = self.known
+        number = known.number if known is not None else member.number_of(self.layer)[0]
+        label = label_of(kind, number, forward, self.dtype)
         return Message(member, label, self._call(member, kind, 2 * channels + 2, forward))
 
     def sums(self, sums: Array, message: Message) -> Array:
@@ -270,13 +292,17 @@ class Exchange(NamedTuple):
                 total = self._added_on_device(sums, message.labels, message.call)
             else:
                 row = np.zeros(math.prod(sums.shape) + 2)
-                row[1:-1], row[-1] = _to_host(sums).reshape(-1), message.label
+                on_host = isinstance(sums, np.ndarray)
+                row[1:-1] = (sums if on_host else _to_host(sums)).reshape(-1)
+                row[-1] = message.label
                 with np.errstate(invalid="ignore", over="ignore"):
                     if self.communicator.size > MANY and _of_processes(self.communicator):
                         added = self._labelled_sum(row, message)
                     else:
                         added = self._gather(row, message.call).sum(0)
-                    total = _like(sums, added[1:-1].reshape(sums.shape))
+                    total = added[1:-1].reshape(sums.shape)
+                if not on_host:
+                    total = _like(sums, total)
             message.member.exchanges += 1
         return total
 
@@ -541,9 +567,9 @@ def _arrays(values: Array) -> Any:
 
 
 def _to_host(values: Array) -> Array:
-    return values if isinstance(values, np.ndarray) else _arrays(values).to_host(values)
+    return _arrays(values).to_host(values)
 
 
 def _like(like: Array, values: Array) -> Array:
     """NumPy's `values` as an array of the library and device of `like`."""
-    return values if isinstance(like, np.ndarray) else _arrays(like).from_host(values, like)
+    return _arrays(like).from_host(values, like)

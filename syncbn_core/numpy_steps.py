@@ -33,7 +33,17 @@ from syncbn_core.moments import (
 )
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums, assign
 
-__all__ = ["OPERATIONS", "Dense", "NumpySteps", "rounded"]
+__all__ = [
+    "ABSENT",
+    "OPERATIONS",
+    "Dense",
+    "NumpySteps",
+    "View",
+    "Wide",
+    "rounded",
+    "view_of",
+    "wide",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,26 +52,24 @@ SHORT = 64  # elements; shorter planes may be computed by the kernels for rows
 NEAR = 1 << 22  # bytes that stay in the last cache; from more, planes far apart are read slowly
 
 _BFLOAT16_BITS = np.dtype(np.uint16)
-_ABSENT: Array = np.empty(0)  # what kernels take for no weight and no bias
+ABSENT: Array = np.empty(0)  # what kernels take for no weight and no bias
 _quiet = partial(np.errstate, invalid="ignore", over="ignore")
 
 
 class Dense(NamedTuple):
     """An activation as kernels take it.
 
-    `given`: the array of the caller. `array`: that or a dense copy, maybe in another dtype.
-    `flat`: its memory as kernels index it, see `view`; both are None for an empty array.
-    `valid`: a mask as they index it, or None.
+    `given`: the array of the caller. `flat`: its memory, or that of a dense copy, as kernels index
+    it, see `view`; both are None for an empty array. `valid`: a mask as they index it, or None.
     """
 
     given: Any
-    array: Array
-    view: _View | None
+    view: View | None
     flat: Any
     valid: Array | None = None
 
 
-class _Wide(NamedTuple):
+class Wide(NamedTuple):
     """Weight and bias in float64, `(0,)` for none; the dtype of their gradients; and the mask."""
 
     weight: Array
@@ -97,28 +105,29 @@ class NumpySteps(Operations):
         array, weight, bias = [self.array(own) for own in (x, *affine)]
         held = None if running is None else self.running(running)
         dtype = (x if affine.weight is None else affine.weight).dtype
-        return _dense(x, array, mask), _Wide(_wide(weight), _wide(bias), dtype, mask), held
+        array, view = _dense(array, mask is not None)
+        return _taken(x, array, view, mask), Wide(wide(weight), wide(bias), dtype, mask), held
 
     def take_pair(self, x: Any, dy: Any, affine: Any = None) -> tuple[Dense, Dense]:
         array, gradient = self.array(x), self.array(dy)
+        mask = None if affine is None else affine.mask
         if gradient.dtype != array.dtype and array.dtype.itemsize == 2:
             array = array.astype(np.float32)  # a wider dy must not lose digits, or overflow
-        own = _dense(x, array, None if affine is None else affine.mask)
-        if own.view is None:
-            return own, own
-        if _view_of(gradient, own.valid is not None) != own.view:
-            gradient = _like(gradient, own.array)
-        return own, Dense(dy, gradient, own.view, own.view.of(gradient))
+        array, view = _dense(array, mask is not None)
+        if view is not None and view_of(gradient, mask is not None) != view:
+            gradient = _like(gradient, array)
+        return _taken(x, array, view, mask), _taken(dy, gradient, view)
 
     def moments(self, x: Dense, labels: Labels | None = None) -> Moments:
-        channels = x.array.shape[1]
+        channels, count = x.given.shape[1], 0 if x.view is None else x.view.values
         rows = np.zeros((1, 2 * channels + 2))
-        row, count = rows[0], x.array.size // max(channels, 1)
         if x.valid is not None:
             count = int(np.count_nonzero(x.valid))
         if count:
+            row = rows[0]
             row[0] = count
-            self._run("moments", [x.valid, row[1 : 1 + channels], row[1 + channels : -1]], x)
+            numbers = x.valid, row[1 : 1 + channels], row[1 + channels : -1]
+            self._run("moments", x, [x.flat], None, *numbers)
         return Moments(rows, count)
 
     def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
@@ -130,17 +139,15 @@ class NumpySteps(Operations):
         return total
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
-        table = np.empty(3 * total.num_features + 1)
-        channels.fill_table(np.ascontiguousarray(total.rows), table, rule.eps, rule.clamps)
+        rows = np.ascontiguousarray(total.rows)
+        table = np.empty(rows.shape[1] // 2 * 3 - 2)
+        channels.fill_table(rows, table, rule.eps, rule.mode == "clamp")
         return Statistics(table, total.count)
 
     def forward(
         self, x: Dense, norm: Norm, running: RunningStatistics | None = None, out: Any = None
     ) -> Any:
-        y = self.empty_like(x.given) if out is None else out
-        if x.view is not None:
-            target = self.array(y)
-            self._run("normalize", [*_numbers(norm), x.valid], x, target=target)
+        y = self._written("normalize", out, x, [x.flat], norm)
         if running is not None:
             self.update_running(running, norm.statistics)
         return y
@@ -153,16 +160,16 @@ class NumpySteps(Operations):
         rule: NormRule,
         out: Any = None,
     ) -> tuple[Any, Statistics]:
-        statistics = self.statistics(Moments.of(1, _wide(running.mean), _wide(running.var)), rule)
+        statistics = self.statistics(Moments.of(1, wide(running.mean), wide(running.var)), rule)
         return self.forward(x, Norm(statistics, affine, rule), None, out), statistics
 
     def backward_reduce(
         self, x: Dense, dy: Dense, norm: Norm, labels: Labels | None = None
     ) -> Sums:
         weight, _, dtype, _ = norm.affine
-        sums = np.zeros((2, x.array.shape[1]))
+        sums = np.zeros((2, x.given.shape[1]))
         if x.view is not None:
-            self._run("backward_reduce", [*_numbers(norm), x.valid, *sums], x, dy)
+            self._run("backward_reduce", x, [x.flat, dy.flat], norm, x.valid, *sums)
         with _quiet():
             grad_bias, grad_weight = self.rounded(sums, dtype)
             return Sums(sums * weight if weight.size else sums, grad_weight, grad_bias)
@@ -176,65 +183,69 @@ class NumpySteps(Operations):
         out: Any = None,
         labels: Labels | None = None,
     ) -> Any:
-        dx = self.empty_like(x.given) if out is None else out
-        if x.view is not None:
-            target = self.array(dx)
-            if total is None:
-                total = np.zeros((2, x.array.shape[1]))
-            statistics, _, rule = norm
-            count = max(int(statistics.table[0]), 1)
-            clamped = rule.clamped(statistics.m2 / count) if rule.clamps else None
-            numbers = [*_numbers(norm), x.valid, *mean_gradients(total, count, clamped)]
-            self._run("backward_input", numbers, x, dy, target)
-        return dx
+        if total is None:
+            total = np.zeros((2, x.given.shape[1]))
+        statistics, _, rule = norm
+        count = max(int(statistics.table[0]), 1)
+        clamped = rule.clamped(statistics.m2 / count) if rule.mode == "clamp" else None
+        numbers = mean_gradients(total, count, clamped)
+        return self._written("backward_input", out, x, [x.flat, dy.flat], norm, *numbers)
 
     def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
         table = statistics.table
         mean, var, counter, momentum = running[:4]
-        factor = float(averaging_factor(momentum, counter))
+        factor = averaging_factor(None, counter) if momentum is None else float(momentum)
         counted = np.zeros((), np.int64) if counter is None else counter
         held = [_bits_of(own) for own in (mean, var)]
         in_place = held[0] is not None and held[1] is not None and counted.flags.carray
         if in_place and counted.dtype == np.int64:
             channels.update_running(*held, counted, table, factor)
             return
-        wide, counted = [_wide(mean), _wide(var)], np.array(counted, np.int64)
-        channels.update_running(*wide, counted, table, factor)
+        own, counted = [wide(mean), wide(var)], np.array(counted, np.int64)
+        channels.update_running(*own, counted, table, factor)
         targets = [own for own in (mean, var, counter) if own is not None]
         with _quiet():
-            vectors = zip(wide, (mean, var), strict=True)
-            values = [rounded(new, own.dtype) for new, own in vectors if own is not None]
+            vectors = zip(own, (mean, var), strict=True)
+            values = [rounded(new, old.dtype) for new, old in vectors if old is not None]
         assign(targets, [*values, counted])
 
-    def _run(
-        self,
-        step: str,
-        numbers: list[Any],
-        x: Dense,
-        dy: Dense | None = None,
-        target: Array | None = None,
-    ) -> None:
-        """Run a kernel on x and dy; it writes `target`, else some of `numbers` per channel."""
-        view = x.view
-        assert view is not None
-        threads = self.threads() if x.array.size >= PARALLEL_SIZE else 1
-        arrays = [x.flat] if dy is None else [x.flat, dy.flat]
-        before = [*arrays, *((view.inner, threads) if view.inner else ()), *numbers]
-        kernel = view.kernels[step]
-        if target is None:
-            launch(kernel, threads > 1, *before)
-        elif _view_of(target, x.valid is not None) == view and not any(
-            map(_overlaps, arrays, repeat(target))
-        ):
-            launch(kernel, threads > 1, *before, view.of(target))
-        else:
-            result = np.empty_like(x.array)
-            launch(kernel, threads > 1, *before, view.of(result))
+    def _written(
+        self, step: str, out: Any, x: Dense, sources: Sequence[Array], norm: Norm, *numbers: Any
+    ) -> Any:
+        """What a kernel writes for each element of x: `out`, or a new array like x."""
+        result = self.empty_like(x.given) if out is None else out
+        if x.view is None:
+            return result
+        array, view = self.array(result), x.view
+        in_place = view_of(array, x.valid is not None) == view and (
+            out is None or not any(map(_overlaps, sources, repeat(array)))
+        )
+        target = view.of(array) if in_place else np.empty(view.shape, view.dtype)
+        self._run(step, x, sources, norm, x.valid, *numbers, target)
+        if not in_place:
             with _quiet():  # too large for float16: infinite
-                np.copyto(target, result, casting="unsafe")
+                np.copyto(array, view.whole(target, array), casting="unsafe")
+        return result
+
+    def _run(
+        self, step: str, x: Dense, arrays: Sequence[Array], norm: Norm | None, *numbers: Any
+    ) -> None:
+        """Run a kernel on arrays like x."""
+        view: Any = x.view
+        if norm is not None:
+            statistics, (weight, bias, *_), rule = norm
+            mean, _, invstd = statistics.table[1:].reshape(3, -1)
+            act = activation_of(rule.activation, rule.negative_slope)
+            numbers = mean, invstd, weight, bias, act, *numbers
+        threads = self.threads() if view.values * x.given.shape[1] >= PARALLEL_SIZE else 1
+        before = (*arrays, view.inner, threads) if view.inner else arrays
+        if threads == 1:
+            view.kernels[step].serial(*before, *numbers)
+        else:
+            launch(view.kernels[step], *before, *numbers)
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
     """How kernels take a dense activation: transposed by `axes` and reshaped to `shape`."""
 
     kernels: dict[str, Any]
@@ -242,6 +253,7 @@ class _View(NamedTuple):
     axes: tuple[int, ...]
     shape: tuple[int, ...]
     inner: int  # neighbouring columns of a channel in rows; 0 for planes
+    values: int  # per channel
 
     def of(self, array: Array) -> Array:
         if array.dtype != self.dtype:
@@ -249,8 +261,17 @@ class _View(NamedTuple):
         flat = array.transpose(self.axes).reshape(self.shape)
         return flat if flat.flags.writeable else writable_view(flat)
 
-    def of_mask(self, mask: Array, shape: tuple[int, ...]) -> Array:
+    def whole(self, flat: Array, like: Array) -> Array:
+        """The inverse of `of`: with the shape of `like`, and its dtype if `flat` holds bits."""
+        array = flat.reshape([like.shape[axis] for axis in self.axes])
+        array = array.transpose(np.argsort(self.axes))
+        native = like.dtype.newbyteorder("=")
+        return array.view(native) if self.dtype.kind in "iu" else array
+
+    def of_mask(self, mask: Array | None, shape: tuple[int, ...]) -> Array | None:
         """A copy of a bool mask, `(N, 1, *spatial)` or 1 for any axis: uint8, (A, B), or (A,)."""
+        if mask is None:
+            return None
         whole = np.broadcast_to(mask, (shape[0], 1, *shape[2:])).transpose(self.axes)
         valid = np.array(whole, np.uint8, order="C")
         return valid.reshape(-1) if self.inner else valid.reshape(self.shape[0], -1)
@@ -261,29 +282,35 @@ _PLANES = {step: getattr(planes, f"planes_{step}") for step in _STEPS}
 _ROWS = {step: getattr(rows, f"rows_{step}") for step in _STEPS}
 
 
-def _view_of(x: Array, masked: bool = False) -> _View | None:
+def view_of(x: Array, masked: bool = False) -> View | None:
     """None where kernels can't use the array in place."""
     return _view(x.shape, x.strides, x.dtype, masked) if x.flags.aligned else None
 
 
-def _dense(given: Any, array: Array, mask: Array | None = None) -> Dense:
+def _dense(array: Array, masked: bool) -> tuple[Array, View | None]:
+    """`array`, or a dense copy that kernels can use, and its view; that of no elements is None."""
     if 0 in array.shape:
-        return Dense(given, array, None, None)
-    view = _view_of(array, mask is not None)
+        return array, None
+    view = view_of(array, masked)
     if view is None:
         native = array.dtype.newbyteorder("=")
         dtype = np.float32 if _kernel_dtype(native) is None else native
         array = np.array(array, dtype, order="K")
-        view = _view_of(array, mask is not None)
+        view = view_of(array, masked)
         assert view is not None
-    valid = None if mask is None else view.of_mask(mask, array.shape)
-    return Dense(given, array, view, view.of(array), valid)
+    return array, view
+
+
+def _taken(given: Any, array: Array, view: View | None, mask: Array | None = None) -> Dense:
+    if view is None:
+        return Dense(given, None, None)
+    return Dense(given, view, view.of(array), view.of_mask(mask, array.shape))
 
 
 @lru_cache(maxsize=1024)
 def _view(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], masked: bool
-) -> _View | None:
+) -> View | None:
     kernel_dtype = _kernel_dtype(dtype)
     layout = layout_of_strides(shape, strides, dtype.itemsize)
     if kernel_dtype is None or layout is None:
@@ -295,8 +322,9 @@ def _view(
     if inner == 1 or as_rows:  # with a mask, kernels for rows skip whole rows
         repeats = 1 if masked else joined(outer, channels * inner)
         together = (outer // repeats, channels * inner * repeats)
-        return _View(_ROWS, kernel_dtype, layout.axes, together, inner)
-    return _View(_PLANES, kernel_dtype, layout.axes, (outer, channels, inner), 0)
+        return View(_ROWS, kernel_dtype, layout.axes, together, inner, outer * inner)
+    apart = outer, channels, inner
+    return View(_PLANES, kernel_dtype, layout.axes, apart, 0, outer * inner)
 
 
 @lru_cache(maxsize=64)
@@ -309,13 +337,6 @@ def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     if dtype.name in ("bfloat16", "uint16"):
         return _BFLOAT16_BITS
     return np.dtype(np.int16) if has_half() else None
-
-
-def _numbers(norm: Norm) -> list[Any]:
-    """What all kernels but that of moments take per channel, and the activation."""
-    statistics, (weight, bias, *_), rule = norm
-    mean, _, invstd = statistics.table[1:].reshape(3, -1)
-    return [mean, invstd, weight, bias, activation_of(rule.activation, rule.negative_slope)]
 
 
 def _like(other: Array, x: Array) -> Array:
@@ -333,17 +354,17 @@ def _overlaps(target: Array, source: Array) -> bool:
 def _bits_of(vector: Array | None) -> Array | None:
     """Numbers per channel as a kernel can update them; None if it can't."""
     if vector is None:
-        return _ABSENT
+        return ABSENT
     dtype = _kernel_dtype(vector.dtype)
     if dtype is None or not vector.flags.carray:
         return None
     return vector if dtype == vector.dtype else vector.view(dtype)
 
 
-def _wide(values: Array | None) -> Array:
+def wide(values: Array | None) -> Array:
     """A float64 copy of numbers per channel, which are not of another type for Numba."""
     if values is None:
-        return _ABSENT
+        return ABSENT
     if values.dtype == _BFLOAT16_BITS:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float64)

@@ -83,23 +83,25 @@ def forward(
     # One row of this process. Its label is known before its moments are.
     message = None if exchange is None else exchange.begin(first.shape[1], first)
     labels = None if message is None else message.labels
-    moments = [
-        moments_of(steps, x, part.valid, labels if len(parts) == 1 else None)
-        for (x, *_), part in zip(taken, parts, strict=True)
-    ]
-    total = steps.merge(moments, labels)
+    if len(parts) == 1:
+        total = moments_of(steps, taken[0][0], parts[0].valid, labels)
+    else:
+        pairs = zip(taken, parts, strict=True)
+        total = steps.merge([moments_of(steps, x, part.valid) for (x, *_), part in pairs], labels)
 
     # The rows of all members.
     if exchange is not None and message is not None:
         total, number = exchange.moments(total, message)
         members = exchange.communicator.size
-    require_more_than_one_value(total.count, first.shape, members)
+    if total.count == 1:
+        require_more_than_one_value(total.count, first.shape, members)
 
     # A table on each device, all before the first y: here the streams of all replicas are current.
-    tables = {
-        device: steps.statistics(total._replace(rows=steps.near(total.rows, x)), rule)
-        for device, x in {part.device: part.x for part in parts}.items()
-    }
+    tables = {parts[0].device: steps.statistics(total, rule)}
+    for part in parts[1:]:
+        if part.device not in tables:
+            rows = steps.near(total.rows, part.x)
+            tables[part.device] = steps.statistics(total._replace(rows=rows), rule)
 
     # y of each part; each updates its running statistics last.
     ys = [
@@ -138,7 +140,9 @@ def backward(
     ]
     total = None
     if not saved.constant:
-        total = _added(steps, [one.exchange for one in sums])
+        total = sums[0].exchange
+        if len(sums) > 1:
+            total = _added(steps, [one.exchange for one in sums])
     if exchange is not None and message is not None:
         total = exchange.sums(total, message)
         if labels is not None and not needed[0] and len(total.shape) == 1:
@@ -147,10 +151,10 @@ def backward(
     if saved.scale is not None:
         total = total * saved.scale
         norms = [_scaled(norm, saved.scale[0]) for norm in norms]
-    dxs = [
-        steps.backward_input(*pair, norm, steps.near(total, x), out, labels) if by else None
-        for x, pair, norm, by in zip(xs, pairs, norms, needed, strict=True)
-    ]
+    dxs = []
+    for x, pair, norm, by in zip(xs, pairs, norms, needed, strict=True):
+        near = total if len(xs) == 1 else steps.near(total, x)
+        dxs.append(steps.backward_input(*pair, norm, near, out, labels) if by else None)
     return dxs, sums
 
 

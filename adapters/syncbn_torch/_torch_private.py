@@ -6,7 +6,7 @@ A torch release may remove any of them, so each has a test in tests/torch/test_t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 
@@ -34,8 +34,11 @@ __all__ = [
     "function_transforms_active",
     "has_group",
     "is_jit_tracing",
+    "is_watched",
     "is_wrapped",
+    "like",
     "modes_run_other_code",
+    "profiled",
     "pytree",
     "raise_sequence_number",
     "records_a_graph",
@@ -159,6 +162,17 @@ def transforming() -> bool:
     return forward_ad_active() or function_transforms_active()
 
 
+def is_watched() -> bool:
+    """Whether transforms, modes or tracing want to see operations of torch, not our kernels."""
+    return (
+        forward_ad._current_level >= 0
+        or function_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or is_jit_tracing()
+    )
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a function transform, or the older vmap of is_grads_batched, wraps `tensor`."""
     return _is_functorch_wrapped(tensor) or _is_legacy_batched(tensor)
@@ -186,6 +200,40 @@ def untraced(reason: str) -> Callable[[CallableT], CallableT]:
 
         run._torchdynamo_disable = True  # type: ignore[attr-defined]
         run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return cast(CallableT, run)
+
+    return decorated
+
+
+def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function: whether as many tensors are like these for all code, but for values and place.
+
+    That is what torch.compile guards: type, dtype, device, sizes, strides, `requires_grad`, and
+    what else decides which code runs, such as a negated view, inference mode or autocast.
+    """
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    guards: Any = torch._C._dynamo.guards
+    made = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = made.check
+
+    def are_like(*others: Tensor) -> bool:
+        # nested ones have no strides, for which torch would end the process
+        return True not in [other.is_nested for other in others] and check(*others)
+
+    return are_like
+
+
+def profiled(name: str) -> Callable[[CallableT], CallableT]:
+    """A decorator: torch's profilers see a range. While none runs, it would take 13 us."""
+
+    def decorated(function: CallableT) -> CallableT:
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            if not profiler._is_profiler_enabled:
+                return function(*args)
+            with profiler.record_function(name):
+                return function(*args)
+
         return cast(CallableT, run)
 
     return decorated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from operator import mul
@@ -20,13 +21,16 @@ __all__ = [
     "DTYPES",
     "FLOATS",
     "HALVES",
+    "MEMORY",
     "PLAIN_CLASSES",
+    "START",
     "array_of",
     "as_tensor",
     "empty_like",
     "huge_pages_on_request",
     "supports",
     "tensor_of",
+    "views_of",
 ]
 
 LARGE = 1 << 22  # bytes; NumPy asks for huge pages from the same size on
@@ -39,8 +43,8 @@ Array = np.ndarray[Any, Any]
 
 # All addresses of the process, as one buffer. `Tensor.numpy()` would forbid to resize a storage,
 # which FSDP does; `numpy.from_dlpack` takes three times as long, and no bfloat16.
-_START = 1  # NumPy takes an address of 0 for none
-_MEMORY: Any = (ctypes.c_byte * (1 << 62)).from_address(_START)
+START = 1  # NumPy takes an address of 0 for none
+MEMORY: Any = (ctypes.c_byte * (1 << 62)).from_address(START)
 DTYPES = {
     getattr(torch, name): np.dtype(name)
     for name in ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
@@ -94,7 +98,29 @@ def array_of(tensor: Tensor | None, written: bool = False) -> Any:
         copy = tensor.detach().resolve_neg().clone()
         return (copy.view(torch.int16) if dtype == np.uint16 else copy).numpy().view(dtype)
     strides = None if contiguous else [dtype.itemsize * stride for stride in tensor.stride()]
-    return np.ndarray(tensor.shape, dtype, _MEMORY, tensor.data_ptr() - _START, strides)
+    return np.ndarray(tensor.shape, dtype, MEMORY, tensor.data_ptr() - START, strides)
+
+
+Form = tuple[tuple[int, ...], np.dtype[Any], int]  # shape, dtype, bytes
+
+
+def views_of(tensors: Sequence[Tensor | None], forms: Sequence[Form]) -> list[Any] | None:
+    """The memory of dense tensors, each in its form, or None if some is gone or not aligned.
+
+    `forms`: of those that are not None.
+    """
+    views: list[Any] = []
+    known = iter(forms)
+    for tensor in tensors:
+        if tensor is None:
+            views.append(None)
+            continue
+        (shape, dtype, size), place = next(known), tensor.data_ptr()
+        end = tensor.storage_offset() * dtype.itemsize + size
+        if tensor.untyped_storage().nbytes() < end or place % dtype.itemsize:
+            return None
+        views.append(np.ndarray(shape, dtype, MEMORY, place - START))
+    return views
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:

@@ -169,13 +169,10 @@ def has_tangent_or_wrapper(*tensors: Tensor | None) -> bool:
 
     Our kernels only see memory addresses, and would miss both.
     """
-    dual = forward_ad_active()
-    for tensor in tensors:
-        if tensor is not None and (
-            is_wrapped(tensor) or (dual and forward_ad.unpack_dual(tensor).tangent is not None)
-        ):
-            return True
-    return False
+    given, dual = [t for t in tensors if t is not None], forward_ad_active()
+    return any(map(is_wrapped, given)) or (
+        dual and any(forward_ad.unpack_dual(t).tangent is not None for t in given)
+    )
 
 
 def refuse_transforms(name: Callable[[], str], *tensors: Tensor | None) -> None:

@@ -21,7 +21,6 @@ the host read it; elsewhere a place is the fraction alone, and errors don't name
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,8 +40,8 @@ from syncbn_torch._torch_private import (
     resolve_group,
 )
 from syncbn_torch.layer_state import layer_of
-from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for, group_of
+from syncbn_torch.processes import exchange_of
 
 __all__ = ["group_for"]
 
@@ -106,8 +105,7 @@ def _exchange_of(communicator: Communicator, number: int, dtype: str) -> Exchang
     layer = layer_of(number)
     if layer is None:
         return Exchange(communicator, lambda: "a layer in a compiled graph", dtype)
-    name = partial(name_of, layer)
-    return Exchange(communicator, name, dtype, layer, LAYER_NAMES, layer._agreed)
+    return exchange_of(layer, communicator, dtype)
 
 
 def _kind(group: str) -> int:

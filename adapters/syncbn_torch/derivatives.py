@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from syncbn_core.exchange import Message
+from syncbn_core.exchange import Exchange, Message
 from syncbn_core.labels import OF_MOMENTS, OF_SUMS, WITH_GRAPH
 from syncbn_core.moments import Moments, columns
-from syncbn_torch.processes import Processes
 
 __all__ = ["sum_over_processes", "total_moments"]
 
 
 def sum_over_processes(
-    sums: Tensor, processes: Processes, call: int, kind: int = WITH_GRAPH
+    sums: Tensor, processes: Exchange, call: int, kind: int = WITH_GRAPH
 ) -> Tensor:
     """`sums` (2, C) of the backward of `call`, added up over all processes; differentiable."""
     total: Tensor = SumOverProcesses.apply(sums, processes, call, kind)
@@ -37,7 +36,7 @@ def sum_over_processes(
 class DifferentiableSums(NamedTuple):
     """An `Exchange` of the sums of the backward of `call`, in a graph that autograd derives."""
 
-    processes: Processes
+    processes: Exchange
     call: int
 
     def begin_sums(self, like: Any, forward: int) -> Message:
@@ -48,7 +47,7 @@ class DifferentiableSums(NamedTuple):
         return sum_over_processes(sums, self.processes, self.call)
 
 
-def total_moments(part: Moments, table: Tensor, processes: Processes, call: int) -> Moments:
+def total_moments(part: Moments, table: Tensor, processes: Exchange, call: int) -> Moments:
     """Those of the whole batch, with the given `table`, as a differentiable function of `part`.
 
     `part`: of this process in `call`, of one row.
@@ -64,7 +63,7 @@ class SumOverProcesses(Function):
     """`values` (2, C), added up over all processes; the gradient is the sum of all gradients."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, processes: Processes, call: int, kind: int) -> Tensor:
+    def forward(ctx: Any, values: Tensor, processes: Exchange, call: int, kind: int) -> Tensor:
         total: Tensor = processes.sums(values, processes.begin_sums(values, call, kind))
         ctx.processes, ctx.number = processes, processes.member.exchanges
         return total
@@ -84,7 +83,7 @@ class TotalMoments(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, total: Tensor, processes: Processes, call: int) -> Tensor:
+    def forward(ctx: Any, own: Tensor, total: Tensor, processes: Exchange, call: int) -> Tensor:
         row = torch.cat([total, total[:1] * 0])[None]
         ctx.save_for_backward(own, row)
         ctx.processes, ctx.call = processes, call

@@ -34,13 +34,14 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from syncbn_core import order
 from syncbn_core.errors import BatchSizeError, DeviceError, DTypeError, ShapeError, StateError
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import averaging_factor
 from syncbn_core.steps import Affine, Operations, RunningStatistics
 from syncbn_torch import arrays, node
 from syncbn_torch._torch_private import (
     backward_task,
     is_jit_tracing,
-    modes_run_other_code,
+    is_watched,
     records_a_graph,
     transforming,
     without_dispatch_modes,
@@ -51,8 +52,9 @@ from syncbn_torch.checks import check_operands, checked_running, refuse_transfor
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import checked_mask, filled, zeroed
 from syncbn_torch.module_names import name_of
+from syncbn_torch.plan import planned, steps_by_plan
 from syncbn_torch.process_group import group_of, is_communicator
-from syncbn_torch.processes import Processes, processes_of
+from syncbn_torch.processes import processes_of
 
 __all__ = [
     "ERRORS_OF_INPUT",
@@ -93,6 +95,14 @@ def always_ours(on: bool = True) -> Iterator[None]:
 
 def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`."""
+    if layer._plans:
+        try:
+            call = planned(layer, x, mask)
+            if call is not None:
+                return node.batch_norm(*call)[0][0]
+        except ERRORS_OF_INPUT as error:
+            add_name(layer, error)
+            raise
     if uses_running_statistics(layer):
         return eval_batch_norm(layer, x, mask)
     sync = layer._replica_sync
@@ -112,6 +122,8 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
         if sync is not None:
             return sync.forward(layer, x, mask)  # type: ignore[no-any-return]
         part, zeros, steps = checked_part(layer, x, processes, mask)
+        if processes is not None and steps is _cpu():
+            steps = steps_by_plan(layer, x, mask, part, processes) or steps
         (y,), _ = node.batch_norm(steps, [part], layer._rule, processes)
         return y if zeros is None else zeroed(y, zeros)
     except ERRORS_OF_INPUT as error:
@@ -119,7 +131,7 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
         raise
 
 
-def members_of(layer: LayerState, x: Tensor) -> Processes | None:
+def members_of(layer: LayerState, x: Tensor) -> Exchange | None:
     """The processes with which a layer in training synchronizes; None in others.
 
     Raises `DTypeError` for what these can't exchange.
@@ -263,7 +275,7 @@ def takes_node(layer: LayerState, x: Tensor) -> bool:
     if layer.effective_eps_mode == "clamp":
         return True
     always, large = _ours_always.get(), x.numel() >= LARGE and layer._activation[0] is not None
-    if not (always or large) or _is_watched():
+    if not (always or large) or is_watched():
         return False
     tensors = x, layer.weight, layer.bias, layer.running_mean, layer.running_var
     return always or (
@@ -278,11 +290,6 @@ def takes_node(layer: LayerState, x: Tensor) -> bool:
 def _is_large_in_channels_last(x: Tensor) -> bool:
     dense = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return dense and x.numel() >= CHANNELS_LAST
-
-
-def _is_watched() -> bool:
-    """Whether transforms, modes or tracing want to see operations of torch, not our kernels."""
-    return transforming() or modes_run_other_code() or is_jit_tracing()
 
 
 ERRORS_OF_INPUT = (BatchSizeError, DeviceError, DTypeError, ShapeError)
@@ -312,7 +319,7 @@ def _as_tensor(input: Tensor, layer: LayerState, mask: Tensor | None) -> Tensor:
 def checked_part(
     layer: LayerState,
     x: Tensor,
-    processes: Processes | None,
+    processes: Exchange | None,
     mask: Tensor | None = None,
     operations: Operations | None = None,
 ) -> tuple[order.Part, Tensor | None, Operations]:
@@ -330,7 +337,7 @@ def checked_part(
         if transforming():
             refuse_transforms(partial(name_of, layer._original), x, *affine)
     else:
-        if _is_watched():
+        if is_watched():
             operations = plain.DIFFERENTIABLE
         if running is not None:  # without telling graphs of torch's layer that have saved them
             mean, var = (None if t is None else t.data for t in running[:2])

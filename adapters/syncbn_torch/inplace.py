@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from syncbn_core import order
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError, StateError
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import Moments, NormRule
 from syncbn_core.steps import Affine, Norm
 from syncbn_torch._torch_private import exporting, records_a_graph, untraced
@@ -39,7 +40,7 @@ from syncbn_torch.forward import (
 from syncbn_torch.layer_state import LayerState, give_number
 from syncbn_torch.module_names import name_of
 from syncbn_torch.process_group import checked_process_group
-from syncbn_torch.processes import Processes, processes_of
+from syncbn_torch.processes import processes_of
 from syncbn_torch.traced import traced_batch_norm
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
@@ -258,7 +259,7 @@ class _InPlace(Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        call: tuple[order.Part, Processes | None],
+        call: tuple[order.Part, Exchange | None],
         layer: InPlaceABN,
     ) -> Tensor:
         activation, do, rule = layer._applied, operations_for(x), layer._rule

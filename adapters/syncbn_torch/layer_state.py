@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, ClassVar
 
@@ -90,6 +91,7 @@ class LayerState(_NormBase):
         "_replica_sync",
         "_copied_from",
         "_graph_number",
+        "_plans",
         "_last_forward_tracked",
     )
     # Class-level defaults: converted layers and old pickles never ran __init__.
@@ -100,6 +102,7 @@ class LayerState(_NormBase):
     _frozen: list[str] | None = None
     _replica_sync: Any = None  # in replicas the link to the others
     _copied_from: weakref.ref[nn.Module] | None = None  # set in replicas
+    _plans: Sequence[Any] = ()  # see `plan`
     # whether the last forward in training, outside of backward, updated running statistics
     _last_forward_tracked: bool = True
     _graph_number: Tensor = _NO_NUMBER  # (1,) on the CPU, see `give_number`
@@ -131,6 +134,7 @@ class LayerState(_NormBase):
         # a copy or pickle of a replica is an ordinary layer
         state = {**self.__dict__, "_replica_sync": None, "_copied_from": None}
         state.pop("_graph_number", None)
+        state.pop("_plans", None)
         if isinstance(self.process_group, _GROUPS):
             state["process_group"] = _UnpicklableGroup(self.process_group, self._original)
         return state

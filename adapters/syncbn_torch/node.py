@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core import order
+from syncbn_core.exchange import Exchange
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm, Operations, Sums
 from syncbn_torch._torch_private import untraced
@@ -28,14 +29,13 @@ from syncbn_torch.checks import check_unchanged, has_tangent_or_wrapper, refuse_
 from syncbn_torch.derivatives import DifferentiableSums, total_moments
 from syncbn_torch.masks import filled as of_mask
 from syncbn_torch.masks import zeroed
-from syncbn_torch.processes import Processes
 from syncbn_torch.streams import of_node
 
 __all__ = ["batch_norm"]
 
 
 def batch_norm(
-    steps: Operations, parts: Sequence[order.Part], rule: NormRule, processes: Processes | None
+    steps: Operations, parts: Sequence[order.Part], rule: NormRule, processes: Exchange | None
 ) -> tuple[Sequence[Tensor], order.Forward]:
     """`order.forward` with a graph. No x is an inference tensor where gradients are enabled."""
     call = steps, parts, rule, processes

@@ -25,7 +25,7 @@ from syncbn_core.comm.local import LocalTransport, local_transport
 from syncbn_core.comm.message_arrays import register_arrays
 from syncbn_core.comm.process_group import describe_other_ranks, grace_after, reports_of_others
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
-from syncbn_torch._torch_private import default_group, timeout_of
+from syncbn_torch._torch_private import default_group, profiled, timeout_of
 from syncbn_torch.arrays import as_tensor
 
 __all__ = [
@@ -97,6 +97,7 @@ class _GroupTransport:
         self._local: Any = NotImplemented  # None: the group's backend sends all
         self.lock = threading.RLock()  # of all communicators of the group
 
+    @profiled("syncbn.exchange")
     def all_gather(self, values: Values, call: CollectiveCall) -> Values:
         group = self._alive(call)
         local = self._local_for(values, group, call)
@@ -104,6 +105,7 @@ class _GroupTransport:
             return self._gathered(values, group, call)
         return _by_arrays(local.all_gather, values, call)
 
+    @profiled("syncbn.exchange")
     def all_reduce(self, values: Values, call: CollectiveCall) -> Values:
         group = self._alive(call)
         local = self._local_for(values, group, call)
@@ -116,6 +118,7 @@ class _GroupTransport:
     def connect(self, call: CollectiveCall) -> None:
         self._local_for(None, self._alive(call), call)
 
+    @profiled("syncbn.exchange")
     def gather_in_place(self, rows: Tensor, call: CollectiveCall) -> Tensor:
         self._run(_gather, call, rows.view(-1), rows[self.rank], self._alive(call))
         return rows

@@ -27,13 +27,13 @@ Array = np.ndarray[Any, Any]
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the activations that each kernel was given."""
     found: list[int] = []
-    original = numpy_steps.launch
+    original: Any = numpy_steps.NumpySteps._run
 
-    def launch(kernel: Any, parallel: bool, *arguments: Any) -> None:
-        found.append(sum(array.nbytes for array in arguments if np.ndim(array) > 1))
-        original(kernel, parallel, *arguments)
+    def run(steps: Any, step: str, x: Any, arrays: Any, norm: Any, *numbers: Any) -> None:
+        found.append(sum(a.nbytes for a in (*arrays, *numbers) if np.ndim(a) > 1))
+        original(steps, step, x, arrays, norm, *numbers)
 
-    monkeypatch.setattr(numpy_steps, "launch", launch)
+    monkeypatch.setattr(numpy_steps.NumpySteps, "_run", run)
     return found
 
 

@@ -92,19 +92,19 @@ def test_kernels_get_dense_aligned_arrays_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = []
-    original = numpy_steps.launch
+    original: Any = numpy_steps.NumpySteps._run
 
-    def launch(kernel: Any, parallel: bool, *arguments: Any) -> None:
-        kernels.append(kernel)
-        activations = [a for a in arguments if np.ndim(a) > 1]
+    def run(steps: Any, step: str, x: Any, arrays: Any, norm: Any, *numbers: Any) -> None:
+        kernels.append(step)
+        activations = [a for a in (*arrays, *numbers) if np.ndim(a) > 1]
         assert activations
         for array in activations:
             assert array.flags.carray
             assert array.dtype.isnative
             assert array.size == case.x.size
-        original(kernel, parallel, *arguments)
+        original(steps, step, x, arrays, norm, *numbers)
 
-    monkeypatch.setattr(numpy_steps, "launch", launch)
+    monkeypatch.setattr(numpy_steps.NumpySteps, "_run", run)
     for shape in ((40, 3), (4, 3, 2, 5)):
         case = make_case(shape, affine="f8")
         run_steps(backend, type(case)(*(a if a.ndim == 1 else layouts[layout](a) for a in case)))

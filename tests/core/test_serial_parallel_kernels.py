@@ -204,13 +204,11 @@ class FakeKernel:
 
 @pytest.fixture
 def chosen() -> Callable[..., list[str]]:
-    """`chosen(parallel=, during=)`: the builds that were run."""
+    """`chosen(during=)`: the builds that were run."""
 
-    def run(
-        parallel: bool = True, during: Callable[[FakeKernel], Any] = lambda kernel: None
-    ) -> list[str]:
+    def run(during: Callable[[FakeKernel], Any] = lambda kernel: None) -> list[str]:
         kernel: Any = FakeKernel(lambda: during(kernel))
-        cpu.launch(kernel, parallel)
+        cpu.launch(kernel)
         return kernel.calls  # type: ignore[no-any-return]
 
     return run
@@ -222,7 +220,7 @@ def test_thread_that_comes_during_a_parallel_kernel_takes_the_serial_build(
     monkeypatch.setattr(cpu, "_layer", lambda: "omp")
 
     def from_another_thread(kernel: FakeKernel) -> None:
-        thread = threading.Thread(target=cpu.launch, args=(kernel, True))
+        thread = threading.Thread(target=cpu.launch, args=(kernel,))
         thread.start()
         thread.join()
 

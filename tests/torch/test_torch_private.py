@@ -2,6 +2,7 @@
 
 import datetime
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,74 @@ def test_active_ddp_is_known_within_its_forward_alone() -> None:
         dist.destroy_process_group()
     assert seen == [model]
     assert private.active_ddp() is None
+
+
+LIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "type": lambda x: nn.Parameter(x),
+    "dtype": lambda x: x.double(),
+    "device": lambda x: x.to("meta"),
+    "sizes": lambda x: x[:2],
+    "axes": lambda x: x[0],
+    "strides": lambda x: x.to(memory_format=torch.channels_last),
+    "gaps": lambda x: torch.cat([x, x], 3)[..., :4],
+    "requires_grad": lambda x: x.clone().requires_grad_(),
+    "negative": lambda x: torch.complex(x, x).conj().imag,
+    "zeros without memory": lambda x: torch._efficientzerotensor(x.shape),
+    "inference": lambda x: torch.inference_mode()(lambda: x + 1)(),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors
+@pytest.mark.parametrize("name", LIKE)
+def test_like_sees_what_differs(name: str) -> None:
+    x, other = torch.randn(3, 2, 4, 4), torch.ones(2)
+    are_like = private.like((x, other))
+    assert are_like(torch.randn(3, 2, 4, 4), other + 1)
+    changed = LIKE[name](x)
+    assert not are_like(changed, other)
+    if not changed.is_nested:
+        assert private.like((changed, other))(LIKE[name](x + 1), other)
+
+
+def test_like_keeps_no_tensor() -> None:
+    x = torch.ones(3)
+    kept, are_like = weakref.ref(x), private.like((x,))
+    del x
+    assert kept() is None
+    assert are_like(torch.ones(3))
+
+
+def test_profiled_shows_a_range_while_a_profiler_runs() -> None:
+    @private.profiled("a range of ours")
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    with torch.autograd.profiler.profile() as profiled:
+        assert double(torch.ones(2)).tolist() == [2, 2]
+    assert double(torch.ones(2)).tolist() == [2, 2]
+    assert [event.name for event in profiled.function_events].count("a range of ours") == 1
+
+
+def test_is_watched_sees_transforms_modes_and_tracing() -> None:
+    assert not private.is_watched()
+    assert in_vmap(lambda _: private.is_watched())
+    with forward_ad.dual_level():
+        assert private.is_watched()
+    with FlopCounterMode(display=False):
+        assert private.is_watched()
+    with torch.device("cpu"):  # a function mode
+        assert private.is_watched()
+    seen: list[bool] = []
+
+    def traced(x: Tensor) -> Tensor:
+        seen.append(private.is_watched())
+        return x + 1
+
+    torch.jit.trace(traced, torch.ones(2), check_trace=False)
+    assert seen == [True]
 
 
 def test_without_dispatch_modes_no_mode_sees_an_operation() -> None:

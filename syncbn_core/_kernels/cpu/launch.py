@@ -1,4 +1,4 @@
-"""`launch` runs a CPU kernel, in its parallel or its serial build.
+"""`launch` runs a CPU kernel on threads, if it may.
 
 The parallel build runs for a single caller with enough work. The serial build runs for small
 arrays, for members that are threads (together they use all cores), while another thread is in a
@@ -54,11 +54,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def launch(kernel: SerialParallelKernel, parallel: bool, *arguments: Any) -> None:
-    """Run a build of `kernel`: the parallel one if it is asked for, and safe."""
+def launch(kernel: SerialParallelKernel, *arguments: Any) -> None:
+    """Run the parallel build of `kernel` if that is safe, else its serial one."""
     if (
-        parallel
-        and not _forked
+        not _forked
         and not (_layer() == "workqueue" and threading.active_count() > 1)
         and _one_caller.acquire(blocking=False)
     ):
