@@ -20,6 +20,7 @@ WHY = {
     "test_cuda_tensors.py": "tensors of a device that is not there, by the contract of backends",
     "test_arrays.py": "one address and one shape per call: the contract of backends",
     "test_module_names.py": "names in errors, by a function of many small cases",
+    "test_plans.py": "the key of a plan, of which the test leaves out each element once",
     "test_plain.py": "plain operations, by the contract of backends",
     "test_running_statistics.py": "a device without kernels, as in test_autograd.py",
     "test_streams.py": "streams of a device, by stand-ins",
