@@ -255,7 +255,7 @@ class Exchange(NamedTuple):
             raise ShapeError(
                 f"expected the same number of channels from every member: {error}"
             ) from error
-        return Moments(rows if on_host else _like(own.rows, rows), int(rows[:, 0].sum()))
+        return Moments(rows if on_host else _like(own.rows, rows), int(sum(rows[:, 0].tolist())))
 
     def begin_sums(self, like: Array, forward: int, kind: int = BACKWARD) -> Message:
         """The message of a backward.

@@ -149,7 +149,7 @@ class ProcessCommunicator:
         if self._alarm is not None:
             self.check_alarm()
         self.calls += 1
-        return call._replace(number=self.calls)
+        return call if call.number == self.calls else call._replace(number=self.calls)
 
     def check_alarm(self) -> None:
         """Raise `ProtocolError` if a device has found wrong labels.
