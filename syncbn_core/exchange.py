@@ -140,13 +140,6 @@ class Message(NamedTuple):
     new: bool = False
 
 
-class Known(NamedTuple):
-    """What is always alike in a layer's messages of one size on a host: its number, its label."""
-
-    number: int
-    label: float
-
-
 class Exchange(NamedTuple):
     """A layer's access to its group.
 
@@ -157,7 +150,6 @@ class Exchange(NamedTuple):
         layer: an object, the same in every call of the layer; None for calls without one.
         names: how to name it.
         rule: the settings of the layer, with any activation; the same on all members.
-        known: as `known_of` gave it for the same of all these, and for as many channels; or None.
     """
 
     communicator: Communicator
@@ -166,7 +158,6 @@ class Exchange(NamedTuple):
     layer: Any = None
     names: LayerNames = UNNAMED
     rule: NormRule | None = None
-    known: Known | None = None
 
     @property
     def member(self) -> Member:
@@ -185,9 +176,6 @@ class Exchange(NamedTuple):
         `like`: an array on the device of the moments; None for NumPy's.
         """
         member = self.member
-        if self.known is not None and kind == FORWARD:
-            call = self._call(member, kind, 2 * channels + 2)
-            return Message(member, self.known.label, call)
         number, new = member.number_of(self.layer)
         name = self.names.name(self.layer) if new else ""
         name_hash = _hash(name, NAMED) + NAMED if name else 0
@@ -205,13 +193,6 @@ class Exchange(NamedTuple):
         elif new and isinstance(self.communicator, ProcessCommunicator):
             self.communicator.connect(call)
         return Message(member, label, call, labels, new)
-
-    def known_of(self, channels: int, like: Array) -> Known | None:
-        """None before a layer's first call, and where messages stay on the device of `like`."""
-        number, new = self.member.number_of(self.layer)
-        if new or number == 0 or _stays_on_device(self.communicator, like):
-            return None
-        return Known(number, self.begin(channels).label)
 
     def moments(self, own: Moments, message: Message) -> tuple[Moments, int]:
         """`(the rows of all members, number of the call)`, given this member's row.
@@ -267,15 +248,13 @@ class Exchange(NamedTuple):
         """
         member = self.member
         channels = like.shape[-1] // 3 if len(like.shape) == 1 else like.shape[-1]
-        if self.known is None and _stays_on_device(self.communicator, like):
+        if _stays_on_device(self.communicator, like):
             size = self.communicator.size
             label = label_of_sum(_key(kind, forward), size)
             call = self._call(member, kind, 2 * channels, forward)
             labels = self._labels(member, kind, label, label * size, like)
             return Message(member, label, call, labels)
-        known = self.known
-        number = known.number if known is not None else member.number_of(self.layer)[0]
-        label = label_of(kind, number, forward, self.dtype)
+        label = label_of(kind, member.number_of(self.layer)[0], forward, self.dtype)
         return Message(member, label, self._call(member, kind, 2 * channels + 2, forward))
 
     def sums(self, sums: Array, message: Message) -> Array:

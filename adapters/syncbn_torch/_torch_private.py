@@ -33,11 +33,10 @@ __all__ = [
     "forward_ad_active",
     "function_transforms_active",
     "has_group",
+    "has_tangent_or_wrapper",
     "is_jit_tracing",
     "is_watched",
-    "is_wrapped",
     "like",
-    "modes_run_other_code",
     "profiled",
     "pytree",
     "raise_sequence_number",
@@ -117,11 +116,6 @@ def watch_saving(check: Callable[[], None]) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(pack, hooks[1])
 
 
-def modes_run_other_code() -> bool:
-    """Whether a torch dispatch or function mode sees each operation."""
-    return bool(torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack())
-
-
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """No dispatch mode sees what runs inside.
 
@@ -173,9 +167,16 @@ def is_watched() -> bool:
     )
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a function transform, or the older vmap of is_grads_batched, wraps `tensor`."""
-    return _is_functorch_wrapped(tensor) or _is_legacy_batched(tensor)
+def has_tangent_or_wrapper(*tensors: Tensor | None) -> bool:
+    """Whether one has a tangent of forward-mode AD, or is wrapped by a transform or batched.
+
+    Batched are those of `is_grads_batched`. Our kernels only see addresses, and would miss all.
+    """
+    given = [t for t in tensors if t is not None]
+    if any(map(_is_functorch_wrapped, given)) or any(map(_is_legacy_batched, given)):
+        return True
+    dual = forward_ad._current_level >= 0
+    return dual and any(forward_ad.unpack_dual(t).tangent is not None for t in given)
 
 
 def exporting() -> bool:

@@ -9,14 +9,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from syncbn_core.errors import DeviceError, DTypeError, ShapeError, StateError
 from syncbn_core.steps import Affine, RunningStatistics
 from syncbn_torch._torch_private import (
-    forward_ad_active,
     function_transforms_active,
-    is_wrapped,
+    has_tangent_or_wrapper,
 )
 from syncbn_torch.arrays import FLOATS, HALVES, PLAIN_CLASSES
 from syncbn_torch.layer_state import LayerState
@@ -25,7 +23,6 @@ __all__ = [
     "check_operands",
     "check_unchanged",
     "checked_running",
-    "has_tangent_or_wrapper",
     "refuse_transforms",
 ]
 
@@ -162,17 +159,6 @@ def checked_running(layer: LayerState) -> RunningStatistics | None:
                 f"{tensor.stride()}; clone() the result of expand()"
             )
     return running
-
-
-def has_tangent_or_wrapper(*tensors: Tensor | None) -> bool:
-    """Whether one has a tangent of forward-mode AD, or is wrapped by a transform or batched.
-
-    Our kernels only see memory addresses, and would miss both.
-    """
-    given, dual = [t for t in tensors if t is not None], forward_ad_active()
-    return any(map(is_wrapped, given)) or (
-        dual and any(forward_ad.unpack_dual(t).tangent is not None for t in given)
-    )
 
 
 def refuse_transforms(name: Callable[[], str], *tensors: Tensor | None) -> None:

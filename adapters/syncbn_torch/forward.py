@@ -123,7 +123,7 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
             return sync.forward(layer, x, mask)  # type: ignore[no-any-return]
         part, zeros, steps = checked_part(layer, x, processes, mask)
         if processes is not None and steps is _cpu():
-            steps = steps_by_plan(layer, x, mask, part, processes) or steps
+            steps = steps_by_plan(layer, x, mask, part) or steps
         (y,), _ = node.batch_norm(steps, [part], layer._rule, processes)
         return y if zeros is None else zeroed(y, zeros)
     except ERRORS_OF_INPUT as error:

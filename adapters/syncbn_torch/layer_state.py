@@ -110,12 +110,13 @@ class LayerState(_NormBase):
     @property
     def _rule(self) -> NormRule:
         """The layer's settings apart from arrays."""
-        return NormRule(float(self.eps), self.effective_eps_mode, *self._activation)
+        return NormRule(float(self.eps), self.eps_mode or _default_eps_mode, *self._activation)
 
     @property
     def _agreed(self) -> NormRule:
         """The settings that all members must have alike, whatever hooks make of an activation."""
-        return NormRule(float(self.eps), self.effective_eps_mode, *own_activation(self))
+        own = self.__dict__.get("_activation", NONE)  # see `own_activation`
+        return NormRule(float(self.eps), self.eps_mode or _default_eps_mode, *own)
 
     @property
     def _setting_torch_lacks(self) -> str | None:

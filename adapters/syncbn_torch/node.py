@@ -22,10 +22,10 @@ from syncbn_core import order
 from syncbn_core.exchange import Exchange
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm, Operations, Sums
-from syncbn_torch._torch_private import untraced
+from syncbn_torch._torch_private import has_tangent_or_wrapper, untraced
 from syncbn_torch.arrays import as_tensor
 from syncbn_torch.backends import plain
-from syncbn_torch.checks import check_unchanged, has_tangent_or_wrapper, refuse_transforms
+from syncbn_torch.checks import check_unchanged, refuse_transforms
 from syncbn_torch.derivatives import DifferentiableSums, total_moments
 from syncbn_torch.masks import filled as of_mask
 from syncbn_torch.masks import zeroed

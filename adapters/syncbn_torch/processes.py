@@ -7,8 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from syncbn_core.comm import Communicator
-from syncbn_core.exchange import Exchange, Known
-from syncbn_core.moments import NormRule
+from syncbn_core.exchange import Exchange
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
@@ -16,16 +15,10 @@ from syncbn_torch.process_group import communicator_for
 __all__ = ["exchange_of", "processes_of"]
 
 
-def exchange_of(
-    layer: LayerState,
-    communicator: Communicator,
-    dtype: str,
-    agreed: NormRule | None = None,
-    known: Known | None = None,
-) -> Exchange:
+def exchange_of(layer: LayerState, communicator: Communicator, dtype: str) -> Exchange:
     """The layer's access to its group, by which it exchanges for x of `dtype`."""
-    agreed = agreed or layer._agreed
-    return Exchange(communicator, partial(name_of, layer), dtype, layer, LAYER_NAMES, agreed, known)
+    name = partial(name_of, layer)
+    return Exchange(communicator, name, dtype, layer, LAYER_NAMES, layer._agreed)
 
 
 def processes_of(layer: LayerState, x: Tensor) -> Exchange | None:
