@@ -8,7 +8,7 @@ keys hold no tensor and no address: one that is outdated can't read memory that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ def call_of(layer: LayerState, x: Any, mask: Tensor | None) -> Call | None:
     return key, [t for t in (x, *state) if t is not None], state
 
 
-@cache
+@lru_cache(maxsize=64)  # classes of parametrized layers come and go
 def _holds_its_tensors(kind: type) -> bool:
     """Whether tensors of a layer of this class are what its dictionaries hold."""
     return not any(hasattr(kind, name) for name in _NAMES)

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from syncbn_core.comm import ProcessCommunicator
 from syncbn_torch import (
     DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     checks,
@@ -673,10 +674,37 @@ def test_the_key_holds_all_that_is_read_to_make_a_plan(monkeypatch: pytest.Monke
 # --------------------------------------------------------------------- hits and misses
 
 
-def test_a_plan_needs_neither_checks_nor_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+KINDS: dict[str, tuple[Change, Callable[[Tensor], Tensor]]] = {
+    "planes": (CHANGES["nothing"], lambda x: x),
+    "channels_last": (CHANGES["nothing"], lambda x: x.to(memory_format=torch.channels_last)),
+    "(N, C)": (as_class(SynchronizedBatchNorm1d), lambda x: x[:, :, 0, 0].contiguous()),
+    "float64": (CHANGES["double"], lambda x: x.double()),
+    "float16": (CHANGES["nothing"], lambda x: x.half()),
+    "bfloat16": (CHANGES["nothing"], lambda x: x.bfloat16()),
+    "no parameters": (CHANGES["no parameters"], lambda x: x),
+    "no statistics": (CHANGES["no statistics"], lambda x: x),
+    "tracks nothing": (CHANGES["tracks nothing"], lambda x: x),
+    "momentum None": (CHANGES["momentum None"], lambda x: x),
+    "activation": (CHANGES["activation"], lambda x: x),
+    "clamp": (CHANGES["eps_mode"], lambda x: x),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_needs_neither_checks_nor_routes(
+    kind: str, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = a_layer()
-    for _ in range(2):
-        layer(an_x()).sum().backward()
+    change, make = KINDS[kind]
+    change(layer)
+    mask = torch.tensor([True, False, True, True]) if masked else None
+
+    def step() -> None:
+        y = layer(make(an_x().detach()).requires_grad_(), mask)
+        y.backward(torch.randn(y.shape).to(y).as_strided(y.shape, y.stride()))
+
+    step()
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("decided again")
@@ -693,8 +721,7 @@ def test_a_plan_needs_neither_checks_nor_routes(monkeypatch: pytest.MonkeyPatch)
         (cpu, "array_of"),
     ]:
         monkeypatch.setattr(module, name, refuse)
-    y = layer(an_x())
-    y.backward(torch.randn(y.shape))
+    step()
 
 
 def test_a_layer_keeps_a_few_plans_and_no_tensor() -> None:
@@ -780,6 +807,7 @@ STEPS: list[Change] = [
 ]
 
 
+@pytest.mark.timeout(300)  # many kernels to compile, on a fresh machine
 def test_random_changes_and_calls_give_what_float64_gives() -> None:
     seed = int(os.environ.get("SEED", "1"))
     chosen, torch_threads = random.Random(seed), torch.get_num_threads()
