@@ -796,7 +796,7 @@ STEPS: list[Change] = [
     attribute("momentum", lambda m: None if m else 0.3),
     attribute("process_group", lambda _: group()),
     attribute("track_running_stats", lambda tracks: not tracks),
-    data(lambda t: t * 1.5),
+    data(lambda t: t * (1.5 if t.abs().max() < 8 else 0.1)),
     data(lambda t: torch.stack([t, t], 1)[:, 0], "bias"),
     does(lambda layer: layer.double() if layer.weight.dtype is torch.float32 else layer.float()),
     does(lambda layer: layer.weight.requires_grad_(not layer.weight.requires_grad)),
@@ -829,7 +829,8 @@ def test_random_changes_and_calls_give_what_float64_gives() -> None:
         expected = wanted(layer, x, dy)
         rtol = 1e-5 if x.dtype is torch.float32 else 1e-10
         for found, right in zip((y, x.grad), expected, strict=True):
-            torch.testing.assert_close(found.double(), right, rtol=rtol, atol=20 * rtol)
+            atol = 20 * rtol * (1 + float(layer.weight.abs().max()))
+            torch.testing.assert_close(found.double(), right, rtol=rtol, atol=atol)
         counted = layer.num_batches_tracked - before["num_batches_tracked"]
         assert int(counted) == int(layer.track_running_stats)
     torch.set_num_threads(torch_threads)
