@@ -1,4 +1,4 @@
-"""Plans: what a kind of call of a layer was decided by is decided once.
+"""Plans: how calls of one kind are computed is decided once.
 
 A layer keeps its last plans, each with the key of the calls that it is for. A key holds all that
 checks and the choice of kernels read, so a call with the key of a plan needs neither. Plans and

@@ -344,3 +344,33 @@ def test_all_replicas_see_the_running_statistics_of_the_module() -> None:
     twin = nn.BatchNorm2d(3, momentum=1.0)
     twin(x)
     torch.testing.assert_close(y, twin.eval()(x))
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_the_node_of_a_layer_comes_after_all_before_it_in_each_replica(longer: int) -> None:
+    """Autograd runs nodes with higher numbers first; each thread counts by itself."""
+    numbers: dict[int, list[Any]] = {}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = SynchronizedBatchNorm2d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            replica = int(x.detach().amin())
+            h = x * 1
+            for _ in range(100 if replica == longer else 1):
+                h = h * 1
+            y = self.layer(h)
+            z = y * 1
+            nodes = h.grad_fn, y.grad_fn.next_functions[0][0], z.grad_fn
+            numbers[replica] = [node._sequence_nr() for node in nodes]
+            assert "BatchNorm" in nodes[1].name()
+            return z
+
+    x = torch.tensor([0.0, 1.0])[:, None, None, None] + torch.arange(18.0).view(2, 3, 3)
+    DataParallelWithCallback(Model(), replicas=2)(x.requires_grad_())
+    of_layers = {of_layer for _, of_layer, _ in numbers.values()}
+    assert len(of_layers) == 1
+    for before, of_layer, after in numbers.values():
+        assert before < of_layer < after, numbers
