@@ -6,8 +6,11 @@ Each function raises an error that states what was expected, what was given, and
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, get_args
+
+import numpy as np
 
 from syncbn_core.backends import operations_for
 from syncbn_core.errors import (
@@ -21,6 +24,7 @@ from syncbn_core.moments import ACTIVATIONS, ActivationName, EpsMode, NormRule
 
 __all__ = [
     "check_activation",
+    "check_devices",
     "check_dy",
     "check_eps",
     "check_eps_mode",
@@ -31,7 +35,6 @@ __all__ = [
     "check_per_channel",
     "check_rule",
     "check_running",
-    "check_same_device",
 ]
 
 Array = Any
@@ -125,14 +128,23 @@ def _is_floating(dtype: Any) -> bool:
     return bool(dtype.kind == "f" or dtype.name == "bfloat16")
 
 
-def check_same_device(name: str, array: Array, x: Array) -> None:
-    """Raise `DeviceError` unless `array` has the library and the device of x."""
-    places = [getattr(a, "device", None) for a in (array, x)]
-    if operations_for(array) is not operations_for(x) or places[0] != places[1]:
-        raise DeviceError(
-            f"expected {name} to be of the kind of x ({_kind(x)}), got {_kind(array)}; "
-            "move both to one device"
-        )
+def check_devices(arrays: Mapping[str, Array]) -> None:
+    """Raise `DeviceError` unless all of `arrays` but None have the library and device of x.
+
+    `BackendError` for what is no array.
+    """
+    if {np.ndarray, type(None)}.issuperset(map(type, arrays.values())):
+        return
+    x = arrays["x"]
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        places = [getattr(a, "device", None) for a in (array, x)]
+        if operations_for(array) is not operations_for(x) or places[0] != places[1]:
+            raise DeviceError(
+                f"expected {name} to be of the kind of x ({_kind(x)}), got {_kind(array)}; "
+                "move both to one device"
+            )
 
 
 def _kind(array: Array) -> str:
@@ -140,34 +152,31 @@ def _kind(array: Array) -> str:
     return f"{kind.__module__}.{kind.__name__} on {getattr(array, 'device', None) or 'cpu'}"
 
 
-def check_per_channel(x: Array, **arrays: Array | None) -> None:
-    """Check that each of `arrays` is None or a floating `(C,)` array on the device of x.
-
-    Raises `DeviceError`, `ShapeError` or `DTypeError`.
-    """
-    for name, array in arrays.items():
+def check_per_channel(arrays: Mapping[str, Array]) -> None:
+    """Raise `ShapeError` or `DTypeError` unless numbers per channel are floating, one for each."""
+    x = arrays["x"]
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        array = arrays.get(name)
         if array is None:
             continue
-        check_same_device(name, array, x)
-        if tuple(array.shape) != (x.shape[1],):
+        if array.shape != x.shape[1:2]:
             raise ShapeError(
                 f"expected {name} of shape ({x.shape[1]},), one value per channel of x "
                 f"{tuple(x.shape)}, got {tuple(array.shape)}"
             )
-        if not _is_floating(array.dtype):
+        if array.dtype != x.dtype and not _is_floating(array.dtype):
             raise DTypeError(f"expected {name} of a floating dtype, got {array.dtype}")
 
 
 def check_running(
-    x: Array,
     running_mean: Array | None,
     running_var: Array | None,
     num_batches_tracked: Array | None,
     momentum: float | None,
 ) -> None:
-    """Check that the running statistics fit x and can be updated in place.
+    """Check that running statistics, which `check_per_channel` has seen, can be updated in place.
 
-    Raises `ArgumentError`, `DeviceError`, `ShapeError`, `DTypeError` or `ReadOnlyError`.
+    Raises `ArgumentError`, `ShapeError`, `DTypeError` or `ReadOnlyError`.
     """
     check_momentum(momentum)
     if (running_mean is None) != (running_var is None):
@@ -175,14 +184,12 @@ def check_running(
             "expected running_mean and running_var together or neither, got only "
             + ("running_var" if running_mean is None else "running_mean")
         )
-    check_per_channel(x, running_mean=running_mean, running_var=running_var)
     if momentum is None and running_mean is not None and num_batches_tracked is None:
         raise ArgumentError(
             "expected num_batches_tracked with momentum=None (average over all batches), got None; "
             "pass an integer array of shape (), or a momentum"
         )
     if num_batches_tracked is not None:
-        check_same_device("num_batches_tracked", num_batches_tracked, x)
         if tuple(num_batches_tracked.shape) != ():
             raise ShapeError(
                 "expected num_batches_tracked of shape (), an integer array such as "
@@ -212,25 +219,17 @@ def _check_writable(**arrays: Array | None) -> None:
 
 
 def check_dy(x: Array, dy: Array) -> None:
-    """Check that `dy` is floating, with the shape and device of x.
-
-    Raises `ShapeError`, `DeviceError` or `DTypeError`.
-    """
+    """Raise `ShapeError` or `DTypeError` unless `dy` is floating, with the shape of x."""
     if tuple(dy.shape) != tuple(x.shape):
         raise ShapeError(f"expected dy of the shape of x, {tuple(x.shape)}, got {tuple(dy.shape)}")
-    check_same_device("dy", dy, x)
-    if not _is_floating(dy.dtype):
+    if dy.dtype != x.dtype and not _is_floating(dy.dtype):
         raise DTypeError(f"expected dy of a floating dtype, got {dy.dtype}")
 
 
 def check_out(x: Array, out: Array | None) -> None:
-    """Check that `out` is None or a writable array like x.
-
-    Raises `DeviceError`, `ShapeError` or `ReadOnlyError`.
-    """
+    """Raise `ShapeError` or `ReadOnlyError` unless `out` is None or a writable array like x."""
     if out is None:
         return
-    check_same_device("out", out, x)
     if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
         raise ShapeError(
             f"expected out of shape {tuple(x.shape)} and dtype {x.dtype}, like x, got "

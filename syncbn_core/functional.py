@@ -37,7 +37,9 @@ Raised before anything is written: `ShapeError`, `DTypeError`, `DeviceError`, `R
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -48,13 +50,13 @@ from syncbn_core.backends import operations_for
 from syncbn_core.backends.devices import device_of
 from syncbn_core.backends.plain import Namespace, column
 from syncbn_core.checks import (
+    check_devices,
     check_dy,
     check_input,
     check_out,
     check_per_channel,
     check_rule,
     check_running,
-    check_same_device,
 )
 from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, readable, writable
@@ -73,6 +75,10 @@ __all__ = [
 ]
 
 Array = Any
+_NAMES = (
+    *("x", "weight", "bias", "mask"),
+    *("running_mean", "running_var", "num_batches_tracked", "out"),
+)
 UNKNOWN = -1  # only the device knows the count; reading it would make the host wait
 
 
@@ -127,7 +133,7 @@ def batch_norm_forward(
     communicator: Communicator | None = None,
     out: Array | None = None,
     parallel: bool = True,
-    exchange: Exchange | None = None,
+    exchange: Callable[[str], Exchange] | None = None,
 ) -> tuple[Array, Saved]:
     """Normalize x by the statistics of the whole batch; returns `(y, saved)`.
 
@@ -137,48 +143,31 @@ def batch_norm_forward(
     exchange; when the whole batch is empty only the counter is incremented.
 
     `out`: where to write y; x itself only if no backward follows. `parallel`: False
-    uses the calling thread only. `exchange`: a layer's access to its `communicator`.
+    uses the calling thread only. `exchange`: a layer's access to its `communicator`, by the name
+    of a dtype.
     """
-    caller, original_out = NO_CONVERSION, out
-    kinds = {type(x), type(weight), type(bias), type(mask), type(out)}
-    written = {type(running_mean), type(running_var), type(num_batches_tracked)}
-    if not (kinds <= NATIVE_TYPES and written <= NATIVE_TYPES):
-        caller = caller_of(x)
-        x, weight, bias, mask = readable(x=x, weight=weight, bias=bias, mask=mask)
-        running_mean, running_var, num_batches_tracked, out = writable(
-            running_mean=running_mean,
-            running_var=running_var,
-            num_batches_tracked=num_batches_tracked,
-            out=out,
-        )
-    operations = operations_for(x)
-    check_input(x)
-    check_per_channel(x, weight=weight, bias=bias)
-    check_running(x, running_mean, running_var, num_batches_tracked, momentum)
-    check_out(x, out)
+    read, written = [x, weight, bias, mask], [running_mean, running_var, num_batches_tracked, out]
+    caller, steps, arrays = _entered(parallel, read, written)
+    x, weight, bias, mask, mean, var, counter, target = arrays
     rule = check_rule(eps, eps_mode, activation, negative_slope)
-    if not parallel:
-        operations = operations.serial
-    affine = Affine(weight, bias)
-    running = RunningStatistics(running_mean, running_var, num_batches_tracked, momentum)
-    # Another library may refuse y. Then running statistics must not have changed.
-    updated = running if caller is NO_CONVERSION else None
+    check_running(mean, var, counter, momentum)
     valid = None
     if mask is not None:
-        mask, x, valid = _masked(operations, x, mask)
-    if communicator is not None:
-        exchange = exchange or _without_layer(communicator, x)
-    part = order.Part(x, affine, updated, valid, out)
+        mask, x, valid = _masked(steps, x, mask)
+    link = _link(communicator, exchange, x)
+    running = RunningStatistics(mean, var, counter, momentum)
+    # Another library may refuse y. Then running statistics must not have changed.
+    at_once = running if caller is NO_CONVERSION else None
+    part = order.Part(x, Affine(weight, bias), at_once, valid, target)
     with device_of(x):
-        (y,), known = order.forward(operations, [part], rule, exchange)
-    _zero(y, mask)
+        (y,), known = order.forward(steps, [part], rule, link)
     statistics = known.norms[0].statistics
     count = UNKNOWN if statistics.count is None else statistics.count
-    saved = Saved(x, count, known, mask, caller, _size_of(communicator))
-    if caller is not NO_CONVERSION or original_out is not out:
-        y = caller.give(y, original_out)
-    if caller is not NO_CONVERSION:
-        operations.update_running(running, statistics)
+    members = 1 if communicator is None else communicator.size
+    saved = Saved(x, count, known, mask, caller, members)
+    y = caller.give(_zeroed(y, mask), out)
+    if at_once is None:
+        steps.update_running(running, statistics)
     return y, saved
 
 
@@ -206,41 +195,23 @@ def batch_norm_eval(
     no gradient. Raises `ArgumentError`, `ShapeError`, `DTypeError` and `DeviceError` for arrays
     that do not fit each other.
     """
-    caller, original_out = NO_CONVERSION, out
-    kinds = {type(x), type(weight), type(bias), type(mask), type(out)}
-    if not kinds | {type(running_mean), type(running_var)} <= NATIVE_TYPES:
-        caller = caller_of(x)
-        x, running_mean, running_var = readable(
-            x=x, running_mean=running_mean, running_var=running_var
-        )
-        weight, bias, mask = readable(weight=weight, bias=bias, mask=mask)
-        (out,) = writable(out=out)
-    if running_mean is None or running_var is None:
+    read = [x, weight, bias, mask, running_mean, running_var]
+    caller, steps, arrays = _entered(parallel, read, [None, out])
+    x, weight, bias, mask, mean, var, _, target = arrays
+    if mean is None or var is None:
         raise ArgumentError(
             "expected running_mean and running_var, got None; use batch_norm_forward, which takes "
             "the statistics of the batch"
         )
-    operations = operations_for(x)
-    check_input(x)
-    check_per_channel(
-        x, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
-    )
-    check_out(x, out)
     rule = check_rule(eps, eps_mode, activation, negative_slope)
-    if not parallel:
-        operations = operations.serial
-    running = RunningStatistics(running_mean, running_var)
     valid = None
     if mask is not None:
-        mask, x, valid = _masked(operations, x, mask)
-    own, affine, running = operations.take(x, Affine(weight, bias), running, valid)
-    y, statistics = operations.forward_eval(own, running, affine, rule, out)
-    _zero(y, mask)
-    known = order.Forward(operations, [Norm(statistics, affine, rule)], constant=True)
+        mask, x, valid = _masked(steps, x, mask)
+    own, affine, running = steps.take(x, Affine(weight, bias), RunningStatistics(mean, var), valid)
+    y, statistics = steps.forward_eval(own, running, affine, rule, target)
+    known = order.Forward(steps, [Norm(statistics, affine, rule)], constant=True)
     saved = Saved(x, None, known, mask, caller)
-    if caller is not NO_CONVERSION or original_out is not out:
-        y = caller.give(y, original_out)
-    return y, saved
+    return caller.give(_zeroed(y, mask), out), saved
 
 
 def batch_norm_backward(
@@ -250,7 +221,7 @@ def batch_norm_backward(
     communicator: Communicator | None = None,
     out: Array | None = None,
     parallel: bool = True,
-    exchange: Exchange | None = None,
+    exchange: Callable[[str], Exchange] | None = None,
 ) -> Gradients:
     """Gradients by x, weight and bias, given `dy`, the gradient by y.
 
@@ -264,43 +235,70 @@ def batch_norm_backward(
 
     `communicator` has to be the one of the forward. `out`: where to write dx, may be dy.
     """
-    x, known, original_out = saved.x, saved.known, out
-    if type(dy) not in NATIVE_TYPES or type(out) not in NATIVE_TYPES:
-        (dy,) = readable(dy=dy)
-        (out,) = writable(out=out)
-    if saved.count is not None and _size_of(communicator) != saved.members:
+    gradients = gradients_of(dy, saved, communicator, exchange, out, parallel)
+    give = saved.caller.give
+    return Gradients(give(gradients.x, out), give(gradients.weight), give(gradients.bias))
+
+
+def gradients_of(
+    dy: Array,
+    saved: Saved,
+    communicator: Communicator | None,
+    exchange: Callable[[str], Exchange] | None,
+    out: Array | None = None,
+    parallel: bool = True,
+) -> Gradients:
+    """`batch_norm_backward` with results of NumPy or CuPy."""
+    x, known = saved.x, saved.known
+    if not NATIVE_TYPES.issuperset((type(dy), type(out))):
+        (dy,), (out,) = readable(dy=dy), writable(out=out)
+    members = 1 if communicator is None else communicator.size
+    if saved.count is not None and members != saved.members:
         raise ArgumentError(
             f"expected the communicator of the forward, of {saved.members} members, got one of "
-            f"{_size_of(communicator)}; pass the same one to forward and backward"
+            f"{members}; pass the same one to forward and backward"
         )
-    operations_for(dy)
+    check_devices({"x": x, "dy": dy, "out": out})
     check_dy(x, dy)
     check_out(x, out)
     if saved.mask is not None:
         with device_of(x):
             dy = _library(x).where(saved.mask, dy, 0)
-    if saved.count is None or communicator is None:  # constant statistics need no exchange
-        exchange = None
-    else:
-        exchange = exchange or _without_layer(communicator, x)
     steps = known.steps if parallel else known.steps.serial
-    known = known._replace(steps=steps, exchange=exchange)
+    # constant statistics need no exchange
+    link = None if saved.count is None else _link(communicator, exchange, x)
+    known = known._replace(steps=steps, exchange=link)
     (dx,), (sums,) = order.backward(known, [x], [dy], out=out)
-    _zero(dx, saved.mask)
-    return _converted(saved.caller, Gradients(dx, sums.grad_weight, sums.grad_bias), original_out)
+    return Gradients(_zeroed(dx, saved.mask), sums.grad_weight, sums.grad_bias)
 
 
-def _converted(caller: Caller, gradients: Gradients, out: Array | None) -> Gradients:
-    """Gradients as arrays of the caller's library; `out`, if given, is the array that holds dx."""
-    if caller is NO_CONVERSION:
-        return gradients if out is None else gradients._replace(x=out)
-    dx, dweight, dbias = gradients
-    return Gradients(caller.give(dx, out), caller.give(dweight), caller.give(dbias))
+def _entered(
+    parallel: bool, read: list[Array], written: list[Array]
+) -> tuple[Caller, Operations, list[Array]]:
+    """How results go back, the steps for x, and `_NAMES`, as the core's arrays, which fit x."""
+    arrays, caller, first = [*read, *written], NO_CONVERSION, len(read)
+    if not NATIVE_TYPES.issuperset(map(type, arrays)):
+        caller = caller_of(read[0])
+        arrays = readable(**dict(zip(_NAMES[:first], read, strict=True)))
+        arrays += writable(**dict(zip(_NAMES[first:], written, strict=True)))
+    steps, named = operations_for(arrays[0]), dict(zip(_NAMES, arrays, strict=True))
+    check_input(named["x"])
+    check_devices(named)
+    check_per_channel(named)
+    check_out(named["x"], named["out"])
+    return caller, steps if parallel else steps.serial, arrays
+
+
+def _zeroed(values: Array, mask: Array | None) -> Array:
+    """`values`, in which those that are not valid are now 0."""
+    if mask is not None:
+        with device_of(values):
+            values[...] = _library(values).where(mask, values, 0)
+    return values
 
 
 def _masked(operations: Operations, x: Array, mask: Array) -> tuple[Any, Array, Any]:
     """`(mask by which y is to be zeroed, x, what the steps take as valid)`."""
-    check_same_device("mask", mask, x)
     mask = mask.reshape(mask_shape(mask.shape, x.shape, str(mask.dtype)))
     if operations.takes_masks:
         return None, x, np.array(mask)  # the caller may change it before backward
@@ -328,17 +326,11 @@ def _library(x: Array) -> Any:
     return import_module(type(x).__module__.partition(".")[0])
 
 
-def _zero(values: Array, mask: Array | None) -> None:
-    """Set what is not valid to 0."""
-    if mask is not None:
-        with device_of(values):
-            values[...] = _library(values).where(mask, values, 0)
-
-
-def _size_of(communicator: Communicator | None) -> int:
-    return 1 if communicator is None else communicator.size
-
-
-def _without_layer(communicator: Communicator, x: Array) -> Exchange:
-    """For calls that no layer makes."""
-    return Exchange(communicator, lambda: "batch_norm", x.dtype.name)
+def _link(
+    communicator: Communicator | None, exchange: Callable[[str], Exchange] | None, x: Array
+) -> Exchange | None:
+    """The access to the communicator; "batch_norm" is the name of calls that no layer makes."""
+    if communicator is None:
+        return None
+    link = exchange or partial(Exchange, communicator, lambda: "batch_norm")
+    return link(x.dtype.name)

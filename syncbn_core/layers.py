@@ -25,7 +25,6 @@ from syncbn_core.checks import (
     check_num_features,
 )
 from syncbn_core.comm import Communicator
-from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, caller_of, readable
 from syncbn_core.errors import ArgumentError, DTypeError, StateError
 from syncbn_core.exchange import Exchange
 from syncbn_core.moments import ActivationName, EpsMode, NormRule
@@ -106,7 +105,6 @@ class BatchNorm:
             self.running_var: Any = xp.ones(num_features, dtype) if kept else None
             self.num_batches_tracked: Any = xp.zeros((), np.int64) if kept else None
         self._saved: functional.Saved | None = None
-        self._caller = NO_CONVERSION
         self._forwards = 0  # that no backward has followed
 
     def __repr__(self) -> str:
@@ -141,10 +139,6 @@ class BatchNorm:
 
         Raises what `syncbn_core.functional.batch_norm_forward` does, with nothing changed.
         """
-        caller = NO_CONVERSION
-        if type(x) not in NATIVE_TYPES:
-            caller = caller_of(x)
-            (x,) = readable(x=x)
         check_num_features(x, self.num_features)
         settings: dict[str, Any] = {
             "mask": mask,
@@ -154,7 +148,7 @@ class BatchNorm:
             "negative_slope": self.negative_slope,
         }
         if self.training or self.running_mean is None:
-            y, saved = functional.batch_norm_forward(
+            y, self._saved = functional.batch_norm_forward(
                 x,
                 self.weight,
                 self.bias,
@@ -163,16 +157,15 @@ class BatchNorm:
                 num_batches_tracked=self.num_batches_tracked,
                 momentum=self.momentum,
                 communicator=self.communicator,
-                exchange=self._exchange(x),
+                exchange=self._exchange,
                 **settings,
             )
         else:
-            y, saved = functional.batch_norm_eval(
+            y, self._saved = functional.batch_norm_eval(
                 x, self.running_mean, self.running_var, self.weight, self.bias, **settings
             )
-        self._saved, self._caller = saved, caller
         self._forwards += 1
-        return caller.give(y)
+        return y
 
     def backward(self, dy: Array) -> Array:
         """Gradient by x of the last forward; adds to `weight_grad` and `bias_grad`.
@@ -193,30 +186,25 @@ class BatchNorm:
                 "after a forward that no backward follows, and take syncbn_core.functional for a "
                 "layer used several times"
             )
-        if type(dy) not in NATIVE_TYPES:
-            (dy,) = readable(dy=dy)
-        caller, exchange = self._caller, self._exchange(self._saved.x)
-        gradients = functional.batch_norm_backward(
-            dy, self._saved, communicator=self.communicator, exchange=exchange
-        )
+        saved = self._saved
+        gradients = functional.gradients_of(dy, saved, self.communicator, self._exchange)
         self.discard()
         if self.weight_grad is not None and self.bias_grad is not None:
             with device_of(self.weight_grad):
                 self.weight_grad += gradients.weight
                 self.bias_grad += gradients.bias
-        return caller.give(gradients.x)
+        return saved.caller.give(gradients.x)
 
     def discard(self) -> None:
         """Forget forwards that no backward has followed, and the x of the last one."""
         self._saved = None
         self._forwards = 0
 
-    def _exchange(self, x: Array) -> Exchange | None:
+    def _exchange(self, dtype: str) -> Exchange:
         """This layer's access to its communicator."""
-        if self.communicator is None:
-            return None
+        assert self.communicator is not None
         rule = NormRule(self.eps, self.eps_mode, self.activation, self.negative_slope)
-        return Exchange(self.communicator, lambda: self.name, x.dtype.name, self, rule=rule)
+        return Exchange(self.communicator, lambda: self.name, dtype, self, rule=rule)
 
     def parameters(self) -> list[Array]:
         """`[weight, bias]`, or nothing without `affine`; update them in place."""

@@ -10,6 +10,7 @@ channel are float64 `(C,)`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache, partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ __all__ = [
     "View",
     "Wide",
     "rounded",
-    "view_of",
+    "view_of_strides",
     "wide",
 ]
 
@@ -78,45 +79,55 @@ class Wide(NamedTuple):
     mask: Array | None = None
 
 
+def rounded(values: Array, dtype: np.dtype[Any]) -> Array:
+    """A copy of float64 `values` in `dtype`."""
+    if dtype != _BFLOAT16_BITS:
+        return values.astype(dtype)
+    bits = values.astype(np.float32).view(np.uint32)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # even
+    return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
+
+
 class NumpySteps(Operations):
     """The steps for NumPy arrays. `parallel`: False computes in the calling thread only."""
 
     takes_masks = True
 
     def __init__(self, parallel: bool = True) -> None:
-        self._serial = type(self)(parallel=False) if parallel else self
+        self._parallel = parallel
 
     @property
     def serial(self) -> NumpySteps:
-        return self._serial
+        serial = copy(self)
+        serial._parallel = False
+        return serial
 
     def threads(self) -> int:
         """How many threads a large array is worth."""
-        return 1 if self._serial is self else most_threads()
+        return most_threads() if self._parallel else 1
 
-    array: Any = staticmethod(lambda values: values)  # NumPy's, of what the caller gives, or None
-    empty_like: Any = staticmethod(np.empty_like)
-    rounded: Any = staticmethod(lambda values, dtype: rounded(values, dtype))
-    running: Any = staticmethod(lambda running: running)  # in NumPy
+    rounded: Any = staticmethod(rounded)
 
     def take(
         self, x: Any, affine: Affine, running: RunningStatistics | None, mask: Any = None
     ) -> Any:
-        array, weight, bias = [self.array(own) for own in (x, *affine)]
-        held = None if running is None else self.running(running)
-        dtype = (x if affine.weight is None else affine.weight).dtype
-        array, view = _dense(array, mask is not None)
-        return _taken(x, array, view, mask), Wide(wide(weight), wide(bias), dtype, mask), held
+        weight, bias = affine
+        own = Wide(wide(weight), wide(bias), (x if weight is None else weight).dtype, mask)
+        return _dense(x, mask), own, running
 
     def take_pair(self, x: Any, dy: Any, affine: Any = None) -> tuple[Dense, Dense]:
-        array, gradient = self.array(x), self.array(dy)
-        mask = None if affine is None else affine.mask
-        if gradient.dtype != array.dtype and array.dtype.itemsize == 2:
-            array = array.astype(np.float32)  # a wider dy must not lose digits, or overflow
-        array, view = _dense(array, mask is not None)
-        if view is not None and view_of(gradient, mask is not None) != view:
-            gradient = _like(gradient, array)
-        return _taken(x, array, view, mask), _taken(dy, gradient, view)
+        mask, given = None if affine is None else affine.mask, x
+        if dy.dtype != x.dtype and x.dtype.itemsize == 2:
+            x = x.astype(np.float32)  # a wider dy must not lose digits, or overflow
+        _, view, flat, valid = _dense(x, mask)
+        if view is None:
+            of_dy = None
+        elif view_of(dy, mask is not None) == view:
+            of_dy = view.of(dy)
+        else:
+            of_dy = np.empty(view.shape, view.dtype)
+            np.copyto(view.whole(of_dy, x), dy, casting="same_kind")
+        return Dense(given, view, flat, valid), Dense(dy, view, of_dy)
 
     def moments(self, x: Dense, labels: Labels | None = None) -> Moments:
         channels, count = x.given.shape[1], 0 if x.view is None else x.view.values
@@ -213,10 +224,9 @@ class NumpySteps(Operations):
         self, step: str, out: Any, x: Dense, sources: Sequence[Array], norm: Norm, *numbers: Any
     ) -> Any:
         """What a kernel writes for each element of x: `out`, or a new array like x."""
-        result = self.empty_like(x.given) if out is None else out
-        if x.view is None:
-            return result
-        array, view = self.array(result), x.view
+        array, view = np.empty_like(x.given) if out is None else out, x.view
+        if view is None:
+            return array
         in_place = view_of(array, x.valid is not None) == view and (
             out is None or not any(map(_overlaps, sources, repeat(array)))
         )
@@ -225,7 +235,7 @@ class NumpySteps(Operations):
         if not in_place:
             with _quiet():  # too large for float16: infinite
                 np.copyto(array, view.whole(target, array), casting="unsafe")
-        return result
+        return array
 
     def _run(
         self, step: str, x: Dense, arrays: Sequence[Array], norm: Norm | None, *numbers: Any
@@ -268,10 +278,8 @@ class View(NamedTuple):
         native = like.dtype.newbyteorder("=")
         return array.view(native) if self.dtype.kind in "iu" else array
 
-    def of_mask(self, mask: Array | None, shape: tuple[int, ...]) -> Array | None:
+    def of_mask(self, mask: Array, shape: tuple[int, ...]) -> Array:
         """A copy of a bool mask, `(N, 1, *spatial)` or 1 for any axis: uint8, (A, B), or (A,)."""
-        if mask is None:
-            return None
         whole = np.broadcast_to(mask, (shape[0], 1, *shape[2:])).transpose(self.axes)
         valid = np.array(whole, np.uint8, order="C")
         return valid.reshape(-1) if self.inner else valid.reshape(self.shape[0], -1)
@@ -284,33 +292,30 @@ _ROWS = {step: getattr(rows, f"rows_{step}") for step in _STEPS}
 
 def view_of(x: Array, masked: bool = False) -> View | None:
     """None where kernels can't use the array in place."""
-    return _view(x.shape, x.strides, x.dtype, masked) if x.flags.aligned else None
+    return view_of_strides(x.shape, x.strides, x.dtype, masked) if x.flags.aligned else None
 
 
-def _dense(array: Array, masked: bool) -> tuple[Array, View | None]:
-    """`array`, or a dense copy that kernels can use, and its view; that of no elements is None."""
-    if 0 in array.shape:
-        return array, None
-    view = view_of(array, masked)
+def _dense(x: Array, mask: Array | None = None) -> Dense:
+    """x as kernels take it: its memory, or that of a dense copy."""
+    if 0 in x.shape:
+        return Dense(x, None, None)
+    array, masked = x, mask is not None
+    view = view_of(x, masked)
     if view is None:
-        native = array.dtype.newbyteorder("=")
+        native = x.dtype.newbyteorder("=")
         dtype = np.float32 if _kernel_dtype(native) is None else native
-        array = np.array(array, dtype, order="K")
+        array = np.array(x, dtype, order="K")
         view = view_of(array, masked)
         assert view is not None
-    return array, view
-
-
-def _taken(given: Any, array: Array, view: View | None, mask: Array | None = None) -> Dense:
-    if view is None:
-        return Dense(given, None, None)
-    return Dense(given, view, view.of(array), view.of_mask(mask, array.shape))
+    valid = None if mask is None else view.of_mask(mask, x.shape)
+    return Dense(x, view, view.of(array), valid)
 
 
 @lru_cache(maxsize=1024)
-def _view(
+def view_of_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], masked: bool
 ) -> View | None:
+    """`view_of` for an array with elements, aligned, of these strides in bytes."""
     kernel_dtype = _kernel_dtype(dtype)
     layout = layout_of_strides(shape, strides, dtype.itemsize)
     if kernel_dtype is None or layout is None:
@@ -339,13 +344,6 @@ def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     return np.dtype(np.int16) if has_half() else None
 
 
-def _like(other: Array, x: Array) -> Array:
-    """A copy of `other` in the dtype and layout of x."""
-    copy = np.empty_like(x)
-    np.copyto(copy, other, casting="same_kind")
-    return copy
-
-
 def _overlaps(target: Array, source: Array) -> bool:
     """Whether they share memory, but not element by element."""
     return np.may_share_memory(target, source) and target.ctypes.data != source.ctypes.data
@@ -368,15 +366,6 @@ def wide(values: Array | None) -> Array:
     if values.dtype == _BFLOAT16_BITS:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float64)
-
-
-def rounded(values: Array, dtype: np.dtype[Any]) -> Array:
-    """A copy of float64 `values` in `dtype`."""
-    if dtype != _BFLOAT16_BITS:
-        return values.astype(dtype)
-    bits = values.astype(np.float32).view(np.uint32)
-    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # even
-    return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
 
 
 OPERATIONS = NumpySteps()

@@ -9,7 +9,7 @@ parts may have any sizes, also none. Formulas and errors are those of `syncbn_co
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -169,8 +169,7 @@ class _Synchronized(PyLayer):  # type: ignore[misc]
     def forward(
         ctx: Any, x: Any, weight: Any, bias: Any, layer: SyncBatchNorm, communicator: Any
     ) -> Any:
-        dtype = str(x.dtype).removeprefix("paddle.")
-        exchange = Exchange(communicator, layer.full_name, dtype, layer)
+        exchange = partial(Exchange, communicator, layer.full_name, layer=layer)
         affine = [None if own is None else own.detach() for own in (weight, bias)]
         settings = {"eps": layer._epsilon, "communicator": communicator, "exchange": exchange}
         y, saved = batch_norm_forward(x.detach(), *affine, **settings)

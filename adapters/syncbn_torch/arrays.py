@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ __all__ = [
     "MEMORY",
     "PLAIN_CLASSES",
     "START",
-    "array_of",
     "as_tensor",
     "empty_like",
     "huge_pages_on_request",
@@ -74,57 +72,54 @@ def _has_half() -> bool:
     return import_module("syncbn_core._kernels.cpu.numerics").has_half()  # type: ignore[no-any-return]
 
 
-def array_of(tensor: Tensor | None, written: bool = False) -> Any:
-    """The memory of a plain CPU tensor as a NumPy array; bfloat16 as its bits, in uint16.
+# strides of a tensor without gaps, the shape of its view, dtype, bytes
+Form = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any], int]
 
-    The caller keeps the tensor alive. None for None. A copy, if the memory does not hold the
-    values, or `StateError` if it is to be `written`. `StateError`, too, if the storage was freed or
-    is too small.
+
+def views_of(
+    tensors: Sequence[Tensor | None], forms: Sequence[Form]
+) -> tuple[list[Tensor | None], list[Any]]:
+    """`(tensors, their memory)`, with a copy in place of each tensor that does not lie in its form.
+
+    `forms`: of those that are not None. Memory is aligned. The caller keeps the tensors alive.
+    Raises `StateError` if a storage was freed or is too small.
     """
-    if tensor is None:
-        return None
-    contiguous = tensor.is_contiguous()
-    whole = contiguous and not tensor.storage_offset()
-    if not (whole and tensor.untyped_storage().nbytes() == tensor.nbytes):
-        _check_extent(tensor)
-    dtype = DTYPES[tensor.dtype]
-    # torch negates some views on each read, and some zeros have no memory
-    if tensor.is_neg() or tensor._is_zerotensor():
-        if written:
-            raise StateError(
-                "expected running statistics whose memory holds their values, got a negated or "
-                "implicit tensor; replace it by its clone().resolve_neg()"
-            )
-        copy = tensor.detach().resolve_neg().clone()
-        return (copy.view(torch.int16) if dtype == np.uint16 else copy).numpy().view(dtype)
-    strides = None if contiguous else [dtype.itemsize * stride for stride in tensor.stride()]
-    return np.ndarray(tensor.shape, dtype, MEMORY, tensor.data_ptr() - START, strides)
-
-
-Form = tuple[tuple[int, ...], np.dtype[Any], int]  # shape, dtype, bytes
-
-
-def views_of(tensors: Sequence[Tensor | None], forms: Sequence[Form]) -> list[Any] | None:
-    """The memory of dense tensors, each in its form, or None if some is gone or not aligned.
-
-    `forms`: of those that are not None.
-    """
+    held, known = list(tensors), iter(forms)
     views: list[Any] = []
-    known = iter(forms)
-    for tensor in tensors:
+    for n, tensor in enumerate(tensors):
         if tensor is None:
             views.append(None)
             continue
-        (shape, dtype, size), place = next(known), tensor.data_ptr()
+        (strides, shape, dtype, size), place = next(known), tensor.data_ptr()
         end = tensor.storage_offset() * dtype.itemsize + size
-        if tensor.untyped_storage().nbytes() < end or place % dtype.itemsize:
-            return None
+        if (
+            tensor.stride() != strides
+            or tensor.untyped_storage().nbytes() < end
+            or place % dtype.itemsize
+            or tensor.is_neg()
+            or tensor._is_zerotensor()
+        ):
+            held[n] = tensor = _in_form(tensor, strides)
+            place = tensor.data_ptr()
         views.append(np.ndarray(shape, dtype, MEMORY, place - START))
-    return views
+    return held, views
+
+
+def _in_form(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """`tensor`, or a copy of it that has memory of these strides."""
+    _check_extent(tensor)
+    own = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    in_order = all(size == 1 or a == b for size, a, b in own)
+    # torch negates some views on each read, and some zeros have no memory
+    lazy = tensor.is_neg() or tensor._is_zerotensor()
+    if in_order and not lazy and not tensor.data_ptr() % tensor.element_size():
+        return tensor
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
-    """A tensor that shares memory with what `array_of` gives for tensors of `dtype`."""
+    """A tensor of `dtype` that shares memory with `array`, in which bfloat16 is uint16."""
     if dtype is torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(dtype)
     return torch.from_numpy(array)
@@ -132,21 +127,12 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
 
 def _check_extent(tensor: Tensor) -> None:
     """Raise `StateError` if the storage of a strided CPU tensor ends before its last element."""
-    held = tensor.untyped_storage().nbytes()
-    if tensor.is_contiguous():
-        due = tensor.nbytes
-        if held >= due and not tensor.storage_offset():
-            return
-    elif tensor.numel() == 0:
+    if not tensor.numel() or tensor._is_zerotensor():
         return
-    else:
-        strides = tensor.stride()
-        last = sum(map(mul, tensor.shape, strides)) - sum(strides)  # sum((n - 1) * stride)
-        due = (last + 1) * tensor.element_size()
-    offset = tensor.storage_offset()
-    if offset and due:
-        due += int(offset) * tensor.element_size()
-    if held >= due or tensor._is_zerotensor():
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum([(size - 1) * stride for size, stride in steps])
+    due, held = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if held >= due:
         return
     shape = tuple(tensor.shape)
     if held == 0:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -52,7 +51,7 @@ from syncbn_torch.checks import check_operands, checked_running, refuse_transfor
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import checked_mask, filled, zeroed
 from syncbn_torch.module_names import name_of
-from syncbn_torch.plan import planned, steps_by_plan
+from syncbn_torch.plan import kept_steps, planned, unwatched
 from syncbn_torch.process_group import group_of, is_communicator
 from syncbn_torch.processes import processes_of
 
@@ -95,25 +94,26 @@ def always_ours(on: bool = True) -> Iterator[None]:
 
 def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Normalize x and update the running statistics; see `_SynchronizedBatchNorm.forward`."""
-    if layer._plans:
-        try:
-            call = planned(layer, x, mask)
-            if call is not None:
-                return node.batch_norm(*call)[0][0]
-        except ERRORS_OF_INPUT as error:
-            add_name(layer, error)
-            raise
-    if uses_running_statistics(layer):
-        return eval_batch_norm(layer, x, mask)
-    sync = layer._replica_sync
-    processes = None if sync is not None else members_of(layer, x)
-    if sync is None and processes is None and mask is None and not takes_node(layer, x):
-        tracks = layer.track_running_stats
-        changed = layer._last_forward_tracked is not tracks
-        if layer.training and (changed or backward_task() != -1) and not _updates(layer, tracks):
-            return activated(_recomputed(layer, x), layer._activation)
-        return activated(by_torch(layer, x), layer._activation)
     try:
+        call = planned(layer, x, mask) if layer._plans else None
+        if call is not None:
+            known, part, processes = call
+            if processes is not None or mask is not None or takes_node(layer, x):
+                return node.batch_norm(known, [part], layer._rule, processes)[0][0]
+        if uses_running_statistics(layer):
+            return eval_batch_norm(layer, x, mask)
+        sync = layer._replica_sync
+        processes = None if sync is not None else members_of(layer, x)
+        if sync is None and processes is None and mask is None and not takes_node(layer, x):
+            tracks = layer.track_running_stats
+            changed = layer._last_forward_tracked is not tracks
+            if (
+                layer.training
+                and (changed or backward_task() != -1)
+                and not _updates(layer, tracks)
+            ):
+                return activated(_recomputed(layer, x), layer._activation)
+            return activated(by_torch(layer, x), layer._activation)
         if records_a_graph():
             _refuse_to_be_recorded(layer, sync is None and processes is None)
         if type(x) is not Tensor and _is_named_subclass(x):
@@ -122,8 +122,7 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
         if sync is not None:
             return sync.forward(layer, x, mask)  # type: ignore[no-any-return]
         part, zeros, steps = checked_part(layer, x, processes, mask)
-        if processes is not None and steps is _cpu():
-            steps = steps_by_plan(layer, x, mask, part) or steps
+        steps = steps or kept_steps(layer, part)
         (y,), _ = node.batch_norm(steps, [part], layer._rule, processes)
         return y if zeros is None else zeroed(y, zeros)
     except ERRORS_OF_INPUT as error:
@@ -322,10 +321,11 @@ def checked_part(
     processes: Exchange | None,
     mask: Tensor | None = None,
     operations: Operations | None = None,
-) -> tuple[order.Part, Tensor | None, Operations]:
+) -> tuple[order.Part, Tensor | None, Operations | None]:
     """The part of a layer with input x, the mask outside of which y is still to be 0, the steps.
 
-    `operations`: None for those that suit x. Raises the errors of a layer's forward.
+    `operations`: None for those that suit x. The steps are None on a CPU, where `plan` makes them.
+    Raises the errors of a layer's forward.
     """
     affine = Affine(layer.weight, layer.bias)  # read once: nn.Module's lookup is slow
     operations, running = operations or operations_for(x), checked_running(layer)
@@ -339,15 +339,13 @@ def checked_part(
     else:
         if is_watched():
             operations = plain.DIFFERENTIABLE
-        if running is not None:  # without telling graphs of torch's layer that have saved them
-            mean, var = (None if t is None else t.data for t in running[:2])
-            running = running._replace(mean=mean, var=var)
+        if running is not None:
+            running = unwatched(running)
     valid: Any = None
     if mask is not None:
         mask = checked_mask(mask, x)
-        if operations.takes_masks:
-            valid = mask.as_subclass(Tensor).numpy().copy()  # it may change before backward
-            mask = None
+        if operations is None:  # a copy: it may change before backward
+            valid, mask = mask.as_subclass(Tensor).numpy().copy(), None
         else:
             x, valid = filled(x, mask, x.is_cpu and operations is not plain.DIFFERENTIABLE)
     return order.Part(x, affine, running, valid, None, x.device), mask, operations
@@ -378,18 +376,11 @@ def _refuse_to_be_recorded(layer: LayerState, alone: bool) -> None:
     )
 
 
-def operations_for(x: Tensor) -> Operations:
-    """The implementation of the steps for tensors like x."""
+def operations_for(x: Tensor) -> Operations | None:
+    """The implementation of the steps for tensors like x; None on a CPU, see `plan`."""
     if arrays.supports(x):
-        return _cpu()
+        return None
     return cuda.OPERATIONS if cuda.supports(x) else plain.OPERATIONS
-
-
-@cache
-def _cpu() -> Operations:
-    """Imported on first use: importing Numba doubles the import time."""
-    operations: Operations = import_module("syncbn_torch.backends.cpu").OPERATIONS
-    return operations
 
 
 def uses_running_statistics(layer: LayerState) -> bool:

@@ -23,7 +23,7 @@ from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import ArgumentError, StateError
 from syncbn_core.exchange import Exchange
 from syncbn_core.moments import Moments, NormRule
-from syncbn_core.steps import Affine, Norm
+from syncbn_core.steps import Affine, Norm, Operations
 from syncbn_torch._torch_private import exporting, records_a_graph, untraced
 from syncbn_torch.arrays import HALVES
 from syncbn_torch.backends import plain
@@ -34,11 +34,11 @@ from syncbn_torch.forward import (
     batch_norm,
     by_running_statistics,
     checked_part,
-    operations_for,
     uses_running_statistics,
 )
 from syncbn_torch.layer_state import LayerState, give_number
 from syncbn_torch.module_names import name_of
+from syncbn_torch.plan import host_steps, kept_steps, planned
 from syncbn_torch.process_group import checked_process_group
 from syncbn_torch.processes import processes_of
 from syncbn_torch.traced import traced_batch_norm
@@ -177,9 +177,14 @@ class InPlaceABN(ABN):
             return self._applied.apply_(by_running_statistics(self, input, weight))
         self._check_may_be_overwritten(input)
         try:
-            processes = processes_of(self, input)
-            part = checked_part(self, input, processes)[0]._replace(out=input)
-            y: Tensor = _InPlace.apply(input, weight, self.bias, (part, processes), self)
+            call = planned(self, input, None)
+            if call is None:
+                processes = processes_of(self, input)
+                part, _, steps = checked_part(self, input, processes)
+                if steps is plain.DIFFERENTIABLE:  # this node is not differentiated
+                    steps = plain.OPERATIONS
+                call = steps or kept_steps(self, part), part, processes
+            y: Tensor = _InPlace.apply(input, weight, self.bias, call, self)
         except ERRORS_OF_INPUT as error:
             add_name(self, error)
             raise
@@ -259,14 +264,14 @@ class _InPlace(Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        call: tuple[order.Part, Exchange | None],
+        call: tuple[Operations, order.Part, Exchange | None],
         layer: InPlaceABN,
     ) -> Tensor:
-        activation, do, rule = layer._applied, operations_for(x), layer._rule
-        own = call[0]._replace(affine=Affine(weight, bias))
+        activation, rule, (do, part, processes) = layer._applied, layer._rule, call
+        own = part._replace(affine=Affine(weight, bias), out=x)
         if activation.name == "leaky_relu":  # in the pass that normalizes
             rule = rule._replace(activation="leaky_relu", negative_slope=activation.param)
-        _, known = order.forward(do, [own], rule, call[1])
+        _, known = order.forward(do, [own], rule, processes)
         if rule.activation is None:
             activation.apply_(x)
         ctx.mark_dirty(x)
@@ -309,12 +314,14 @@ class _InPlace(Function):
         # where clamped, dx does not depend on the sum of dy * xhat
         scale = torch.stack([factor, factor if clamped is None else factor * ~clamped])
         rows = torch.cat([count, b, count * w * w, count])[None]
-        steps: Any = plain.OPERATIONS  # on a GPU only `forward` fills a table
+        affine = Affine(ones if weight is None else weight)
         numbers: Any = (rows, scale)
+        do: Any = plain.OPERATIONS  # on a GPU only `forward` fills a table
         if not isinstance(statistics.table, Tensor):
-            steps, numbers = known.steps, (rows.numpy(), scale.numpy())
-        layer = steps.statistics(Moments(numbers[0], statistics.count), _ALIKE)
-        _, affine, _ = known.steps.take(z, Affine(ones if weight is None else weight), None)
+            do, numbers = host_steps(order.Part(z, affine)), (rows.numpy(), scale.numpy())
+            known = known._replace(steps=do)
+        layer = do.statistics(Moments(numbers[0], statistics.count), _ALIKE)
+        _, affine, _ = known.steps.take(z, affine, None)
         known = known._replace(norms=[Norm(layer, affine, rule_of_y)], scale=numbers[1])
         (dx,), (sums,) = order.backward(known, [z], [dz])
         assert dx is not None

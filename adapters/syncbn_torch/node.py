@@ -11,7 +11,6 @@ or dy has a tangent or is wrapped by a transform.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -41,8 +40,9 @@ def batch_norm(
     call = steps, parts, rule, processes
     if steps is plain.DIFFERENTIABLE or not torch.is_grad_enabled():
         return order.forward(*call)
-    affine = chain(*zip(*[part.affine for part in parts], strict=True))
-    *ys, known = BatchNormOfParts.apply(call, *[part.x for part in parts], *affine)
+    xs, affine = [part.x for part in parts], [part.affine for part in parts]
+    weights, biases = [own.weight for own in affine], [own.bias for own in affine]
+    *ys, known = BatchNormOfParts.apply(call, *xs, *weights, *biases)
     return ys, known
 
 
@@ -57,8 +57,9 @@ class BatchNormOfParts(Function):
         _, parts, rule, _ = call
         ys, ctx.known = order.forward(*call)
         ctx.valid = [part.valid for part in parts]
-        affine = [part.affine.for_backward(rule) for part in parts]
-        ctx.save_for_backward(*[part.x for part in parts], *chain(*zip(*affine, strict=True)))
+        kept = [part.affine.for_backward(rule) for part in parts]
+        weights, biases = [own.weight for own in kept], [own.bias for own in kept]
+        ctx.save_for_backward(*[part.x for part in parts], *weights, *biases)
         ctx.set_materialize_grads(False)
         return *ys, ctx.known
 
@@ -68,7 +69,7 @@ class BatchNormOfParts(Function):
             return _untraced_backward(ctx, *gradients)
         *dys, _ = gradients
         count = len(dys)
-        if ctx.known.exchange is None and all(dy is None for dy in dys):
+        if ctx.known.exchange is None and dys.count(None) == count:
             return (None,) * (1 + 3 * count)
         by_x, by_weight, by_bias = [ctx.needs_input_grad[1 + n * count :][:count] for n in range(3)]
         saved = ctx.saved_tensors  # read only once: checkpointing raises the second time

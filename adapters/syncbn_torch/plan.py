@@ -17,14 +17,13 @@ from torch import Tensor
 
 from syncbn_core import order
 from syncbn_core.exchange import Exchange
-from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Operations, RunningStatistics
 from syncbn_torch._torch_private import backward_task, is_watched, like
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import checked_mask
 from syncbn_torch.processes import processes_of
 
-__all__ = ["Plan", "call_of", "planned", "steps_by_plan"]
+__all__ = ["Plan", "call_of", "host_steps", "kept_steps", "planned", "unwatched"]
 
 Key = tuple[Any, ...]
 Call = tuple[Key, Sequence[Tensor], Sequence[Tensor | None]]
@@ -41,7 +40,7 @@ class Plan(NamedTuple):
     steps: Operations
 
 
-def call_of(layer: LayerState, x: Any, mask: Tensor | None) -> Call | None:
+def call_of(layer: LayerState, x: Any, mask: Any) -> Call | None:
     """What checks and the choice of steps read: `(key, tensors, weight and so on, or None)`.
 
     None for calls that are decided each time, since other code may see or change what they do.
@@ -65,6 +64,7 @@ def call_of(layer: LayerState, x: Any, mask: Tensor | None) -> Call | None:
         kind,
         torch.is_grad_enabled(),
         mask is None,
+        layer.training,
         layer.num_features,
         layer.track_running_stats,
         *[t is None for t in state],
@@ -80,8 +80,8 @@ def _holds_its_tensors(kind: type) -> bool:
 
 def planned(
     layer: LayerState, x: Any, mask: Tensor | None
-) -> tuple[Operations, list[order.Part], NormRule, Exchange] | None:
-    """What `node.batch_norm` takes, by a plan that the layer has for such calls; or None."""
+) -> tuple[Operations, order.Part, Exchange | None] | None:
+    """The steps, operands and processes of a call like one for which the layer has a plan."""
     call = call_of(layer, x, mask)
     if call is None:
         return None
@@ -91,27 +91,34 @@ def planned(
             break
     else:
         return None
-    processes = processes_of(layer, x)
-    if processes is None:
-        return None
-    running = valid = None
-    if layer.track_running_stats:
+    processes, running, valid = processes_of(layer, x), None, None
+    if layer.track_running_stats and layer.training:
         running = RunningStatistics(mean, var, counter, layer.momentum)
+        if processes is None:
+            running = unwatched(running)
     if mask is not None:  # it may change before backward
         valid = checked_mask(mask, x).as_subclass(Tensor).numpy().copy()
     part = order.Part(x, Affine(weight, bias), running, valid)
-    return plan.steps, [part], layer._rule, processes
+    return plan.steps, part, processes
 
 
-def steps_by_plan(
-    layer: LayerState, x: Tensor, mask: Tensor | None, part: order.Part
-) -> Operations | None:
-    """Those of a new plan, which the layer keeps, for this checked call of a host; or None."""
-    call = call_of(layer, x, mask)
-    if call is None:
-        return None
+def unwatched(running: RunningStatistics) -> RunningStatistics:
+    """These, of which no graph of torch's layer that has saved them is told."""
+    mean, var = [None if t is None else t.data for t in running[:2]]
+    return running._replace(mean=mean, var=var)
+
+
+def host_steps(part: order.Part) -> Operations:
+    """The steps for a part on a CPU that has been checked, and for what is like it."""
     host = import_module("syncbn_torch.backends.cpu")  # on first use: it imports Numba
-    steps: Operations = host.PlannedSteps(x, part.affine, part.running, mask is not None)
-    plan = Plan(call[0], like(call[1]), steps)
-    layer.__dict__["_plans"] = (plan, *layer._plans[: KEPT - 1])
+    masked = part.valid is not None
+    return host.TensorSteps(part.x, part.affine, part.running, masked)  # type: ignore[no-any-return]
+
+
+def kept_steps(layer: LayerState, part: order.Part) -> Operations:
+    """`host_steps`, which the layer keeps as a plan if calls like this one can be known."""
+    steps, call = host_steps(part), call_of(layer, part.x, part.valid)
+    if call is not None:
+        plan = Plan(call[0], like(call[1]), steps)
+        layer.__dict__["_plans"] = (plan, *layer._plans[: KEPT - 1])
     return steps

@@ -63,8 +63,9 @@ def _cupy() -> Any:
 
 def device_of(array: Array) -> AbstractContextManager[Any]:
     """Context manager: the device of a CuPy array is current, as CuPy's operations need it."""
-    device: AbstractContextManager[Any] = array.device if _is_cupy(array) else nullcontext()
-    return device
+    if type(array) is np.ndarray or not _is_cupy(array):
+        return nullcontext()
+    return array.device  # type: ignore[no-any-return]
 
 
 def to_numpy(array: Any) -> Any:

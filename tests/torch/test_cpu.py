@@ -14,7 +14,7 @@ from syncbn_torch import SyncBatchNorm
 from syncbn_torch.backends import cpu
 from syncbn_torch.forward import always_ours
 
-OURS, RULE = cpu.OPERATIONS, NormRule()
+RULE = NormRule()
 
 
 def negated(x: Tensor) -> Tensor:
@@ -69,18 +69,20 @@ def test_any_memory_gives_what_dense_memory_gives(which: str, kind: str) -> None
     results = []
     for operands in (given, dense):
         x, dy, weight = operands["x"], operands["dy"], operands["weight"]
-        (own, affine, _), pair = OURS.take(x, Affine(weight, weight), None), OURS.take_pair(x, dy)
-        statistics = OURS.statistics(OURS.moments(own), RULE)
+        ours = cpu.TensorSteps(x, Affine(weight, weight), None, masked=False)
+        own, affine, _ = ours.take(x, Affine(weight, weight), None)
+        pair = ours.take_pair(x, dy, affine)
+        statistics = ours.statistics(ours.moments(own), RULE)
         norm = Norm(statistics, affine, RULE)
-        y = OURS.forward(own, norm)
-        alone = OURS.backward_reduce(*pair, norm)
-        sums = OURS.serial.backward_reduce(*pair, norm)
+        y = ours.forward(own, norm)
+        alone = ours.backward_reduce(*pair, norm)
+        sums = ours.serial.backward_reduce(*pair, norm)
         exchanged = np.array(sums.exchange)
-        dx = OURS.serial.backward_input(*pair, norm, exchanged)
-        again = OURS.serial.forward(own, norm)
+        dx = ours.serial.backward_input(*pair, norm, exchanged)
+        again = ours.serial.forward(own, norm)
         np.testing.assert_array_equal(alone.exchange, sums.exchange)
         torch.testing.assert_close(again, y)
-        np.testing.assert_allclose(OURS.serial.moments(own).mean, statistics.mean)
+        np.testing.assert_allclose(ours.serial.moments(own).mean, statistics.mean)
         results.append([y, dx, torch.from_numpy(exchanged), alone.grad_weight, alone.grad_bias])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)

@@ -24,6 +24,7 @@ from syncbn_torch.activations import NONE, Activation, activated
 from syncbn_torch.backends import plain
 from syncbn_torch.data_parallel.contexts import Place
 from syncbn_torch.masks import zeroed
+from syncbn_torch.plan import host_steps
 from syncbn_torch.streams import of_replicas
 
 __all__ = ["STATE", "PartOfReplica", "of_all_replicas"]
@@ -93,15 +94,17 @@ def of_all_replicas(messages: Sequence[tuple[Hashable, Any]]) -> list[tuple[Hash
 def _batch_norm(place: Place, parts: Group) -> Results:
     layer, groups = parts[0].layer, _of_one_kind(parts)
     xs = [_joined(group, layout) for layout, group in groups]
-    processes, steps = forward.members_of(layer, xs[0]), {forward.operations_for(x) for x in xs}
-    do = steps.pop() if len(steps) == 1 else plain.OPERATIONS
+    processes, found = forward.members_of(layer, xs[0]), [forward.operations_for(x) for x in xs]
+    do = found[0]
+    if len(xs) > 1 and (do is None or len({*found}) > 1):  # those of a CPU are for one kind of x
+        do = plain.OPERATIONS
     hooked = True in [part.hooked for part in parts]
     made: list[tuple[order.Part, Tensor | None]] = []
     with _saving(place, groups if hooked else [], xs):
         for (_, group), x in zip(groups, xs, strict=True):
             own, mask = group[0].layer, _joined_mask(group)
             try:
-                part, zeros, _ = forward.checked_part(own, x, processes, mask, operations=do)
+                part, zeros, steps = forward.checked_part(own, x, processes, mask, do)
             except forward.ERRORS_OF_INPUT as error:
                 others = CommAborted(f"{place.name}: another replica has failed")
                 return {id(p): (error if p is group[0] else others, NONE, None) for p in parts}
@@ -120,7 +123,9 @@ def _batch_norm(place: Place, parts: Group) -> Results:
             if left[0] in ("silu", "hardswish"):  # others keep results, which may be overwritten
                 y, left = activated(y, left), NONE
             return _results(place, groups, [y], left, [None])
-        ys, known = node.batch_norm(do, [part for part, _ in made], layer._rule, processes)
+        ys, known = node.batch_norm(
+            steps or host_steps(part), [part for part, _ in made], layer._rule, processes
+        )
         pairs = zip(ys, made, strict=True)
         ys = [y if zeros is None else zeroed(y, zeros) for y, (_, zeros) in pairs]
         return _results(place, groups, ys, NONE, known.norms)

@@ -31,6 +31,7 @@ from syncbn_torch.data_parallel.joined import STATE, PartOfReplica, of_all_repli
 from syncbn_torch.forward import checked_part, refuse_kind
 from syncbn_torch.masks import checked_mask, zeroed
 from syncbn_torch.module_names import name_of
+from syncbn_torch.plan import host_steps
 from syncbn_torch.streams import stream_of
 
 __all__ = ["ReplicaSync", "Unconnected"]
@@ -84,7 +85,7 @@ class ReplicaSync:
         if hooked:
             with torch.no_grad(), without_dispatch_modes():
                 part, _, steps = checked_part(layer, x, None, mask)
-                moments = _bits(_taken(steps, part)[1].rows[:, :-1])
+                moments = _bits(_taken(steps or host_steps(part), part)[1].rows[:, :-1])
             x = SaveInput.apply(x, kept)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooked
         saved = kept[0] if kept and x.requires_grad else None
@@ -107,7 +108,8 @@ class ReplicaSync:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         with torch.no_grad(), without_dispatch_modes():
-            part, zeros, do = checked_part(layer, x, None, mask)
+            part, zeros, steps = checked_part(layer, x, None, mask)
+            do = steps or host_steps(part)
             (own, affine, running), moments = _taken(do, part)
             norm, shared = self._earlier(moments)
             # before x is saved, where a checkpoint may end
