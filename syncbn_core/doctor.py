@@ -167,9 +167,9 @@ def cuda_takes() -> str:
 def _cpu_cache() -> str:
     if _jit_disabled():
         return "none: NUMBA_DISABLE_JIT"
-    from syncbn_core._kernels.cpu.numerics import share
+    from syncbn_core._kernels.cpu.channels import fill_table
 
-    return _described(share._cache.folder)
+    return _described(fill_table._cache.folder)
 
 
 def _cuda_cache() -> str:

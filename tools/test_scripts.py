@@ -46,6 +46,16 @@ def test_benchmark_of_masks(tmp_path: Path) -> None:
     assert len(json.loads(path.read_text(encoding="utf-8"))["rows"]) == 32
 
 
+def test_benchmark_of_first_steps(tmp_path: Path) -> None:
+    each = ["--cases", "planes", "--rounds", "1", "--against", str(ROOT)]
+    done = run("cold.py", *each, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("cold-*.json")
+    for found in json.loads(path.read_text(encoding="utf-8"))["cases"]["planes"].values():
+        assert found["seconds"] > 0
+        assert found["functions"] > found["files"] > 0
+
+
 def test_benchmark_of_networks(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("timm")

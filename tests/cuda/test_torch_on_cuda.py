@@ -228,7 +228,6 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     mode = torch.get_deterministic_debug_mode()
     with pytest.MonkeyPatch.context() as patch, always_ours():
         patch.setattr("syncbn_torch.forward.operations_for", operations_for)
-        patch.setattr("syncbn_torch.inplace.operations_for", operations_for)
         patch.setattr(TensorArrays, "page_locked", gpu.page_locked)
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
