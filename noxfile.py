@@ -348,7 +348,8 @@ def tests_oldest(session: nox.Session) -> None:
     install(session, *oldest, "-e", ".[torch]", *groups("test"), options=options)
     kept_numba_cache(session, "oldest")
     # what depends on them: the kernels, and how arrays and tensors are read
-    names = ("dlpack", "functional", "half_precision", "kernels", "layers", "layout", "moments")
+    names = ("dlpack", "functional", "half_precision", "kernels", "layers", "layout", "linking")
+    names += ("moments",)
     core = [f"tests/core/test_{name}.py" for name in names]
     torch = [f"tests/torch/test_{name}.py" for name in ("arrays", "core_with_tensors", "cpu")]
     session.run("pytest", *(session.posargs or [*SIDE_BY_SIDE, *core, *torch]))

@@ -69,6 +69,12 @@ def first_step(tree: Path, case: str) -> dict[str, float]:
     return {"seconds": seconds, "functions": functions, "files": files}
 
 
+def revision(tree: Path) -> str:
+    """The commit of a tree, such as "1b30a36", with "+" if files have changed since."""
+    git = ["git", "-C", str(tree), "describe", "--always", "--dirty=+"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
@@ -87,7 +93,8 @@ def main() -> None:
             middle = {key: statistics.median(step[key] for step in each) for key in each[0]}
             steps[name] = middle
             print(f"{case:20} {name:8}", *[f"{key} {value:.3g} " for key, value in middle.items()])
-    print(write(given.output, "cold-DATE", {"rounds": given.rounds}, cases=found))
+    facts = {"rounds": given.rounds, "revisions": {name: revision(t) for name, t in trees.items()}}
+    print(write(given.output, "cold-DATE", facts, cases=found))
 
 
 if __name__ == "__main__":

@@ -173,14 +173,16 @@ def merged(counts: Array, means: Array, m2s: Array) -> tuple[Array, Array]:
         return mean, (m2s + counts * deviations * deviations).sum(0)
 
 
-def mean_gradients(sums: Array, count: int, clamped: Array | None) -> tuple[Array, Array]:
-    """`(sum_dy / n, sum_dy_xhat / n)`, each `(C,)`: the terms that backward subtracts.
+def mean_gradients(sums: Array, count: int, clamped: Array | None) -> Array:
+    """`sum_dy / n` and `sum_dy_xhat / n`, `(2, C)`: the terms that backward subtracts.
 
     `sums`: `(2, C)`, `sum(dy)` and `sum(dy * xhat)`, times weight, over all members. `count`: n.
     `clamped`: from `NormRule.clamped`; the second term is 0 in these channels.
     """
-    mean_dy, mean_dy_xhat = sums / max(count, 1)
-    return mean_dy, mean_dy_xhat if clamped is None else np.where(clamped, 0.0, mean_dy_xhat)
+    means = sums / max(count, 1)
+    if clamped is not None:
+        means[1][clamped] = 0.0
+    return means
 
 
 def merged_rows(rows: Array) -> tuple[Array, Array, Array]:

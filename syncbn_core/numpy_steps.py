@@ -21,7 +21,6 @@ from syncbn_core._kernels.cpu import channels, planes, rows
 from syncbn_core._kernels.cpu.activations import activation_of
 from syncbn_core._kernels.cpu.launch import launch, most_threads
 from syncbn_core._kernels.cpu.numerics import has_half
-from syncbn_core._kernels.cpu.row_blocks import joined
 from syncbn_core.labels import Labels
 from syncbn_core.layout import layout_of_strides, writable_view
 from syncbn_core.moments import (
@@ -135,10 +134,8 @@ class NumpySteps(Operations):
         if x.valid is not None:
             count = int(np.count_nonzero(x.valid))
         if count:
-            row = rows[0]
-            row[0] = count
-            numbers = x.valid, row[1 : 1 + channels], row[1 + channels : -1]
-            self._run("moments", x, [x.flat], None, *numbers)
+            rows[0, 0] = count
+            self._run("sums", x, None, None, rows[0, 1:-1].reshape(2, channels))
         return Moments(rows, count)
 
     def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
@@ -146,7 +143,7 @@ class NumpySteps(Operations):
         if len(parts) > 1:
             rows = np.concatenate([part.rows for part in parts])
             total = Moments(np.zeros((1, rows.shape[1])), total_count(parts))
-            channels.merge(rows, total.rows[0])
+            channels.fill_table(rows, total.rows[0], -1.0, False)  # moments alone
         return total
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
@@ -158,7 +155,7 @@ class NumpySteps(Operations):
     def forward(
         self, x: Dense, norm: Norm, running: RunningStatistics | None = None, out: Any = None
     ) -> Any:
-        y = self._written("normalize", out, x, [x.flat], norm)
+        y = self._written(out, x, None, norm, None)
         if running is not None:
             self.update_running(running, norm.statistics)
         return y
@@ -180,7 +177,7 @@ class NumpySteps(Operations):
         weight, _, dtype, _ = norm.affine
         sums = np.zeros((2, x.given.shape[1]))
         if x.view is not None:
-            self._run("backward_reduce", x, [x.flat, dy.flat], norm, x.valid, *sums)
+            self._run("sums", x, dy, norm, sums)
         with _quiet():
             grad_bias, grad_weight = self.rounded(sums, dtype)
             return Sums(sums * weight if weight.size else sums, grad_weight, grad_bias)
@@ -199,8 +196,7 @@ class NumpySteps(Operations):
         statistics, _, rule = norm
         count = max(int(statistics.table[0]), 1)
         clamped = rule.clamped(statistics.m2 / count) if rule.mode == "clamp" else None
-        numbers = mean_gradients(total, count, clamped)
-        return self._written("backward_input", out, x, [x.flat, dy.flat], norm, *numbers)
+        return self._written(out, x, dy, norm, mean_gradients(total, count, clamped))
 
     def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
         table = statistics.table
@@ -220,39 +216,37 @@ class NumpySteps(Operations):
             values = [rounded(new, old.dtype) for new, old in vectors if old is not None]
         assign(targets, [*values, counted])
 
-    def _written(
-        self, step: str, out: Any, x: Dense, sources: Sequence[Array], norm: Norm, *numbers: Any
-    ) -> Any:
+    def _written(self, out: Any, x: Dense, dy: Dense | None, norm: Norm, means: Any) -> Any:
         """What a kernel writes for each element of x: `out`, or a new array like x."""
         array, view = np.empty_like(x.given) if out is None else out, x.view
         if view is None:
             return array
+        sources = [own.flat for own in (x, dy) if own is not None]
         in_place = view_of(array, x.valid is not None) == view and (
             out is None or not any(map(_overlaps, sources, repeat(array)))
         )
         target = view.of(array) if in_place else np.empty(view.shape, view.dtype)
-        self._run(step, x, sources, norm, x.valid, *numbers, target)
+        self._run("write", x, dy, norm, means, target)
         if not in_place:
             with _quiet():  # too large for float16: infinite
                 np.copyto(array, view.whole(target, array), casting="unsafe")
         return array
 
-    def _run(
-        self, step: str, x: Dense, arrays: Sequence[Array], norm: Norm | None, *numbers: Any
-    ) -> None:
-        """Run a kernel on arrays like x."""
+    def _run(self, step: str, x: Dense, dy: Dense | None, norm: Norm | None, *last: Any) -> None:
+        """Run a kernel: "sums" or "write", of forward without `dy`; of moments without `norm`."""
         view: Any = x.view
+        numbers: tuple[Any, ...] = None, None, None, None
         if norm is not None:
             statistics, (weight, bias, *_), rule = norm
-            mean, _, invstd = statistics.table[1:].reshape(3, -1)
             act = activation_of(rule.activation, rule.negative_slope)
-            numbers = mean, invstd, weight, bias, act, *numbers
+            numbers = statistics.table, weight, bias, act
         threads = self.threads() if view.values * x.given.shape[1] >= PARALLEL_SIZE else 1
-        before = (*arrays, view.inner, threads) if view.inner else arrays
+        how = (view.inner, threads) if view.inner else ()
+        arguments = x.flat, None if dy is None else dy.flat, *how, *numbers, x.valid, *last
         if threads == 1:
-            view.kernels[step].serial(*before, *numbers)
+            view.kernels[step].serial(*arguments)
         else:
-            launch(view.kernels[step], *before, *numbers)
+            launch(view.kernels[step], *arguments)
 
 
 class View(NamedTuple):
@@ -285,9 +279,8 @@ class View(NamedTuple):
         return valid.reshape(-1) if self.inner else valid.reshape(self.shape[0], -1)
 
 
-_STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
-_PLANES = {step: getattr(planes, f"planes_{step}") for step in _STEPS}
-_ROWS = {step: getattr(rows, f"rows_{step}") for step in _STEPS}
+_PLANES = {"sums": planes.planes_sums, "write": planes.planes_write}
+_ROWS = {"sums": rows.rows_sums, "write": rows.rows_write}
 
 
 def view_of(x: Array, masked: bool = False) -> View | None:
@@ -325,7 +318,7 @@ def view_of_strides(
     far = outer * channels * inner * dtype.itemsize > NEAR
     as_rows = inner <= SHORT and outer >= 8 and (far or outer >= inner) and not masked
     if inner == 1 or as_rows:  # with a mask, kernels for rows skip whole rows
-        repeats = 1 if masked else joined(outer, channels * inner)
+        repeats = 1 if masked else rows.joined(outer, channels * inner)
         together = (outer // repeats, channels * inner * repeats)
         return View(_ROWS, kernel_dtype, layout.axes, together, inner, outer * inner)
     apart = outer, channels, inner

@@ -3,7 +3,7 @@
 import platform
 import re
 import tracemalloc
-from itertools import product
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -13,8 +13,8 @@ import pytest
 from numba import types
 
 from syncbn_core import batch_norm_backward, batch_norm_forward, numpy_steps
-from syncbn_core._kernels.cpu import planes as cpu_planes
-from syncbn_core._kernels.cpu import row_parts
+from syncbn_core._kernels.cpu import elements
+from syncbn_core._kernels.cpu import rows as cpu_rows
 from syncbn_core._kernels.cpu.activations import activation_of
 from syncbn_core._kernels.cpu.numerics import has_half
 from syncbn_core.comm import SingleCommunicator
@@ -29,9 +29,10 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     original: Any = numpy_steps.NumpySteps._run
 
-    def run(steps: Any, step: str, x: Any, arrays: Any, norm: Any, *numbers: Any) -> None:
-        found.append(sum(a.nbytes for a in (*arrays, *numbers) if np.ndim(a) > 1))
-        original(steps, step, x, arrays, norm, *numbers)
+    def run(steps: Any, step: str, x: Any, dy: Any, norm: Any, *last: Any) -> None:
+        read = [x.flat] if dy is None else [x.flat, dy.flat]
+        found.append(sum(a.nbytes for a in (*read, *last[1:])))  # the last of two is written
+        original(steps, step, x, dy, norm, *last)
 
     monkeypatch.setattr(numpy_steps.NumpySteps, "_run", run)
     return found
@@ -71,36 +72,34 @@ def test_three_passes_forward_and_five_backward_in_the_dtype_of_x(
 
 # ------------------------------------------------------------------------------- vectors
 
-LOOPS = {
-    cpu_planes: "_sum _deviations _products _affine _gradient",
-    row_parts: "_add _add_deviations _add_products _affine _gradient",
-}
+NONE, WHOLE = types.none, types.int64
+MASKS = (NONE, types.Array(types.uint8, 1, "C"))
 
 
-MASKS = (types.none, types.Array(types.uint8, 1, "C"))
-
-
-def signature(function: Any, element: Any, number: Any, act: Any, valid: Any) -> tuple[Any, ...]:
-    """Types of the arguments, told by their names."""
-    rows = function.py_func.__module__ == row_parts.__name__
-    run, line = types.Array(element, 1, "C"), types.Array(number, 1, "C")
-    known = {
-        "x": types.Array(element, 2 if rows else 3, "C"),
-        "run": run, "source": run, "grad": run, "target": run,
-        "total": line, "first": line, "second": line,
-    }  # fmt: skip
-    known |= {"dy": known["x"], "y": known["x"], "dx": known["x"]}
-    if function.py_func.__name__ == "_products":
-        known |= {"x": run, "dy": run}
-    known |= {
-        "valid": valid,
-        "act": act,
-        "power": number,
-    }  # one for all columns: the case that is fast
-    known |= dict.fromkeys(("left", "right", "begin", "end", "c"), types.int64)
-    channelwise = line if rows else number
-    code = function.py_func.__code__
-    return tuple(known.get(n, channelwise) for n in code.co_varnames[: code.co_argcount])
+def loops(element: Any) -> Iterator[tuple[Any, tuple[Any, ...], int]]:
+    """Functions with loops over elements, the types of their arguments, how many loops are due."""
+    number = element if isinstance(element, types.Float) else types.float32
+    run, whole = types.Array(element, 1, "C"), types.Array(element, 2, "C")
+    line = types.Array(number, 1, "C")
+    # in float64 a library computes exp, number by number
+    activations = ACTIVATIONS if element is types.float32 else (None,)
+    for valid in MASKS:
+        block = whole, NONE, valid, WHOLE, WHOLE, WHOLE, WHOLE
+        due = 2 if valid is NONE else 1  # four rows at once, and those left over
+        yield elements.sums_of_run, (run, NONE, valid, *[NONE] * 5), 1
+        yield elements.sums_of_run, (run, NONE, valid, NONE, number, *[NONE] * 3), 1
+        yield elements.add_rows, (*block, *[NONE] * 5, line, NONE), due
+        yield elements.add_rows, (*block, NONE, line, *[NONE] * 3, line, line), due
+        for activation in activations:
+            act = numba.typeof(activation_of(activation, 0.1))
+            for one in (number, line):  # of planes, of rows; one scale for all columns
+                known = act, one, number, one, one
+                last = one, one, one, run
+                yield elements.write_run, (run, NONE, valid, *known, *last), 1
+                yield elements.write_run, (run, run, valid, *known, *last), 1
+            yield elements.sums_of_run, (run, run, valid, act, *[number] * 4), 1
+            given = whole, whole, *block[2:], act, line, number, line, line, line, line
+            yield elements.add_rows, given, 1
 
 
 @pytest.mark.slow
@@ -113,26 +112,9 @@ def test_every_inner_loop_is_vectorized(element: Any) -> None:
     features = numba.core.codegen.get_host_cpu_features()
     if "+avx2" not in features or (element is types.int16 and not has_half()):
         pytest.skip("a processor without the instructions")
-    number = element if isinstance(element, types.Float) else types.float32
-    for module, names in LOOPS.items():
-        for name in names.split():
-            function = getattr(module, name)
-            options = {k: v for k, v in function.targetoptions.items() if k != "nopython"}
-            fresh = numba.njit(**options)(function.py_func)  # cached ones show no code
-            takes = "act" in function.py_func.__code__.co_varnames
-            # in float64 a library computes exp, number by number
-            activations = ACTIVATIONS if takes and element is types.float32 else (None,)
-            masks = MASKS if "valid" in function.py_func.__code__.co_varnames else MASKS[:1]
-            for activation, valid in product(activations, masks):
-                act = numba.typeof(activation_of(activation, 0.1))
-                given = signature(function, element, number, act, valid)
-                fresh.compile(given)
-                loops = vector_loops(fresh.inspect_asm(given))
-                # four rows at once, and those left over
-                due = 2 if name in ("_add", "_add_deviations") and valid is types.none else 1
-                assert len(loops) >= due, (
-                    f"{module.__name__}.{name} of {element}, {activation}, {valid}: {len(loops)}"
-                )
+    for function, given, due in loops(element):
+        found = vector_loops(assembler_of(function, given))
+        assert len(found) >= due, f"{function.py_func.__name__} of {given}: {len(found)}"
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86's assembler")
@@ -140,20 +122,17 @@ def test_channels_of_rows_are_merged_with_vectors() -> None:
     """Of rows with many channels this was a third of the statistics' time."""
     if "+avx2" not in numba.core.codegen.get_host_cpu_features():
         pytest.skip("a processor without the instructions")
-    rows = types.Array(types.float64, 2, "C")
-    number, whole = types.float64, types.int64
+    number, line = types.float64, types.Array(types.float64, 1, "C")
+    given = NONE, number, line, line, number, line, line
+    assert vector_loops(assembler_of(cpu_rows._add_chunk, given))
 
-    def chunks(count, mean, m2, other_count, means, m2s, k, low, high):  # type: ignore[no-untyped-def]
-        """As `merge_chunks` calls it."""
-        return row_parts._merge_in(
-            count, mean, m2, other_count, means[k, low:high], m2s[k, low:high]
-        )
 
-    line = types.Array(number, 1, "C")
-    given = (number, line, line, number, rows, rows, whole, whole, whole)
-    fresh = numba.njit(error_model="numpy")(chunks)
+def assembler_of(function: Any, given: tuple[Any, ...]) -> str:
+    """That of a function of the kernels, compiled by itself."""
+    options = {k: v for k, v in function.targetoptions.items() if k in ("error_model", "fastmath")}
+    fresh = numba.njit(**options)(function.py_func)
     fresh.compile(given)
-    assert vector_loops(fresh.inspect_asm(given))
+    return str(fresh.inspect_asm(given))
 
 
 def vector_loops(assembler: str) -> list[str]:

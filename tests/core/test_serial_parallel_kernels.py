@@ -18,11 +18,10 @@ Array = np.ndarray
 Function = Callable[..., Any]
 
 BUILDS = ("serial", "parallel")
-STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
 KERNELS = {
     f"{kind}_{step}": getattr(module, f"{kind}_{step}")
     for kind, module in (("planes", cpu_planes), ("rows", cpu_rows))
-    for step in STEPS
+    for step in ("sums", "write")
 }
 
 # [A, C, B]; TILE is 4096, PIECE 16384, and channels share out 64 chunks.
@@ -70,16 +69,18 @@ def run_kernels(
         x, dy = (a.reshape(len(a) // repeats, -1) for a in (x, dy))
     weight = np.empty(0) if weight is None else weight.astype("f8")
     bias = np.empty(0) if bias is None else bias.astype("f8")
-    kernels = {step: getattr(KERNELS[f"{kind}_{step}"], build) for step in STEPS}
-    channels = case.x.shape[1]
-    result = {name: np.full(channels, np.nan) for name in ("mean", "m2", "sum_dy", "sum_dy_xhat")}
-    result |= {name: np.full_like(x, np.nan) for name in ("y", "dx")}
-    kernels["moments"](x, *inner, valid, result["mean"], result["m2"])
-    settings = *inner, mean, invstd, weight, bias, activation_of(activation, 0.1), valid
-    kernels["normalize"](x, *settings, result["y"])
-    kernels["backward_reduce"](x, dy, *settings, result["sum_dy"], result["sum_dy_xhat"])
-    kernels["backward_input"](x, dy, *settings, mean_dy, mean_dy_xhat, result["dx"])
-    return result | {name: result[name].reshape(case.x.shape) for name in ("y", "dx")}
+    run_sums, run_write = (getattr(KERNELS[f"{kind}_{step}"], build) for step in ("sums", "write"))
+    moments, products = np.full((2, 2, case.x.shape[1]), np.nan)
+    y, dx = np.full_like(x, np.nan), np.full_like(x, np.nan)
+    table = np.concatenate([[1], mean, mean, invstd])
+    given = table, weight, bias, activation_of(activation, 0.1), valid
+    run_sums(x, None, *inner, None, None, None, None, valid, moments)
+    run_write(x, None, *inner, *given, None, y)
+    run_sums(x, dy, *inner, *given, products)
+    run_write(x, dy, *inner, *given, np.stack([mean_dy, mean_dy_xhat]), dx)
+    names = ("mean", "m2", "sum_dy", "sum_dy_xhat")
+    result = dict(zip(names, [*moments, *products], strict=True))
+    return result | {"y": y.reshape(case.x.shape), "dx": dx.reshape(case.x.shape)}
 
 
 def assert_same_bits(a: dict[str, Array], b: dict[str, Array]) -> None:
@@ -367,18 +368,19 @@ def kernels(build, channels, workers):
     x = np.ones((1, channels, 2), np.float32)
     sums, ones = np.full((2, channels), 7.0), np.ones(channels)
     of = lambda module, name: getattr(getattr(module, name), build)
-    yield sums, lambda: of(cpu_planes, "planes_moments")(x, None, *sums)
-    reduce = of(cpu_planes, "planes_backward_reduce")
-    none = np.empty(0)
-    yield sums, lambda: reduce(x, x, ones, ones, none, none, None, None, *sums)
-    x2, sums2, ones2 = np.ones((64, 3), np.float32), np.full((2, 3), 7.0), np.ones(3)
+    table, none = np.ones(3 * channels + 1), np.empty(0)
+    moments = None, None, None, None, None
+    yield sums, lambda: of(cpu_planes, "planes_sums")(x, None, *moments, sums)
+    given = table, none, none, None, None
+    yield sums, lambda: of(cpu_planes, "planes_sums")(x, x, *given, sums)
+    x2, sums2, table2 = np.ones((64, 3), np.float32), np.full((2, 3), 7.0), np.ones(10)
     y = np.full((64, 3), 7, np.float32)
-    each = 1, workers, ones2, ones2, none, none, None, None
+    each = 1, workers, table2, none, none, None, None
     rows = lambda name: of(cpu_rows, "rows_" + name)
-    yield sums2, lambda: rows("moments")(x2, 1, workers, None, *sums2)
-    yield y, lambda: rows("normalize")(x2, *each, y)
-    yield sums2, lambda: rows("backward_reduce")(x2, x2, *each, *sums2)
-    yield y, lambda: rows("backward_input")(x2, x2, *each, ones2, ones2, y)
+    yield sums2, lambda: rows("sums")(x2, None, 1, workers, *moments, sums2)
+    yield y, lambda: rows("write")(x2, None, *each, None, y)
+    yield sums2, lambda: rows("sums")(x2, x2, *each, sums2)
+    yield y, lambda: rows("write")(x2, x2, *each, np.ones((2, 3)), y)
 
 for build in ("serial", "parallel"):
     for _, run in kernels(build, 3, 2):

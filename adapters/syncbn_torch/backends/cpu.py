@@ -94,16 +94,14 @@ class TensorSteps(NumpySteps):
             if own is not tensor:
                 tensor.copy_(own)
 
-    def _written(
-        self, step: str, out: Any, x: Dense, sources: Sequence[Array], norm: Norm, *numbers: Any
-    ) -> Any:
+    def _written(self, out: Any, x: Dense, dy: Dense | None, norm: Norm, means: Any) -> Any:
         view, in_place = x.view, out is x.given
         result = out if in_place else empty_like(x.given)
         if view is not None:
             target = x.flat
             if not in_place:
                 target = np.ndarray(view.shape, view.dtype, MEMORY, result.data_ptr() - START)
-            self._run(step, x, sources, norm, x.valid, *numbers, target)
+            self._run("write", x, dy, norm, means, target)
         return result if out is None or in_place else out.copy_(result)
 
 

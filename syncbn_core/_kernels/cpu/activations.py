@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from syncbn_core._kernels.cpu.builds import may_contract
-from syncbn_core._kernels.cpu.numerics import affine, rounded, where, widen
+from syncbn_core._kernels.cpu.builds import may_contract, overload
+from syncbn_core._kernels.cpu.numerics import larger, rounded, smaller, where, widen
 
 __all__ = ["activated", "activation_of", "incoming", "value_of"]
 
@@ -74,7 +74,7 @@ def _exp32(z):
     For `math.exp` the compiler calls a library, number by number.
     """
     f = np.float32
-    z = min(max(z, f(-87.0)), f(88.0))
+    z = smaller(larger(z, f(-87.0)), f(88.0))
     n = np.floor(z * f(1.44269504) + f(0.5))
     r = (z - n * f(0.693359375)) - n * f(-2.12194440e-4)
     p = f(1.9875691500e-4)
@@ -133,7 +133,9 @@ def _silu_slope(z, negative_slope):
 
 @may_contract
 def _hardswish(z, negative_slope):
-    return z * (min(max(z + rounded(3, z), rounded(0, z)), rounded(6, z)) * rounded(1 / 6, z))
+    return z * (
+        smaller(larger(z + rounded(3, z), rounded(0, z)), rounded(6, z)) * rounded(1 / 6, z)
+    )
 
 
 @may_contract
@@ -158,7 +160,8 @@ _FUNCTIONS = {
     "silu": (Silu, _silu, _silu_slope),
     "hardswish": (Hardswish, _hardswish, _hardswish_slope),
     "relu6": (Relu6, _relu6, _relu6_slope),
-    "inverse_leaky_relu": (InverseLeakyRelu, None, _leaky_relu_slope),
+    # of backward only; but the compiler looks at forward too
+    "inverse_leaky_relu": (InverseLeakyRelu, _leaky_relu, _leaky_relu_slope),
 }
 _OF_CLASS = {kind: functions for kind, *functions in _FUNCTIONS.values()}
 
@@ -182,23 +185,19 @@ def _activated(act, z):
     return lambda act, z: function(z, act.negative_slope)
 
 
-def incoming(act: Any, x: Any, dy: Any, power: Any, centre: Any, scale: Any, shift: Any) -> Any:
-    """The gradient by z of one element; the last four are the coefficients of `numerics.affine`."""
+def incoming(act: Any, x: Any, dy: Any, z: Any) -> Any:
+    """The gradient by z of one element."""
     raise NotImplementedError
 
 
 @overload(incoming)
-def _incoming(act, x, dy, power, centre, scale, shift):
+def _incoming(act, x, dy, z):
     if act == types.none:
-        return lambda act, x, dy, power, centre, scale, shift: widen(dy)
+        return lambda act, x, dy, z: widen(dy)
     _, slope = _OF_CLASS[act.instance_class]
     if act.instance_class is InverseLeakyRelu:
-        return lambda act, x, dy, power, centre, scale, shift: (
-            widen(dy) * slope(widen(x), act.negative_slope)
-        )
-    return lambda act, x, dy, power, centre, scale, shift: (
-        widen(dy) * slope(affine(x, power, centre, scale, shift), act.negative_slope)
-    )
+        return lambda act, x, dy, z: widen(dy) * slope(widen(x), act.negative_slope)
+    return lambda act, x, dy, z: widen(dy) * slope(z, act.negative_slope)
 
 
 def value_of(act: Any, x: Any) -> Any:

@@ -8,9 +8,10 @@ which say what the compiler may do with their arithmetic:
     may_reorder   that, and add numbers in another order, without which sums are not vectorized
 
 Each decorated function is compiled once and linked into both builds of all its callers, so the
-serial and the parallel build of a kernel give the same bits. They are not for Python: without the
-code that converts its objects, which takes a tenth of all compilation, a call ends the process.
-`from_python` is `strict` with that code.
+serial and the parallel build of a kernel give the same bits. They are not for Python, are not kept
+on disk, and have no machine code of their own (`linking`). `loop` is `strict` for a function with a
+loop worth vectorizing; like the last two it is optimized before it is linked. Kernels are only glue
+around those, so they are not vectorized again. `from_python` is for what Python calls.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from types import FunctionType
 from typing import Any
 
 import numba
+import numba.extending
 from numba.core.caching import (
     CompileResultCacheImpl,
     FunctionCache,
@@ -36,12 +38,14 @@ from numba.core.caching import (
     ZipCacheLocator,
 )
 
+from syncbn_core._kernels.cpu.linking import kernel, linked
 from syncbn_core.clock import compiling
 from syncbn_core.disk_cache import on_rank
 
 __all__ = [
     "SerialParallelKernel",
     "from_python",
+    "loop",
     "may_contract",
     "may_reorder",
     "strict",
@@ -146,6 +150,18 @@ class _Cache(FunctionCache):
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
+def helper(vectorized: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit` of a function that only compiled functions call."""
+    decorator: Any = numba.njit
+    return decorator(**OPTIONS, **linked(vectorized), **options)  # type: ignore[no-any-return]
+
+
+def overload(function: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.extending.overload` whose functions are helpers too."""
+    options: Any = OPTIONS | linked()
+    return numba.extending.overload(function, jit_options=options)
+
+
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit` with the cache on disk."""
 
@@ -206,11 +222,12 @@ class SerialParallelKernel:
     """The serial and the parallel build of one kernel; each compiles when it is first called."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self.serial: Any = jit(nogil=True)(function)
-        self.parallel: Any = jit(nogil=True, parallel=True)(_parallel(function))
+        self.serial: Any = jit(nogil=True, **kernel())(function)
+        self.parallel: Any = jit(parallel=True, nogil=True, **kernel())(_parallel(function))
 
 
 from_python: Any = jit(nogil=True)
-strict: Any = jit(no_cpython_wrapper=True)
-may_contract: Any = jit(no_cpython_wrapper=True, fastmath=CONTRACT_FLAGS)
-may_reorder: Any = jit(no_cpython_wrapper=True, fastmath=REORDER_FLAGS)
+strict: Any = helper()
+loop: Any = helper(vectorized=True)
+may_contract: Any = helper(vectorized=True, fastmath=CONTRACT_FLAGS)
+may_reorder: Any = helper(vectorized=True, fastmath=REORDER_FLAGS)

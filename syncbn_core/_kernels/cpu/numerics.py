@@ -1,30 +1,16 @@
-"""The numbers that the CPU kernels compute with: their dtypes, and the formulas per channel.
+"""The dtypes that the CPU kernels compute with, and what the compiler has to be told of them.
 
-**Dtypes.** Activations are float64, float32, or 16 bits that Numba has no type for on a CPU: int16
-stands for the bits of a float16, uint16 for those of a bfloat16. 16-bit numbers are computed in
-float32 and rounded once, to nearest even, when they are stored; NaN stays NaN. The *computing
-dtype* of an array is therefore float64 for float64 and float32 for all others.
+Activations are float64, float32, or 16 bits that Numba has no type for on a CPU: int16 stands for
+the bits of a float16, uint16 for those of a bfloat16. 16-bit numbers are computed in float32 and
+rounded once, to nearest even, when they are stored; NaN stays NaN. The *computing dtype* of an
+array is therefore float64 for float64 and float32 for all others.
 
-**The mean.** Per-channel numbers are float64. A mean of 1e6 is off by 0.03 when it is rounded to
-float32. Kernels therefore subtract `rounded_mean`, the mean in the computing dtype, which is exact
-for elements near it. The remainder `rounded_mean - mean` is known in float64 and goes into the
-constants that kernels add per channel.
-
-**The power.** `x - rounded_mean` can be too small or too large for products in float32. Kernels
-compute
-
-    x * power - centre,    centre = rounded_mean * power
-
-instead, where `power` is a power of two of the size of `invstd` (`power_of`). This is as exact as
-`x - rounded_mean`, gives numbers around 1, and costs no more, because it is one instruction. Each
-pass over an activation is then linear, with coefficients that this module computes in float64:
-
-    y  = (x * power - centre) * scale + shift                 affine, affine_coefficients
-    dx = dy * of_dy + (x * power - centre) * of_x + shift     gradient, gradient_coefficients
+Arguments that may be missing are None. The compiler makes a kernel for each such case.
 """
 
 from __future__ import annotations
 
+import operator
 from functools import cache
 from typing import Any
 
@@ -34,33 +20,29 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
-from numba.np.arrayobj import make_array
+from numba.extending import intrinsic
+from numba.np.arrayobj import _empty_nd_impl, make_array
 
-from syncbn_core._kernels.cpu.builds import from_python, may_contract, strict
+from syncbn_core._kernels.cpu.builds import strict
 
 __all__ = [
-    "affine",
-    "affine_coefficients",
     "at",
     "float32_fails",
-    "gradient",
-    "gradient_coefficients",
     "has_half",
     "kept",
     "kept_of",
+    "larger",
     "merge",
     "narrow",
-    "power_of",
+    "power_up_to",
     "rounded",
     "scratch",
     "share",
+    "smaller",
     "unowned",
-    "valid_part",
     "value_or",
     "where",
     "widen",
-    "xhat_sum",
 ]
 
 
@@ -145,35 +127,66 @@ def _nearest_bfloat16(builder, number):
     return builder.trunc(chosen, ir.IntType(16))
 
 
-def rounded(value: float, like: Any) -> Any:
+def _rounded(typing_context, value, like):
     """`value` in the computing dtype of `like`, an array or a number."""
-    raise NotImplementedError
+    dtype = _computed_in(getattr(like, "dtype", like))
+
+    def generate(context, builder, signature, arguments):
+        return context.cast(builder, arguments[0], value, dtype)
+
+    return dtype(value, like), generate
 
 
-@overload(rounded)
-def _rounded(value, like):
-    if _computed_in(getattr(like, "dtype", like)) == types.float64:
-        return lambda value, like: np.float64(value)
-    return lambda value, like: np.float32(value)
+rounded: Any = intrinsic(_rounded)
 
 
-def scratch(shape: tuple[int, ...], like: Any) -> Any:
-    """A new array of the computing dtype of the array `like`; not initialized."""
-    raise NotImplementedError
+def _extreme(comparison):
+    def choose(typing_context, one, other):
+        kind = typing_context.unify_types(types.unliteral(one), types.unliteral(other))
+
+        def generate(context, builder, signature, arguments):
+            first, second = [
+                context.cast(builder, value, own, kind)
+                for value, own in zip(arguments, (one, other), strict=True)
+            ]
+            compare = builder.fcmp_ordered if isinstance(kind, types.Float) else builder.icmp_signed
+            return builder.select(compare(comparison, second, first), second, first)
+
+        return kind(one, other), generate
+
+    return choose
 
 
-@overload(scratch)
-def _scratch(shape, like):
-    if _computed_in(like.dtype) == types.float64:
-        return lambda shape, like: np.empty(shape, np.float64)
-    return lambda shape, like: np.empty(shape, np.float32)
+# Python's `max` and `min` of two numbers, which Numba would compile for each pair of types
+larger: Any = intrinsic(_extreme(">"))
+smaller: Any = intrinsic(_extreme("<"))
+
+
+def _scratch(typing_context, shape, like):
+    """A new array of the computing dtype of `like`, an array or a number; not initialized."""
+    array = types.Array(_computed_in(getattr(like, "dtype", like)), len(shape), "C")
+
+    def generate(context, builder, signature, arguments):
+        sizes = [
+            context.cast(builder, size, own, types.intp)
+            for size, own in zip(cgutils.unpack_tuple(builder, arguments[0]), shape, strict=True)
+        ]
+        return _empty_nd_impl(context, builder, array, sizes)._getvalue()
+
+    return array(shape, like), generate
+
+
+scratch: Any = intrinsic(_scratch)
 
 
 def _unowned(typing_context, array):
     """The same array without its owner, so that Numba counts no references to parts of it.
 
-    For arguments of kernels, which the caller keeps alive. Short runs take half the time.
+    For arguments of kernels, which the caller keeps alive. Short runs take half the time. None for
+    None.
     """
+    if array == types.none:
+        return array(array), lambda context, *_: context.get_dummy_value()
 
     def generate(context, builder, signature, arguments):
         bare = make_array(array)(context, builder, arguments[0])
@@ -187,16 +200,25 @@ def _unowned(typing_context, array):
 unowned: Any = intrinsic(_unowned)
 
 
-def at(values: Any, i: int) -> Any:
-    """`values[i]` of an array; `values` itself if it is one number for all `i`."""
-    raise NotImplementedError
+def _item(typing_context, values, place):
+    """The type of `values[place]`, or of `values` itself if it is no array; how to generate it."""
+    if not isinstance(values, types.Array):
+        return values, lambda context, builder, signature, arguments: arguments[0]
+    found = typing_context.resolve_function_type(operator.getitem, (values, place), {})
+
+    def generate(context, builder, signature, arguments):
+        return context.get_function(operator.getitem, found)(builder, arguments[:2])
+
+    return found.return_type, generate
 
 
-@overload(at)
-def _at(values, i):
-    if isinstance(values, types.Array):
-        return lambda values, i: values[i]
-    return lambda values, i: values
+def _at(typing_context, values, place):
+    """`values[place]` of an array; `values` itself if that is None, or one number for all."""
+    kind, generate = _item(typing_context, values, place)
+    return kind(values, place), generate
+
+
+at: Any = intrinsic(_at)
 
 
 def _select(typing_context, condition, one, other):
@@ -211,58 +233,54 @@ def _select(typing_context, condition, one, other):
 where: Any = intrinsic(_select)
 
 
-def kept(valid: Any, i: int) -> bool:
+def _kept(typing_context, valid, i):
     """Whether element (or row) `i` counts; `valid`: uint8, or None where all do."""
-    raise NotImplementedError
+    _, item = _item(typing_context, valid, i)
+
+    def generate(context, builder, signature, arguments):
+        if valid == types.none:
+            return context.get_constant(types.boolean, True)
+        byte = item(context, builder, signature, arguments)
+        return builder.icmp_unsigned("!=", byte, ir.Constant(byte.type, 0))
+
+    return types.boolean(valid, i), generate
 
 
-@overload(kept)
-def _kept(valid, i):
-    if isinstance(valid, types.Array):
-        return lambda valid, i: valid[i] != 0
-    return lambda valid, i: True
+kept: Any = intrinsic(_kept)
 
 
-def valid_part(valid: Any, at: Any) -> Any:
-    """`valid[at]`; None for None."""
-    raise NotImplementedError
+def _is_wide(typing_context, like):
+    """Whether the array `like` is computed in float64."""
+    wide = _computed_in(like.dtype) == types.float64
+    return types.boolean(like), lambda context, *_: context.get_constant(types.boolean, wide)
 
 
-@overload(valid_part)
-def _valid_part(valid, at):
-    if isinstance(valid, types.Array):
-        return lambda valid, at: valid[at]
-    return lambda valid, at: None
+is_wide: Any = intrinsic(_is_wide)
 
 
-def kept_of(valid: Any, begin: int, end: int) -> int:
-    """How many of the elements (or rows) from `begin` to `end` count."""
-    raise NotImplementedError
+@strict
+def kept_of(valid, tile):
+    """How many of the elements `[top:bottom, left:right]` of a channel count; of rows, if 1-D."""
+    top, bottom, left, right = tile
+    if valid is None:
+        return (bottom - top) * (right - left)
+    count = 0
+    for a in range(top, bottom):
+        row = at(valid, (a, slice(left, right)))
+        for i in range(row.shape[0]):
+            count += row[i]
+    return count
 
 
-@overload(kept_of)
-def _kept_of(valid, begin, end):
-    if isinstance(valid, types.Array):
-        return lambda valid, begin, end: valid[begin:end].sum()
-    return lambda valid, begin, end: end - begin
-
-
-def float32_fails(first: float, second: float, count: float, like: Any) -> bool:
+@strict
+def float32_fails(first, second, count, like):
     """Whether sums of `count` deviations (`first`) and of their squares (`second`) are unusable.
 
     Always false if the array `like` is computed in float64. In float32, squares overflow or, below
     1e-37, lose digits. Two sums of exactly 0 count as a constant channel, which is fine.
     """
-    raise NotImplementedError
-
-
-@overload(float32_fails)
-def _float32_fails(first, second, count, like):
-    if _computed_in(like.dtype) == types.float64:
-        return lambda first, second, count, like: False
-    return lambda first, second, count, like: (
-        not (1e-37 * count <= second < np.inf) and not (second == 0 and first == 0)
-    )
+    fails = not (1e-37 * count <= second < np.inf) and not (second == 0 and first == 0)
+    return not is_wide(like) and fails
 
 
 def _power_up_to(typing_context, value):
@@ -279,26 +297,10 @@ def _power_up_to(typing_context, value):
 power_up_to: Any = intrinsic(_power_up_to)
 
 
-# --------------------------------------------------------- one element of a pass
-
-
-@may_contract
-def affine(x, power, centre, scale, shift):
-    """`y` of one element of an activation, before it is narrowed; see the top of this file."""
-    return (widen(x) * power - centre) * scale + shift
-
-
-@may_contract
-def gradient(x, dz, power, centre, of_dy, of_x, shift):
-    """`dx` of one element, before it is narrowed; `dz` is in the computing dtype."""
-    d = widen(x) * power - centre
-    return dz * of_dy + (d * of_x + shift)
-
-
 # -------------------------------------------------------- numbers of one channel
 
 
-@from_python
+@strict
 def share(total, k, parts):
     """`(begin, end)` of part `k` when `total` things are cut into `parts` almost equal parts."""
     return total * k // parts, total * (k + 1) // parts
@@ -309,40 +311,6 @@ def value_or(values, c, default):
     """`values[c]`, or `default` if `values` is empty, as for an absent weight or bias."""
     # Numba counts references to `values` at run time if this is written in several statements.
     return values[c] if values.shape[0] else default
-
-
-@strict
-def power_of(invstd, rounded_mean):
-    """The power of two by which x is multiplied: the largest one up to `invstd`.
-
-    It is limited so that it fits into float32 and `rounded_mean * power` does not overflow there.
-    """
-    room = 2.0**120 / power_up_to(abs(np.float64(rounded_mean)))
-    return max(min(power_up_to(invstd), room, 2.0**120), 2.0**-126)
-
-
-@strict
-def affine_coefficients(mean, rounded_mean, invstd, weight, power):
-    """`(scale, shift)`, float64, of `y = (x - mean) * invstd * weight`; a bias adds to `shift`."""
-    slope = invstd * weight
-    return slope / power, (np.float64(rounded_mean) - mean) * slope
-
-
-@strict
-def gradient_coefficients(mean, rounded_mean, invstd, weight, mean_dy, mean_dy_xhat, power):
-    """`(of_dy, of_x, shift)`, float64, of the gradient by x, which is
-
-    `dx = invstd * (weight * dy - mean_dy - (x - mean) * invstd * mean_dy_xhat)`.
-    """
-    of_x = -invstd * (invstd / power) * mean_dy_xhat
-    shift = (np.float64(rounded_mean) - mean) * power * of_x - invstd * mean_dy
-    return invstd * weight, of_x, shift
-
-
-@strict
-def xhat_sum(sum_dy, sum_dy_x, mean, rounded_mean, invstd):
-    """`sum(dy * xhat)`, where `sum_dy_x` is `sum(dy * (x - rounded_mean))`."""
-    return (sum_dy_x + (np.float64(rounded_mean) - mean) * sum_dy) * invstd
 
 
 @strict

@@ -6,12 +6,9 @@ results with any number of threads, because the shape alone decides how work is 
 the compiler may reorder or contract arithmetic only inside small functions that both builds share
 (`builds`).
 
-`x`, `dy`, `y`, `dx` are activations. Per-channel arguments (`mean`, `invstd`, `weight`, `bias`,
-sums) are float64 `(C,)`; an empty `weight` or `bias` stands for ones or zeros. `numerics` explains
-`power`, `centre` and the coefficients that follow them. `valid` [A, B], uint8, says which elements
-of all channels count; others are not read, and are 0 in `y` and `dx`. None: all count.
-
-How work is cut:
+Without dy a kernel is one of forward, see `elements`. `table`: count, mean, m2, invstd of the batch
+`(3 C + 1,)`; `weight`, `bias`: `(C,)` or `(0,)`; all float64. `valid` `(A, B)`, uint8: which
+elements of all channels count; None: all do.
 
     tile    TILE elements of one channel, read twice for its moments while they are in L1: a
             piece of a long run, or several short runs. A run is `x[a, c]`.
@@ -24,329 +21,147 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from syncbn_core._kernels.cpu.activations import activated, incoming, value_of
-from syncbn_core._kernels.cpu.builds import SerialParallelKernel, may_contract, may_reorder, strict
+from syncbn_core._kernels.cpu.builds import SerialParallelKernel, strict
+from syncbn_core._kernels.cpu.channels import coefficients, finish_products
+from syncbn_core._kernels.cpu.elements import float64_sums, sums_of_run, write_run
 from syncbn_core._kernels.cpu.numerics import (
-    affine,
-    affine_coefficients,
+    at,
     float32_fails,
-    gradient,
-    gradient_coefficients,
-    kept,
     kept_of,
+    larger,
     merge,
-    narrow,
-    power_of,
     rounded,
+    scratch,
     share,
+    smaller,
     unowned,
-    valid_part,
-    value_or,
-    where,
-    widen,
-    xhat_sum,
 )
 
-__all__ = [
-    "planes_backward_input",
-    "planes_backward_reduce",
-    "planes_moments",
-    "planes_normalize",
-]
+__all__ = ["planes_sums", "planes_write"]
 
 TILE = 4096
 MAX_CHUNKS = 64  # per channel, at most
 PIECE = 16384
 
 
-# ----------------------------------------------------------------- loops over runs
+@strict
+def _tiles(outer, channels, inner):
+    """`(tiles per channel, runs per tile, pieces per run, chunks per channel)`."""
+    runs, pieces = larger(1, TILE // inner), (inner + TILE - 1) // TILE
+    tiles = (outer + runs - 1) // runs * pieces
+    return tiles, runs, pieces, larger(1, smaller(tiles, (MAX_CHUNKS + channels - 1) // channels))
 
 
-@may_reorder
-def _sum(run, valid, zero):
-    """The sum of a run, in the dtype of `zero`."""
-    total = zero
-    for i in range(run.shape[0]):
-        total += where(kept(valid, i), rounded(widen(run[i]), zero), zero)
-    return total
+@strict
+def _tile(x, t, runs, pieces):
+    """`(top, bottom, left, right)`: tile `t` of a channel is `x[top:bottom, c, left:right]`."""
+    top, left = t // pieces * runs, t % pieces * TILE
+    return top, smaller(x.shape[0], top + runs), left, smaller(x.shape[2], left + TILE)
 
 
-@may_reorder
-def _deviations(run, valid, shift, zero):
-    """`(sum(d), sum(d**2))` with `d = run - shift`, in the dtype of `shift` and `zero`."""
-    first = zero
-    second = zero
-    for i in range(run.shape[0]):
-        d = where(kept(valid, i), rounded(widen(run[i]), zero) - shift, zero)
-        first += d
-        second += d * d
+@strict
+def _tile_sums(x, dy, valid, c, tile, act, m, s, scale, shift):
+    """Both sums of a tile of channel `c`, those of its runs added in float64."""
+    top, bottom, left, right = tile
+    first = second = 0.0
+    for a in range(top, bottom):
+        run = slice(left, right)
+        p, q = sums_of_run(
+            x[a, c, run], at(dy, (a, c, run)), at(valid, (a, run)), act, m, s, scale, shift,
+        )  # fmt: skip
+        first += p
+        second += q
     return first, second
 
 
-@may_reorder
-def _products(x, dy, valid, act, power, centre, scale, shift):
-    """`(sum(dz), sum(dz * (x * power - centre)))` of two runs."""
-    zero = rounded(0, x)
-    first = zero
-    second = zero
-    for i in range(x.shape[0]):
-        g = incoming(act, x[i], dy[i], power, centre, scale, shift)
-        first += where(kept(valid, i), g, zero)
-        d = widen(value_of(act, x[i])) * power - centre
-        second += where(kept(valid, i), g * d, zero)
-    return first, second
-
-
-@may_contract
-def _affine(source, valid, act, power, centre, scale, shift, target):
-    """Write `y` of one run to `target`."""
-    for i in range(source.shape[0]):
-        y = activated(act, affine(source[i], power, centre, scale, shift))
-        target[i] = narrow(where(kept(valid, i), y, rounded(0, source)), target)
-
-
-@may_contract
-def _gradient(source, grad, valid, act, power, centre, scale, bias, of_dy, of_x, shift, target):
-    """Write `dx` of one run to `target`."""
-    for i in range(source.shape[0]):
-        dz = incoming(act, source[i], grad[i], power, centre, scale, bias)
-        dx = gradient(value_of(act, source[i]), dz, power, centre, of_dy, of_x, shift)
-        target[i] = narrow(where(kept(valid, i), dx, rounded(0, source)), target)
-
-
-# ------------------------------------------------------------- how work is cut
-
-
 @strict
-def _tiles(outer, inner):
-    """`(tiles per channel, runs per tile, pieces per run)`; `runs` or `pieces` is 1."""
-    if inner >= TILE:
-        pieces = (inner + TILE - 1) // TILE
-        return outer * pieces, 1, pieces
-    runs = TILE // inner
-    return (outer + runs - 1) // runs, runs, 1
-
-
-@strict
-def _chunks(tiles, channels):
-    """Chunks per channel: enough tasks for many cores."""
-    return max(1, min(tiles, (MAX_CHUNKS + channels - 1) // channels))
-
-
-@strict
-def _piece(task, channels, inner):
-    """`(a, c, begin, end)`: task number `task` of a map writes `x[a, c, begin:end]`."""
-    pieces = (inner + PIECE - 1) // PIECE
-    plane = task // pieces
-    begin = (task % pieces) * PIECE
-    return plane // channels, plane % channels, begin, min(inner, begin + PIECE)
-
-
-@strict
-def _map_tasks(x):
-    """How many tasks `_piece` cuts `x` into."""
-    outer, channels, inner = x.shape
-    return outer * channels * ((inner + PIECE - 1) // PIECE)
-
-
-# -------------------------------------------------------- sums over a chunk
-
-
-@strict
-def _tile_moments(x, valid, c, t, runs, pieces, zero):
-    """`(count, shift, sum(d), sum(d**2))` of tile `t` of channel `c`, with `d = x - shift`.
-
-    `shift` is the mean of the tile, rounded to the dtype of `zero`, in which all is computed.
-    """
-    outer, _, inner = x.shape
-    if runs == 1:
-        start = (t % pieces) * TILE
-        run = x[t // pieces, c, start : min(inner, start + TILE)]
-        own = valid_part(valid, (t // pieces, slice(start, min(inner, start + TILE))))
-        n = kept_of(own, 0, run.shape[0])
-        shift = rounded(_sum(run, own, zero) / max(n, 1), zero)
-        first, second = _deviations(run, own, shift, zero)
-    else:
-        stop = min(outer, (t + 1) * runs)
-        n = 0
-        total = zero
-        for a in range(t * runs, stop):
-            n += kept_of(valid_part(valid, a), 0, inner)
-            total += _sum(x[a, c], valid_part(valid, a), zero)
-        shift = rounded(total / max(n, 1), zero)
-        first = zero
-        second = zero
-        for a in range(t * runs, stop):
-            f, s = _deviations(x[a, c], valid_part(valid, a), shift, zero)
-            first += f
-            second += s
-    return np.float64(n), np.float64(shift), np.float64(first), np.float64(second)
+def _float64_moments(x, valid, c, tile, n):
+    """`(mean, sum(d), sum(d**2))` of a tile, `d = x - mean`, for values too large for float32."""
+    top, bottom, left, right = tile
+    mean = first = second = 0.0
+    for _ in range(2):  # around 0, then around the mean
+        mean += first / n
+        first = second = 0.0
+        for a in range(top, bottom):
+            p, q = float64_sums(x[a, c, left:right], at(valid, (a, slice(left, right))), mean)
+            first += p
+            second += q
+    return mean, first, second
 
 
 @strict
 def _chunk_moments(x, valid, c, begin, end, runs, pieces):
     """`(count, mean, m2)` of the tiles `begin` to `end` of channel `c`.
 
-    Each tile is summed for its mean, then its deviations from that mean are summed. Their sum is 0
-    but for rounding, and corrects both results (the corrected two-pass algorithm).
+    The deviations of a tile from its rounded mean add up to 0 but for rounding; their sum corrects
+    both results (the corrected two-pass algorithm).
     """
-    count = 0.0
-    mean = 0.0
-    m2 = 0.0
+    count = mean = m2 = 0.0
     for t in range(begin, end):
-        n, shift, first, second = _tile_moments(x, valid, c, t, runs, pieces, rounded(0, x))
-        if n == 0:
-            continue
-        if float32_fails(first, second, n, x):
-            n, shift, first, second = _tile_moments(x, valid, c, t, runs, pieces, 0.0)
-        correction = first / n
-        tile_m2 = max(second - correction * first, 0.0 * second)  # NaN stays NaN
-        mean, m2 = merge(count, mean, m2, n, shift + correction, tile_m2)
-        count += n
+        tile = _tile(x, t, runs, pieces)
+        n = float(kept_of(valid, tile))
+        total, _ = _tile_sums(x, None, valid, c, tile, None, None, None, None, None)
+        rounded_mean = rounded(total / larger(n, 1.0), x)
+        d, dd = _tile_sums(x, None, valid, c, tile, None, rounded_mean, None, None, None)
+        m = np.float64(rounded_mean)
+        if n > 0 and float32_fails(d, dd, n, x):
+            m, d, dd = _float64_moments(x, valid, c, tile, n)
+        if n > 0:
+            tile_m2 = larger(dd - d / n * d, 0.0 * dd)  # NaN stays NaN
+            mean, m2 = merge(count, mean, m2, n, m + d / n, tile_m2)
+            count += n
     return count, mean, m2
 
 
-@strict
-def _chunk_products(x, dy, valid, c, act, coefficients, begin, end, runs, pieces):
-    """`(sum(dz), sum(dz * (x - rounded_mean)))` of the tiles `begin` to `end` of channel `c`."""
-    outer, _, inner = x.shape
-    power, centre, scale, shift = coefficients
-    first = 0.0
-    second = 0.0
-    for t in range(begin, end):
-        if runs == 1:
-            start = (t % pieces) * TILE
-            stop = min(inner, start + TILE)
-            a = t // pieces
-            source, grad = x[a, c, start:stop], dy[a, c, start:stop]
-            own = valid_part(valid, (a, slice(start, stop)))
-            f, s = _products(source, grad, own, act, power, centre, scale, shift)
-            first += f
-            second += s
+@SerialParallelKernel
+def planes_sums(x, dy, table, weight, bias, act, valid, sums):
+    """Write `sums` `(2, C)`: mean and m2 of x; with dy `sum(dz)` and `sum(dz * xhat)`."""
+    x, grad = unowned(x), unowned(dy)
+    outer, channels, inner = x.shape
+    tiles, runs, pieces, chunks = _tiles(outer, channels, inner)
+    parts = scratch((channels, chunks, 3), 0.0)
+    if dy is not None:
+        k, s = coefficients(x, table, weight, bias, None)
+    for task in prange(channels * chunks):
+        c, part = task // chunks, task % chunks
+        begin, end = share(tiles, part, chunks)
+        if dy is None:
+            count, mean, m2 = _chunk_moments(x, valid, c, begin, end, runs, pieces)
+            parts[c, part, 0], parts[c, part, 1], parts[c, part, 2] = count, mean, m2
         else:
-            for a in range(t * runs, min(outer, (t + 1) * runs)):
-                own = valid_part(valid, a)
-                f, s = _products(x[a, c], dy[a, c], own, act, power, centre, scale, shift)
-                first += f
-                second += s
-    return first, second / power
-
-
-# ------------------------------------------------------ coefficients of one channel
-
-
-@strict
-def _affine_arguments(x, mean, invstd, weight, bias):
-    """`(power, centre, scale, shift)` of one channel, in the computing dtype of `x`.
-
-    The power stays exact.
-    """
-    rounded_mean = rounded(mean, x)
-    power = rounded(power_of(invstd, rounded_mean), x)
-    centre = rounded(rounded_mean * power, x)
-    scale, shift = affine_coefficients(mean, rounded_mean, invstd, weight, power)
-    return power, centre, rounded(scale, x), rounded(shift + bias, x)
-
-
-@strict
-def _gradient_arguments(x, mean, invstd, weight, mean_dy, mean_dy_xhat, power):
-    """`(of_dy, of_x, shift)` of one channel, in the computing dtype of `x`."""
-    of_dy, of_x, shift = gradient_coefficients(
-        mean, rounded(mean, x), invstd, weight, mean_dy, mean_dy_xhat, power
-    )
-    return rounded(of_dy, x), rounded(of_x, x), rounded(shift, x)
-
-
-# -------------------------------------------------------- kernels of one step each
-
-
-@SerialParallelKernel
-def planes_moments(x, valid, mean, m2):
-    """Write the moments of `x` [A, C, B] to `mean`, `m2` (C,)."""
-    x = unowned(x)
-    outer, channels, inner = x.shape
-    tiles, runs, pieces = _tiles(outer, inner)
-    chunks = _chunks(tiles, channels)
-    counts = np.empty((channels, chunks))
-    means = np.empty((channels, chunks))
-    m2s = np.empty((channels, chunks))
-    for task in prange(channels * chunks):
-        c, k = task // chunks, task % chunks
-        begin, end = share(tiles, k, chunks)
-        counts[c, k], means[c, k], m2s[c, k] = _chunk_moments(x, valid, c, begin, end, runs, pieces)
+            parts[c, part, 1] = parts[c, part, 2] = 0.0
+            for t in range(begin, end):
+                p, q = _tile_sums(
+                    x, grad, valid, c, _tile(x, t, runs, pieces), act, k[0, c], s, k[1, c], k[2, c]
+                )
+                parts[c, part, 1] += p
+                parts[c, part, 2] += q
     for c in range(channels):
-        count = counts[c, 0]
-        mean[c] = means[c, 0]
-        m2[c] = m2s[c, 0]
-        for k in range(1, chunks):
-            if counts[c, k]:
-                mean[c], m2[c] = merge(count, mean[c], m2[c], counts[c, k], means[c, k], m2s[c, k])
-                count += counts[c, k]
+        count = first = second = 0.0
+        for part in range(chunks):
+            n, p, q = parts[c, part, 0], parts[c, part, 1], parts[c, part, 2]
+            if dy is not None:
+                first += p
+                second += q
+            elif n > 0:
+                first, second = merge(count, first, second, n, p, q)
+                count += n
+        sums[0, c], sums[1, c] = first, second
+    if dy is not None:
+        finish_products(x, table, k, s, sums)
 
 
 @SerialParallelKernel
-def planes_normalize(x, mean, invstd, weight, bias, act, valid, y):
-    """`y = act((x - mean) * invstd * weight + bias)`; `x`, `y` [A, C, B]."""
-    x, y = unowned(x), unowned(y)
-    _, channels, inner = x.shape
-    for task in prange(_map_tasks(x)):
-        a, c, begin, end = _piece(task, channels, inner)
-        power, centre, scale, shift = _affine_arguments(
-            x, mean[c], invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
-        )
-        own = valid_part(valid, (a, slice(begin, end)))
-        _affine(x[a, c, begin:end], own, act, power, centre, scale, shift, y[a, c, begin:end])
-
-
-@SerialParallelKernel
-def planes_backward_reduce(x, dy, mean, invstd, weight, bias, act, valid, sum_dy, sum_dy_xhat):
-    """`sum_dy = sum(dz)`, `sum_dy_xhat = sum(dz * (x - mean)) * invstd`; `x`, `dy` [A, C, B].
-
-    `dz` is dy times the derivative of `act`; only that needs `weight` and `bias`.
-    """
-    x, dy = unowned(x), unowned(dy)
+def planes_write(x, dy, table, weight, bias, act, valid, means, target):
+    """Write y; with dy and `means` (see `coefficients`) dx."""
+    x, grad, target = unowned(x), unowned(dy), unowned(target)
     outer, channels, inner = x.shape
-    tiles, runs, pieces = _tiles(outer, inner)
-    chunks = _chunks(tiles, channels)
-    firsts = np.empty((channels, chunks))
-    seconds = np.empty((channels, chunks))
-    for task in prange(channels * chunks):
-        c, k = task // chunks, task % chunks
-        begin, end = share(tiles, k, chunks)
-        coefficients = _affine_arguments(
-            x, mean[c], invstd[c], value_or(weight, c, 1.0), value_or(bias, c, 0.0)
-        )
-        firsts[c, k], seconds[c, k] = _chunk_products(
-            x, dy, valid, c, act, coefficients, begin, end, runs, pieces
-        )
-    for c in range(channels):
-        first = 0.0
-        second = 0.0
-        for k in range(chunks):
-            first += firsts[c, k]
-            second += seconds[c, k]
-        sum_dy[c] = first
-        sum_dy_xhat[c] = xhat_sum(first, second, mean[c], rounded(mean[c], x), invstd[c])
-
-
-@SerialParallelKernel
-def planes_backward_input(x, dy, mean, invstd, weight, bias, act, valid, mean_dy, mean_dy_xhat, dx):
-    """`dx = invstd * (weight * dz - mean_dy - (x - mean) * invstd * mean_dy_xhat)`, all [A, C, B].
-
-    `mean_dy`, `mean_dy_xhat`: the sums over all members, times `weight`, over the total count.
-    `dz`, `bias`: as in `planes_backward_reduce`.
-    """
-    x, dy, dx = unowned(x), unowned(dy), unowned(dx)
-    _, channels, inner = x.shape
-    for task in prange(_map_tasks(x)):
-        a, c, begin, end = _piece(task, channels, inner)
-        w = value_or(weight, c, 1.0)
-        power, centre, scale, of_z = _affine_arguments(
-            x, mean[c], invstd[c], w, value_or(bias, c, 0.0)
-        )
-        of_dy, of_x, shift = _gradient_arguments(
-            x, mean[c], invstd[c], w, mean_dy[c], mean_dy_xhat[c], power
-        )
-        source, grad, target = x[a, c, begin:end], dy[a, c, begin:end], dx[a, c, begin:end]
-        own = valid_part(valid, (a, slice(begin, end)))
-        _gradient(source, grad, own, act, power, centre, scale, of_z, of_dy, of_x, shift, target)
+    k, s = coefficients(x, table, weight, bias, means)
+    pieces = (inner + PIECE - 1) // PIECE
+    for task in prange(outer * channels * pieces):
+        a, c, begin = task // pieces // channels, task // pieces % channels, task % pieces * PIECE
+        run = slice(begin, smaller(inner, begin + PIECE))
+        write_run(
+            x[a, c, run], at(grad, (a, c, run)), at(valid, (a, run)), act,
+            k[0, c], s, k[1, c], k[2, c], k[3, c], k[4, c], k[5, c], target[a, c, run],
+        )  # fmt: skip
