@@ -22,21 +22,6 @@ from syncbn_core.errors import (
 )
 from syncbn_core.moments import ACTIVATIONS, ActivationName, EpsMode, NormRule
 
-__all__ = [
-    "check_activation",
-    "check_devices",
-    "check_dy",
-    "check_eps",
-    "check_eps_mode",
-    "check_input",
-    "check_momentum",
-    "check_num_features",
-    "check_out",
-    "check_per_channel",
-    "check_rule",
-    "check_running",
-]
-
 Array = Any
 
 

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["compiling", "left", "listeners", "stand", "stood", "stood_since"]
-
 LIMIT = 600.0  # seconds; a compilation that takes longer counts as a wait
 
 listeners: list[Callable[[int], None]] = []  # get 1 when this process begins to compile, then -1

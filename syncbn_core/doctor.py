@@ -27,8 +27,6 @@ from syncbn_core.comm import Communicator, MPICommunicator, run_in_threads, thre
 from syncbn_core.errors import BackendError
 from syncbn_core.layers import BatchNorm
 
-__all__ = ["Case", "Check", "Difference", "Finding", "Outcome", "examine", "facts", "mpi_checks"]
-
 Facts = dict[str, dict[str, str]]
 
 PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "cuda-bindings", "mpi4py")
@@ -288,6 +286,7 @@ def member_differs(case: Case, member: Communicator, part: slice) -> Difference:
 
 
 def on_gpu(case: Case, device: int) -> Difference:
+    """How far a step on a GPU is off; raises `Outcome` where its kernels can't run."""
     lacks = import_module("syncbn_core.backends.cuda.kernels").missing()
     if lacks:
         raise Outcome("missing", "; ".join(lacks))

@@ -62,8 +62,6 @@ from syncbn_core.labels import (
 )
 from syncbn_core.moments import Moments, NormRule
 
-__all__ = ["Exchange", "LayerNames", "Message"]
-
 Array = Any
 
 REMEDY = (

@@ -22,8 +22,6 @@ from syncbn_core.backends.plain import Namespace, axes_of
 from syncbn_core.errors import DTypeError, ShapeError
 from syncbn_core.moments import Moments
 
-__all__ = ["Valid", "filling", "mask_shape", "valid_count", "without_filled"]
-
 Array = Any
 Valid = tuple[Any, Array]  # how many values per channel, and K `(C,)` in all other places
 

@@ -33,18 +33,6 @@ from syncbn_core.moments import (
 )
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums, assign
 
-__all__ = [
-    "ABSENT",
-    "OPERATIONS",
-    "Dense",
-    "NumpySteps",
-    "View",
-    "Wide",
-    "rounded",
-    "view_of_strides",
-    "wide",
-]
-
 Array = np.ndarray[Any, Any]
 
 PARALLEL_SIZE = 32768  # elements; for smaller arrays, threads cost more than they save

@@ -25,8 +25,6 @@ from syncbn_core.masks import Valid, without_filled
 from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
-__all__ = ["Forward", "Part", "backward", "forward", "moments_of"]
-
 Array = Any
 
 

@@ -33,16 +33,6 @@ from typing import Any, NamedTuple
 from syncbn_core.labels import Labels
 from syncbn_core.moments import Moments, NormRule, Statistics
 
-__all__ = [
-    "Affine",
-    "Gradients",
-    "Norm",
-    "Operations",
-    "RunningStatistics",
-    "Sums",
-    "assign",
-]
-
 Array = Any
 
 _set_item: Any = setitem

@@ -9,8 +9,6 @@ from torch.nn.modules import module as modules
 from syncbn_core.moments import ActivationName
 from syncbn_torch._torch_private import HOOKS
 
-__all__ = ["NONE", "Activation", "activated", "activation_of", "runs_hooks"]
-
 Activation = tuple[ActivationName | None, float]  # and the negative slope
 NONE: Activation = (None, 0.01)
 _OF_MODULES: dict[type[nn.Module], ActivationName] = {

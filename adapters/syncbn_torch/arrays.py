@@ -16,21 +16,6 @@ from torch.nn import Parameter
 
 from syncbn_core.errors import StateError
 
-__all__ = [
-    "DTYPES",
-    "FLOATS",
-    "HALVES",
-    "MEMORY",
-    "PLAIN_CLASSES",
-    "START",
-    "as_tensor",
-    "empty_like",
-    "huge_pages_on_request",
-    "supports",
-    "tensor_of",
-    "views_of",
-]
-
 LARGE = 1 << 22  # bytes; NumPy asks for huge pages from the same size on
 _MADV_HUGEPAGE = 14
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # that layers take

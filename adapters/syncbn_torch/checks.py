@@ -19,13 +19,6 @@ from syncbn_torch._torch_private import (
 from syncbn_torch.arrays import FLOATS, HALVES, PLAIN_CLASSES
 from syncbn_torch.layer_state import LayerState
 
-__all__ = [
-    "check_operands",
-    "check_unchanged",
-    "checked_running",
-    "refuse_transforms",
-]
-
 _COUNTERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMES = ("weight", "bias", "running_mean", "running_var")
 

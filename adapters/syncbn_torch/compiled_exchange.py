@@ -43,8 +43,6 @@ from syncbn_torch.layer_state import layer_of
 from syncbn_torch.process_group import communicator_for, group_of
 from syncbn_torch.processes import exchange_of
 
-__all__ = ["group_for"]
-
 
 def group_for(process_group: Any, dtype: torch.dtype) -> str:
     """The group by which a graph exchanges, for x of `dtype` in a layer with this `process_group`.

@@ -22,8 +22,6 @@ from syncbn_core.exchange import Exchange, Message
 from syncbn_core.labels import OF_MOMENTS, OF_SUMS, WITH_GRAPH
 from syncbn_core.moments import Moments, columns
 
-__all__ = ["sum_over_processes", "total_moments"]
-
 
 def sum_over_processes(
     sums: Tensor, processes: Exchange, call: int, kind: int = WITH_GRAPH

@@ -55,23 +55,6 @@ from syncbn_torch.plan import kept_steps, planned, unwatched
 from syncbn_torch.process_group import group_of, is_communicator
 from syncbn_torch.processes import processes_of
 
-__all__ = [
-    "ERRORS_OF_INPUT",
-    "add_name",
-    "always_ours",
-    "batch_norm",
-    "by_kernel_of_torch",
-    "by_running_statistics",
-    "by_torch",
-    "checked_part",
-    "eval_batch_norm",
-    "members_of",
-    "operations_for",
-    "refuse_kind",
-    "takes_node",
-    "uses_running_statistics",
-]
-
 # From so many elements a layer with an activation is faster by our kernels, in networks on a CPU.
 LARGE = 500_000
 CHANNELS_LAST = 3_000_000  # the same for x in channels_last

@@ -15,8 +15,6 @@ from syncbn_torch.conversion.rules import convertible
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import name_of
 
-__all__ = ["freeze", "register_frozen", "unfreeze"]
-
 
 def freeze(model: nn.Module, affine: bool = False) -> None:
     """Let all synchronized layers of `model`, itself included, use their running statistics.

@@ -19,8 +19,6 @@ from syncbn_core.moments import EpsMode, NormRule
 from syncbn_torch.activations import NONE, Activation
 from syncbn_torch.module_names import name_of
 
-__all__ = ["LayerState", "give_number", "layer_of", "own_activation", "set_sbn_eps_mode"]
-
 _default_eps_mode: EpsMode = "plus"
 
 

@@ -13,8 +13,6 @@ from syncbn_core.backends.plain import column
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError
 from syncbn_torch.backends import plain
 
-__all__ = ["checked_mask", "filled", "mask_of_lengths", "zeroed"]
-
 
 def mask_of_lengths(lengths: Tensor | Sequence[int], size: int) -> Tensor:
     """`(N, size)` bool: True in the first `lengths[n]` places of each sample.

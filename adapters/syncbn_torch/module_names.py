@@ -17,8 +17,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from syncbn_core.exchange import LayerNames
 
-__all__ = ["LAYER_NAMES", "name_of"]
-
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
 
 _names: weakref.WeakKeyDictionary[nn.Module, Names] = weakref.WeakKeyDictionary()

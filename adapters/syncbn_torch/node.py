@@ -30,8 +30,6 @@ from syncbn_torch.masks import filled as of_mask
 from syncbn_torch.masks import zeroed
 from syncbn_torch.streams import of_node
 
-__all__ = ["batch_norm"]
-
 
 def batch_norm(
     steps: Operations, parts: Sequence[order.Part], rule: NormRule, processes: Exchange | None

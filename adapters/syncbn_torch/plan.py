@@ -23,8 +23,6 @@ from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import checked_mask
 from syncbn_torch.processes import processes_of
 
-__all__ = ["Plan", "call_of", "host_steps", "kept_steps", "planned", "unwatched"]
-
 Key = tuple[Any, ...]
 Call = tuple[Key, Sequence[Tensor], Sequence[Tensor | None]]
 

@@ -20,8 +20,6 @@ from syncbn_torch.conversion.rules import convertible
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.processes import processes_of
 
-__all__ = ["update_bn_stats"]
-
 
 class _Population(SingleCommunicator):
     """Stands for the group of a layer, and merges the moments that the layer sends.

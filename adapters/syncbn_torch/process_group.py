@@ -28,15 +28,6 @@ from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeou
 from syncbn_torch._torch_private import default_group, profiled, timeout_of
 from syncbn_torch.arrays import as_tensor
 
-__all__ = [
-    "DistributedCommunicator",
-    "TensorArrays",
-    "checked_process_group",
-    "communicator_for",
-    "create_syncbn_process_group",
-    "is_communicator",
-]
-
 Values = Any  # numpy.ndarray or Tensor
 
 _making = threading.RLock()

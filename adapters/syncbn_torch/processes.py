@@ -12,8 +12,6 @@ from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
 
-__all__ = ["exchange_of", "processes_of"]
-
 
 def exchange_of(layer: LayerState, communicator: Communicator, dtype: str) -> Exchange:
     """The layer's access to its group, by which it exchanges for x of `dtype`."""

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from syncbn_core.backends.plain import column
 from syncbn_core.moments import averaging_factor, blend, require_more_than_one_value
 
-__all__ = ["BatchNorm2dReimpl"]
-
 
 class BatchNorm2dReimpl(nn.BatchNorm2d):
     """`nn.BatchNorm2d(num_features, eps, momentum)` in plain operations, to read and to modify.

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["of_node", "of_replicas", "stream_of"]
-
 _ON_HOST: AbstractContextManager[Any] = nullcontext(lambda results: None)
 
 

@@ -33,8 +33,6 @@ from syncbn_torch.layer_state import LayerState
 from syncbn_torch.masks import checked_mask, filled, zeroed
 from syncbn_torch.process_group import is_communicator
 
-__all__ = ["traced_batch_norm"]
-
 
 def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """`batch_norm` while torch.compile traces it."""

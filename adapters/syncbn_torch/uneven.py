@@ -15,8 +15,6 @@ from torch import Tensor
 from syncbn_core.errors import BatchSizeError, DTypeError
 from syncbn_torch.data_parallel.pytrees import Tree, hidden_tensor
 
-__all__ = ["in_step", "mean_over_ranks"]
-
 
 def in_step(loader: Iterable[Any], group: Any = None, *, empty: Any = None) -> Iterator[Any]:
     """Yield the batches of `loader`, then empty ones, until no rank of `group` has any left.

@@ -25,8 +25,6 @@ from syncbn_verify import Conclusion, verify_sync
 from syncbn_verify.pays import pays
 from syncbn_verify.ranks import Alone, Ranks
 
-__all__ = ["main", "run"]
-
 _STATUS: dict[Conclusion, int] = {"ok": 0, "wrong": 1, "failed": 2, "incomplete": 3}
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "own")
 

@@ -12,19 +12,6 @@ from torch import Tensor
 
 from syncbn_torch.data_parallel.pytrees import Tree, hidden_tensor
 
-__all__ = [
-    "Tolerance",
-    "difference",
-    "join_axis",
-    "joined_outputs",
-    "joined_values",
-    "largest",
-    "moments",
-    "pieces",
-    "tensors_of_output",
-    "tolerance",
-]
-
 
 class Tolerance(NamedTuple):
     """The largest differences that count as rounding, as `difference` gives them.

@@ -26,20 +26,6 @@ from syncbn_torch.data_parallel.pytrees import Tree
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.inplace import InPlaceABNSync
 
-__all__ = [
-    "SYNCHRONIZED",
-    "Arguments",
-    "alone",
-    "arguments_of",
-    "converted",
-    "copy_of",
-    "duplicate",
-    "norm_layers",
-    "random_state_kept",
-    "seed_everything",
-    "unwrapped",
-]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 SYNCHRONIZED = (_SynchronizedBatchNorm, InPlaceABNSync)  # our layers with a process_group

@@ -27,8 +27,6 @@ from syncbn_core.doctor import Check, Difference, Facts, Outcome, refuse
 from syncbn_torch import convert_model
 from syncbn_verify import verify_sync
 
-__all__ = ["checks", "facts", "in_ranks", "timing"]
-
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TURNS = 15  # of the timing
 DEADLINE = 300.0  # seconds for the ranks: they import torch, and may compile kernels
@@ -83,10 +81,12 @@ def checks(pretended: int = 0) -> Iterator[Check]:
 
 
 def devices() -> list[str]:
+    """The names of all devices of this machine, the CPU first."""
     return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
 def network(kind: Callable[[int], nn.Module] = nn.BatchNorm2d, width: int = 8) -> nn.Module:
+    """A small one with layers of `kind`, the same in each call."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, width, 3),

@@ -25,8 +25,6 @@ from syncbn_verify.comparison import difference, joined_values, largest, moments
 from syncbn_verify.copies import SYNCHRONIZED, alone, duplicate
 from syncbn_verify.report import LayerReport, Verdict
 
-__all__ = ["Call", "Calls", "judge_layer", "judge_scripted", "record"]
-
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 

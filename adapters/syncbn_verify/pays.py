@@ -27,8 +27,6 @@ from syncbn_torch.data_parallel.split import to_device
 from syncbn_verify.copies import alone, copy_of, norm_layers, random_state_kept, unwrapped
 from syncbn_verify.report import aligned, listed
 
-__all__ = ["LayerParts", "PartsReport", "pays"]
-
 SHUFFLES = 999  # random parts of each batch; so the smallest `chance` is 0.001
 RARE = 0.002
 

@@ -17,8 +17,6 @@ from syncbn_core.errors import ArgumentError, CommError, ProtocolError
 from syncbn_torch.process_group import communicator_for, group_of
 from syncbn_verify.copies import SYNCHRONIZED
 
-__all__ = ["Alone", "Ranks", "first_line"]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ from typing import Literal
 
 from syncbn_core.errors import StateError
 
-__all__ = ["Conclusion", "LayerReport", "SyncReport", "Verdict", "aligned", "listed"]
-
 Verdict = Literal[
     "ok",
     "eval mode",

@@ -22,17 +22,6 @@ from syncbn_verify.copies import SYNCHRONIZED, Arguments, alone, norm_layers, se
 from syncbn_verify.layers import Call, record
 from syncbn_verify.ranks import Alone, Ranks
 
-__all__ = [
-    "Division",
-    "Loss",
-    "Split",
-    "Whole",
-    "divided",
-    "draws_numbers",
-    "split_step",
-    "whole_step",
-]
-
 Loss = Callable[[Any], Any]
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from syncbn_core.errors import ArgumentError, BackendError
 
-__all__ = ["array_library", "device_of", "place_like", "to_numpy"]
-
 Array = Any
 
 

@@ -33,8 +33,6 @@ from syncbn_core.moments import (
 )
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums, assign
 
-__all__ = ["Namespace", "PlainOperations", "axes_of", "column"]
-
 Array = Any
 
 

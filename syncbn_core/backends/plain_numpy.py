@@ -13,8 +13,6 @@ import numpy as np
 
 from syncbn_core.backends.plain import Namespace, PlainOperations
 
-__all__ = ["OPERATIONS", "PlainArrayOperations", "kernels_forbidden"]
-
 Array = np.ndarray[Any, Any]
 
 

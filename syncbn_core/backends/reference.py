@@ -6,6 +6,4 @@ import numpy as np
 
 from syncbn_core.backends.plain import Namespace, PlainOperations
 
-__all__ = ["OPERATIONS"]
-
 OPERATIONS = PlainOperations(Namespace(np))

@@ -10,8 +10,6 @@ import numpy as np
 from syncbn_core.comm.message_arrays import DeviceArrays, arrays_of
 from syncbn_core.comm.protocol import CollectiveCall
 
-__all__ = ["Alarm"]
-
 Array = Any
 
 _words: list[Array] = []  # never freed: captured CUDA graphs keep their addresses

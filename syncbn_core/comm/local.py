@@ -62,8 +62,6 @@ from syncbn_core.errors import (
     SyncBNError,
 )
 
-__all__ = ["LocalCommunicator", "LocalTransport", "host_name", "local_transport"]
-
 Array = Any
 Data = Any  # bytes
 Greeting = struct.Struct("=32sII")  # a key, the rank, how many ranks there are

@@ -40,8 +40,6 @@ from syncbn_core.errors import (
     StateError,
 )
 
-__all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
-
 T = TypeVar("T")
 Messages = list[tuple[Hashable, Any]]
 MasterCallback = Callable[[Messages], Iterable[tuple[Hashable, Any]]]

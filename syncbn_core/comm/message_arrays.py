@@ -12,18 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = [
-    "CupyArrays",
-    "DeviceArrays",
-    "MessageArrays",
-    "NumpyArrays",
-    "arrays_of",
-    "copy_of",
-    "is_captured",
-    "is_on_device",
-    "register_arrays",
-]
-
 Array = Any
 
 _LEGACY_STREAMS = (0, 1)  # CUDA can't capture them

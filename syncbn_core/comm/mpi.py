@@ -22,8 +22,6 @@ from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.comm.timeouts import PROCESSES, check_timeout, seconds_of
 from syncbn_core.errors import BackendError, CommError, CommTimeout, DeviceError, DTypeError
 
-__all__ = ["MPICommunicator"]
-
 Array = Any
 
 BUSY_POLLS = 1000  # polls (about 1 ms) before it starts to sleep between polls

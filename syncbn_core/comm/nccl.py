@@ -28,8 +28,6 @@ from syncbn_core.errors import (
     DTypeError,
 )
 
-__all__ = ["NCCLCommunicator"]
-
 Array = Any
 
 POLL_INTERVAL = 1e-3  # seconds between two queries of the device

@@ -23,15 +23,6 @@ from syncbn_core.errors import (
     StateError,
 )
 
-__all__ = [
-    "ProcessCommunicator",
-    "Transport",
-    "describe_other_ranks",
-    "grace_after",
-    "reports_of_others",
-    "same_names",
-]
-
 Array = Any
 
 

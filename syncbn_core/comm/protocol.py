@@ -14,8 +14,6 @@ import numpy as np
 
 from syncbn_core.comm.message_arrays import copy_of
 
-__all__ = ["CollectiveCall", "Communicator", "SingleCommunicator"]
-
 Array = Any
 
 SAME_CALLS = "all members have to make the same calls in the same order"

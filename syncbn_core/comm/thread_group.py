@@ -12,8 +12,6 @@ from syncbn_core.comm.message_arrays import arrays_of
 from syncbn_core.comm.protocol import SAME_CALLS, CollectiveCall
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError, ProtocolError, ShapeError
 
-__all__ = ["ThreadCommunicator", "thread_group"]
-
 Array = Any
 
 

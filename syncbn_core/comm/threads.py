@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 from syncbn_core.comm.timeouts import get_default_timeout
 from syncbn_core.errors import CommAborted
 
-__all__ = ["run_in_threads"]
-
 T = TypeVar("T")
 
 GRACE = 0.5  # seconds that members have to end after Ctrl-C or at the interpreter's exit

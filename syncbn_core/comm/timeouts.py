@@ -12,15 +12,6 @@ import threading
 
 from syncbn_core.errors import ArgumentError
 
-__all__ = [
-    "PROCESSES",
-    "check_timeout",
-    "get_default_timeout",
-    "remedy_for",
-    "seconds_of",
-    "set_default_timeout",
-]
-
 THREADS, PROCESSES = 60.0, 300.0
 TIMEOUT_VARIABLE = "SYNCBN_TIMEOUT"
 

@@ -15,8 +15,6 @@ from syncbn_core.numpy_steps import Dense, NumpySteps, View, Wide, rounded, view
 from syncbn_core.steps import Affine, Norm, RunningStatistics
 from syncbn_torch.arrays import DTYPES, MEMORY, START, empty_like, tensor_of, views_of
 
-__all__ = ["TensorSteps"]
-
 Array = np.ndarray[Any, Any]
 
 

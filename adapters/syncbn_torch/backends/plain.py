@@ -13,13 +13,6 @@ from syncbn_core.backends.plain import Namespace, PlainOperations
 from syncbn_core.labels import Labels
 from syncbn_core.moments import Moments
 
-__all__ = [
-    "DIFFERENTIABLE",
-    "OPERATIONS",
-    "TRACED",
-    "TensorNamespace",
-]
-
 
 class TensorNamespace(Namespace):
     """`Namespace` of torch, without autograd: it overwrites temporary tensors.

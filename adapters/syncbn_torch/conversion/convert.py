@@ -40,8 +40,6 @@ from syncbn_torch.conversion.rules import (
 from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.process_group import checked_process_group
 
-__all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
-
 _PATCHED: dict[str, type[nn.Module]] = {
     "BatchNorm1d": SynchronizedBatchNorm1d,
     "BatchNorm2d": SynchronizedBatchNorm2d,

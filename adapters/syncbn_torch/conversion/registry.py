@@ -10,17 +10,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = [
-    "Target",
-    "check_target",
-    "conversions",
-    "load_known_libraries",
-    "name_of_class",
-    "origins",
-    "register_conversion",
-    "synchronized_subclass",
-]
-
 # A class: the layer becomes an object of it. A function: it gets the layer and returns the new one.
 # None: such layers stay as they are.
 Target = type[nn.Module] | Callable[[Any], nn.Module] | None

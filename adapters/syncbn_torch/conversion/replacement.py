@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["ModuleT", "change_class", "class_of", "forward_replaced", "modules_of", "swap_modules"]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)  # of a model; conversion keeps its class, or a parent
 
 # What every module has in its dictionary: registries, hooks, flags.

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["ConversionReport", "ReportedLayer"]
-
 
 class ReportedLayer(NamedTuple):
     """One layer of a model.

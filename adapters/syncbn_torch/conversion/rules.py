@@ -33,8 +33,6 @@ from syncbn_torch.data_parallel.replicate import DataParallelWithCallback
 from syncbn_torch.layer_state import LayerState, give_number
 from syncbn_torch.reference import BatchNorm2dReimpl
 
-__all__ = ["Choice", "Keep", "apply_target", "change_modules", "convertible", "synchronize"]
-
 
 class Keep(NamedTuple):
     """Leave a layer as it is. `expected`: no warning is needed."""

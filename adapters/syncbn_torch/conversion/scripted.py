@@ -7,8 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["Statistics", "name_of_scripted", "scripted_batch_norm", "uses_batch"]
-
 # When a call of batch norm takes the statistics of its input.
 Statistics = Literal["always", "in training", "never"]
 

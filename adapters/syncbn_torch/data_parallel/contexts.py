@@ -17,8 +17,6 @@ from syncbn_core.errors import ArgumentError, StateError
 from syncbn_torch._torch_private import backward_task
 from syncbn_torch.module_names import name_of
 
-__all__ = ["CallbackContext", "Place", "ReplicatedForward", "place_of"]
-
 _KEY = "forward of syncbn"  # in the dictionary of a context; no name that a callback could set
 
 

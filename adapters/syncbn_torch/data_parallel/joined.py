@@ -27,8 +27,6 @@ from syncbn_torch.masks import zeroed
 from syncbn_torch.plan import host_steps
 from syncbn_torch.streams import of_replicas
 
-__all__ = ["STATE", "PartOfReplica", "of_all_replicas"]
-
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 

@@ -16,8 +16,6 @@ from syncbn_core.errors import StateError
 from syncbn_torch.data_parallel.contexts import ReplicatedForward
 from syncbn_torch.module_names import name_of
 
-__all__ = ["Replica", "check_alone", "current"]
-
 T = TypeVar("T")
 
 # Whether replicas run. A plain global, because every forward reads it and torch.compile can guard

@@ -15,8 +15,6 @@ from torch.nn.utils.rnn import PackedSequence
 from syncbn_core.errors import ShapeError
 from syncbn_torch._torch_private import pytree
 
-__all__ = ["SIMPLE_TYPES", "Tree", "hidden_tensor", "tensors_in"]
-
 # Frequent types of values that are no containers.
 SIMPLE_TYPES = frozenset({str, int, float, bool, type(None)})
 

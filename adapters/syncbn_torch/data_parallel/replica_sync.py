@@ -34,8 +34,6 @@ from syncbn_torch.module_names import name_of
 from syncbn_torch.plan import host_steps
 from syncbn_torch.streams import stream_of
 
-__all__ = ["ReplicaSync", "Unconnected"]
-
 _KEY_OF_OUR_MASTER = "master of the layer"  # no name that an attribute of a context could have
 
 

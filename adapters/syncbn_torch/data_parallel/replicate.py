@@ -43,12 +43,6 @@ from syncbn_torch.data_parallel.split import (
     to_device,
 )
 
-__all__ = [
-    "DataParallelWithCallback",
-    "execute_replication_callbacks",
-    "patch_replication_callback",
-]
-
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> list[CallbackContext]:
     """Call `__data_parallel_replicate__(context, copy_id)` on every submodule that has it.

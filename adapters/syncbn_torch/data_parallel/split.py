@@ -19,17 +19,6 @@ from syncbn_torch._torch_private import forward_ad_active
 from syncbn_torch.checks import refuse_transforms
 from syncbn_torch.data_parallel.pytrees import SIMPLE_TYPES, Tree, hidden_tensor
 
-__all__ = [
-    "BatchSizes",
-    "Parts",
-    "Shared",
-    "check_batch_sizes",
-    "join",
-    "sizes_of_parts",
-    "split",
-    "to_device",
-]
-
 # Parts of equal size, a size for each replica, or a function from the number of samples to them.
 # None leaves it to `torch.chunk`.
 Sizes = Sequence[SupportsIndex]

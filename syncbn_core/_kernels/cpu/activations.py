@@ -24,8 +24,6 @@ from numba.extending import intrinsic
 from syncbn_core._kernels.cpu.builds import may_contract, overload
 from syncbn_core._kernels.cpu.numerics import larger, rounded, smaller, where, widen
 
-__all__ = ["activated", "activation_of", "incoming", "value_of"]
-
 
 class Relu(NamedTuple):
     negative_slope: float

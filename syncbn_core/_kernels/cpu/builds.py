@@ -42,15 +42,6 @@ from syncbn_core._kernels.cpu.linking import kernel, linked
 from syncbn_core.clock import compiling
 from syncbn_core.disk_cache import on_rank
 
-__all__ = [
-    "SerialParallelKernel",
-    "from_python",
-    "loop",
-    "may_contract",
-    "may_reorder",
-    "strict",
-]
-
 OPTIONS = {"error_model": "numpy", "no_cfunc_wrapper": True}
 CONTRACT_FLAGS = {"contract"}
 # Never plain `fastmath=True`: it assumes that NaN and infinity do not occur and drops them.

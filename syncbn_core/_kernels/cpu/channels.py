@@ -19,8 +19,6 @@ from syncbn_core._kernels.cpu.numerics import (
     widen,
 )
 
-__all__ = ["coefficients", "fill_table", "finish_products", "update_running"]
-
 
 @from_python
 def fill_table(rows, table, eps, clamp):

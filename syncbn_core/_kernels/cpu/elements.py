@@ -20,8 +20,6 @@ from syncbn_core._kernels.cpu.activations import activated, incoming, value_of
 from syncbn_core._kernels.cpu.builds import may_contract, may_reorder, strict
 from syncbn_core._kernels.cpu.numerics import at, kept, narrow, rounded, where, widen
 
-__all__ = ["add_rows", "float64_sums", "sums_of_run", "write_run"]
-
 
 @may_contract
 def _terms(x, dy, act, m, s, scale, shift):

@@ -18,8 +18,6 @@ import numba
 
 from syncbn_core._kernels.cpu.builds import SerialParallelKernel
 
-__all__ = ["launch", "most_threads"]
-
 _one_caller = threading.Lock()
 _forked = False
 

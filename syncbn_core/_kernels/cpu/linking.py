@@ -13,8 +13,6 @@ from typing import Any
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
-__all__ = ["kernel", "linked"]
-
 _USED = "optimize_functions optimize_final_module finalize_final_module finalize_dynamic_globals"
 _KNOWN = all(hasattr(JITCodeLibrary, f"_{name}") for name in _USED.split())
 

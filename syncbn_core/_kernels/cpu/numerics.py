@@ -25,27 +25,6 @@ from numba.np.arrayobj import _empty_nd_impl, make_array
 
 from syncbn_core._kernels.cpu.builds import strict
 
-__all__ = [
-    "at",
-    "float32_fails",
-    "has_half",
-    "kept",
-    "kept_of",
-    "larger",
-    "merge",
-    "narrow",
-    "power_up_to",
-    "rounded",
-    "scratch",
-    "share",
-    "smaller",
-    "unowned",
-    "value_or",
-    "where",
-    "widen",
-]
-
-
 # ----------------------------------------------------------------------- dtypes
 
 

@@ -37,8 +37,6 @@ from syncbn_core._kernels.cpu.numerics import (
     unowned,
 )
 
-__all__ = ["planes_sums", "planes_write"]
-
 TILE = 4096
 MAX_CHUNKS = 64  # per channel, at most
 PIECE = 16384

@@ -33,8 +33,6 @@ from syncbn_core._kernels.cpu.numerics import (
     unowned,
 )
 
-__all__ = ["WIDE", "WIDTH", "joined", "rows_sums", "rows_write"]
-
 WIDTH = 512  # columns of a block: what is kept per column stays in L1
 WIDE = 4096  # the same for B = 1: whole rows are read faster than pieces of them
 TILE = 32768  # elements of a tile, read twice while they are in L2
