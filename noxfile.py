@@ -308,7 +308,9 @@ def digest_of_kernels() -> str:
     """Of all that says what the session `kernels` finds, and what these files import."""
     core = ROOT / "syncbn_core"
     sources = [ROOT / "constraints.txt", ROOT / "tests" / "cuda" / "conftest.py"]
-    sources += [core / f"{name}.py" for name in ("disk_cache", "labels", "layout", "moments")]
+    sources += [
+        core / f"{name}.py" for name in ("arrays", "disk_cache", "labels", "layout", "moments")
+    ]
     folders = [core / "_kernels" / "cuda", core / "backends" / "cuda"]
     for path in [*folders, *map(ROOT.joinpath, KERNELS)]:
         sources += [path] if path.is_file() else path.glob("*.py")

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends.devices import array_library, device_of
+from syncbn_core.arrays import at_device_of
+from syncbn_core.backends.devices import array_library
 from syncbn_core.errors import BackendError, DeviceError, ReadOnlyError
 
 __all__ = ["NATIVE_TYPES", "NO_CONVERSION", "Caller", "caller_of", "readable", "writable"]
@@ -119,7 +120,7 @@ class Caller:
             return array if out is None else out
         if isinstance(array, np.ndarray) and out is not None:
             return out
-        with device_of(array):
+        with at_device_of(array):
             given = self.from_dlpack(array)
         return given if out is None else out
 

@@ -34,13 +34,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from syncbn_core.arrays import NUMPY, arrays_of
 from syncbn_core.comm import (
     CollectiveCall,
     Communicator,
     ProcessCommunicator,
     SingleCommunicator,
 )
-from syncbn_core.comm.message_arrays import NumpyArrays, arrays_of, is_on_device
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
 from syncbn_core.labels import (
     BACKWARD,
@@ -186,7 +186,7 @@ class Exchange(NamedTuple):
             members, rank = self.communicator.size, self.communicator.rank
             if members > MANY:
                 members, rank = 1, 0
-            rows = _arrays(like).empty((members, 2 * channels + 2), like)
+            rows = _on_its_device(like, (members, 2 * channels + 2))
             labels = labels._replace(rows=rows, row=rows[rank : rank + 1])
         elif new and isinstance(self.communicator, ProcessCommunicator):
             self.communicator.connect(call)
@@ -376,7 +376,7 @@ class Exchange(NamedTuple):
         """Gather the labels of all members, and raise if they do not go together."""
         sent, wait = np.array([message.label]), None
         if message.labels is not None:
-            if _arrays(like).is_captured(like):
+            if _is_captured(like):
                 return
             sent = _like(like, sent)
             wait = getattr(self.communicator, "synchronize", None)  # with a deadline
@@ -394,12 +394,11 @@ class Exchange(NamedTuple):
             labels.row[...] = own
         communicator: Any = self.communicator
         communicator.gather_in_place(rows, call)
-        arrays = _arrays(rows)
-        if message.new and not arrays.is_captured(rows):
+        if message.new and not _is_captured(rows):
             wait = getattr(self.communicator, "synchronize", None)  # with a deadline
             if wait is not None:
                 wait()
-            found = arrays.to_host(rows[:, -1]).tolist()
+            found = _to_host(rows[:, -1]).tolist()
             self._compare(found, label, call, all(label >= NAME_UNIT for label in found))
         return rows
 
@@ -407,7 +406,7 @@ class Exchange(NamedTuple):
         """The sums of all members; NaN if their labels differ, unless they still have them."""
         if len(sums.shape) == 1:  # `Operations.backward_input` compares
             return self._add_up(sums, call)
-        sent = _arrays(sums).empty((math.prod(sums.shape) + 1,), sums)
+        sent = _on_its_device(sums, (math.prod(sums.shape) + 1,))
         sent[:-1], sent[-1:] = sums.reshape(-1), labels.own
         total = self._add_up(sent, call)
         same = ~labels.check_total(total)
@@ -536,11 +535,23 @@ def _stays_on_device(communicator: Communicator, values: Array) -> bool:
     """Whether the group sends these values without the host."""
     if not (isinstance(communicator, ProcessCommunicator) and communicator.on_device):
         return False
-    return is_on_device(values) or bool(getattr(values, "is_cuda", False))  # of CuPy or torch
+    return _arrays(values).device_of(values) >= 0  # type: ignore[no-any-return]
 
 
 def _arrays(values: Array) -> Any:
-    return arrays_of(values) or NumpyArrays()
+    return arrays_of(values) or NUMPY
+
+
+def _is_captured(values: Array) -> bool:
+    arrays = _arrays(values)
+    return arrays.is_captured(arrays.device_of(values))  # type: ignore[no-any-return]
+
+
+def _on_its_device(values: Array, shape: tuple[int, ...]) -> Array:
+    """New float64 memory on the device of `values`."""
+    arrays = _arrays(values)
+    with arrays.at(values):
+        return arrays.empty(shape, "float64", arrays.device_of(values))
 
 
 def _to_host(values: Array) -> Array:

@@ -40,15 +40,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from syncbn_core import order
+from syncbn_core.arrays import arrays_of, at_device_of
 from syncbn_core.backends import operations_for
-from syncbn_core.backends.devices import device_of
-from syncbn_core.backends.plain import Namespace, column
+from syncbn_core.backends.plain import column
 from syncbn_core.checks import (
     check_devices,
     check_dy,
@@ -159,7 +158,7 @@ def batch_norm_forward(
     # Another library may refuse y. Then running statistics must not have changed.
     at_once = running if caller is NO_CONVERSION else None
     part = order.Part(x, Affine(weight, bias), at_once, valid, target)
-    with device_of(x):
+    with at_device_of(x):
         (y,), known = order.forward(steps, [part], rule, link)
     statistics = known.norms[0].statistics
     count = UNKNOWN if statistics.count is None else statistics.count
@@ -262,8 +261,8 @@ def gradients_of(
     check_dy(x, dy)
     check_out(x, out)
     if saved.mask is not None:
-        with device_of(x):
-            dy = _library(x).where(saved.mask, dy, 0)
+        with at_device_of(x):
+            dy = arrays_of(x).xp.where(saved.mask, dy, 0)
     steps = known.steps if parallel else known.steps.serial
     # constant statistics need no exchange
     link = None if saved.count is None else _link(communicator, exchange, x)
@@ -292,8 +291,8 @@ def _entered(
 def _zeroed(values: Array, mask: Array | None) -> Array:
     """`values`, in which those that are not valid are now 0."""
     if mask is not None:
-        with device_of(values):
-            values[...] = _library(values).where(mask, values, 0)
+        with at_device_of(values):
+            values[...] = arrays_of(values).xp.where(mask, values, 0)
     return values
 
 
@@ -302,7 +301,7 @@ def _masked(operations: Operations, x: Array, mask: Array) -> tuple[Any, Array, 
     mask = mask.reshape(mask_shape(mask.shape, x.shape, str(mask.dtype)))
     if operations.takes_masks:
         return None, x, np.array(mask)  # the caller may change it before backward
-    with device_of(x):
+    with at_device_of(x):
         return mask, *_filled(x, mask)
 
 
@@ -311,19 +310,14 @@ def _filled(x: Array, mask: Array) -> tuple[Array, Valid]:
     count = valid_count(mask, x.shape)
     if isinstance(x, np.ndarray):
         count = int(count)
-    library = _library(x)
-    fill = filling(Namespace(library), x, mask, count)
-    filled = library.where(mask, x, column(fill, x))
+    arrays = arrays_of(x)
+    fill = filling(arrays, x, mask, count)
+    filled = arrays.xp.where(mask, x, column(fill, x))
     if filled.strides != x.strides or filled.dtype != x.dtype:  # such as of another byte order
         like = x.copy(order="K")
         like[...] = filled
         filled = like
     return filled, (count, fill.astype(np.float64))
-
-
-def _library(x: Array) -> Any:
-    """NumPy or CuPy."""
-    return import_module(type(x).__module__.partition(".")[0])
 
 
 def _link(

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from syncbn_core import functional
-from syncbn_core.backends.devices import array_library, device_of, place_like, to_numpy
+from syncbn_core.arrays import NUMPY, arrays_of, at_device_of
+from syncbn_core.backends.devices import array_library
 from syncbn_core.checks import (
     check_activation,
     check_eps,
@@ -190,7 +191,7 @@ class BatchNorm:
         gradients = functional.gradients_of(dy, saved, self.communicator, self._exchange)
         self.discard()
         if self.weight_grad is not None and self.bias_grad is not None:
-            with device_of(self.weight_grad):
+            with at_device_of(self.weight_grad):
                 self.weight_grad += gradients.weight
                 self.bias_grad += gradients.bias
         return saved.caller.give(gradients.x)
@@ -217,7 +218,7 @@ class BatchNorm:
     def zero_grad(self) -> None:
         """Set the gradients to zero."""
         for gradient in self.gradients():
-            with device_of(gradient):
+            with at_device_of(gradient):
                 gradient[...] = 0
 
     def state_dict(self, convert: Callable[[Array], Any] | None = None) -> dict[str, Any]:
@@ -228,7 +229,7 @@ class BatchNorm:
         """
         state = {}
         for name, array in self._state().items():
-            with device_of(array):
+            with at_device_of(array):
                 state[name] = array.copy() if convert is None else convert(array.copy())
         return state
 
@@ -250,7 +251,7 @@ class BatchNorm:
                 )
         new = {name: _as_like(name, state[name], array) for name, array in own.items()}
         for name, array in own.items():
-            with device_of(array):
+            with at_device_of(array):
                 array[...] = new[name]
 
     def _state(self) -> dict[str, Array]:
@@ -267,11 +268,11 @@ class BatchNorm:
 def _as_like(name: str, value: Any, array: Array) -> Array:
     """`value` in the dtype of `array`; `StateError` unless it is of numbers of that kind."""
     try:
-        value = np.asarray(to_numpy(value))
+        value = (arrays_of(value) or NUMPY).to_host(value)
     except (TypeError, RuntimeError) as error:  # torch's, of tensors that NumPy can't read
         raise StateError(
             f"expected {name} as an array that NumPy reads, got {type(value).__name__}: {error}"
         ) from error
     if value.dtype.kind not in "fiu":
         raise StateError(f"expected {name} of dtype {array.dtype}, got {value.dtype}")
-    return place_like(value.astype(array.dtype), array)
+    return arrays_of(array).from_host(value.astype(array.dtype), array)

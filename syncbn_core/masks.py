@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends.plain import Namespace, axes_of
+from syncbn_core.arrays import Arrays
+from syncbn_core.backends.plain import axes_of
 from syncbn_core.errors import DTypeError, ShapeError
 from syncbn_core.moments import Moments
 
@@ -55,10 +56,10 @@ def valid_count(mask: Array, x: Sequence[int]) -> Any:
     return mask.sum() * repeats
 
 
-def filling(space: Namespace, x: Array, mask: Array, count: Any) -> Array:
+def filling(arrays: Arrays, x: Array, mask: Array, count: Any) -> Array:
     """K `(C,)`, in the dtype of x. `count`: of valid values."""
-    sums = space.sum(space.xp.where(mask, x, 0), axes_of(x))
-    return space.cast(sums / (count + (count == 0)), x.dtype)
+    sums = arrays.sum(arrays.xp.where(mask, x, 0), axes_of(x))
+    return arrays.cast(sums / (count + (count == 0)), x.dtype)
 
 
 def without_filled(xp: Any, part: Moments, count: Any, fill: Array) -> Moments:

@@ -21,6 +21,7 @@ from syncbn_core._kernels.cpu import channels, planes, rows
 from syncbn_core._kernels.cpu.activations import activation_of
 from syncbn_core._kernels.cpu.launch import launch, most_threads
 from syncbn_core._kernels.cpu.numerics import has_half
+from syncbn_core.arrays import assign
 from syncbn_core.labels import Labels
 from syncbn_core.layout import layout_of_strides, writable_view
 from syncbn_core.moments import (
@@ -31,7 +32,7 @@ from syncbn_core.moments import (
     mean_gradients,
     total_count,
 )
-from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums, assign
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
 Array = np.ndarray[Any, Any]
 

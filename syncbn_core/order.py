@@ -14,11 +14,11 @@ device. A graph of torch.compile (`syncbn_torch.traced`) and JAX have orders of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from syncbn_core.arrays import arrays_of, near
 from syncbn_core.exchange import Exchange
 from syncbn_core.labels import Labels
 from syncbn_core.masks import Valid, without_filled
@@ -98,7 +98,7 @@ def forward(
     tables = {parts[0].device: steps.statistics(total, rule)}
     for part in parts[1:]:
         if part.device not in tables:
-            rows = steps.near(total.rows, part.x)
+            rows = near(total.rows, part.x)
             tables[part.device] = steps.statistics(total._replace(rows=rows), rule)
 
     # y of each part; each updates its running statistics last.
@@ -140,7 +140,7 @@ def backward(
     if not saved.constant:
         total = sums[0].exchange
         if len(sums) > 1:
-            total = _added(steps, [one.exchange for one in sums])
+            total = _added([one.exchange for one in sums])
     if exchange is not None and message is not None:
         total = exchange.sums(total, message)
         if labels is not None and not needed[0] and len(total.shape) == 1:
@@ -151,8 +151,8 @@ def backward(
         norms = [_scaled(norm, saved.scale[0]) for norm in norms]
     dxs = []
     for x, pair, norm, by in zip(xs, pairs, norms, needed, strict=True):
-        near = total if len(xs) == 1 else steps.near(total, x)
-        dxs.append(steps.backward_input(*pair, norm, near, out, labels) if by else None)
+        own = total if len(xs) == 1 else near(total, x)
+        dxs.append(steps.backward_input(*pair, norm, own, out, labels) if by else None)
     return dxs, sums
 
 
@@ -164,8 +164,7 @@ def moments_of(
     if valid is None or steps.takes_masks:
         return part
     count, fill = valid
-    library = import_module(type(part.rows).__module__.partition(".")[0])
-    return without_filled(library, part, count, np.asarray(fill) if library is np else fill)
+    return without_filled(arrays_of(part.rows).xp, part, count, fill)
 
 
 def _scaled(norm: Norm, scale: Array) -> Norm:
@@ -173,10 +172,10 @@ def _scaled(norm: Norm, scale: Array) -> Norm:
     return norm._replace(affine=affine._replace(weight=affine.weight * scale))
 
 
-def _added(steps: Operations, sums: Sequence[Array]) -> Array:
+def _added(sums: Sequence[Array]) -> Array:
     """Those of all parts, in their order, on the device of the first."""
     total = sums[0]
     with np.errstate(invalid="ignore", over="ignore"):
         for other in sums[1:]:
-            total = total + steps.near(other, total)
+            total = total + near(other, total)
     return total

@@ -24,18 +24,13 @@ Settings are passed in `Norm`, so that a new setting changes no signature.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
-from itertools import repeat
-from operator import setitem
 from typing import Any, NamedTuple
 
 from syncbn_core.labels import Labels
 from syncbn_core.moments import Moments, NormRule, Statistics
 
 Array = Any
-
-_set_item: Any = setitem
 
 
 class Affine(NamedTuple):
@@ -128,10 +123,6 @@ class Operations(ABC):
         """x and dy as the steps of backward take them; `affine`: as `take` gave it."""
         return x, dy
 
-    def near(self, values: Array, like: Array) -> Array:
-        """`values`, copied to the device of `like` if they are on another one."""
-        return values
-
     @abstractmethod
     def moments(self, x: Array, labels: Labels | None = None) -> Moments:
         """Moments of this member's part x; count 0 and zeros if x is empty.
@@ -210,8 +201,3 @@ class Operations(ABC):
         For callers that run `forward` without `running`. An empty batch only increments the
         counter.
         """
-
-
-def assign(targets: Sequence[Array], values: Sequence[Array]) -> None:
-    """Write all in one C call, so that KeyboardInterrupt can't come between two writes."""
-    deque(map(_set_item, targets, repeat(...), values), maxlen=0)

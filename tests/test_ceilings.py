@@ -68,16 +68,16 @@ def files(*folders: Path) -> set[Path]:
 @pytest.mark.parametrize(
     ("package", "ceiling"),
     [
-        ("core without CUDA", 4562),
-        ("CUDA", 3091),
-        ("syncbn_torch", 3948),
+        ("core without CUDA", 4532),
+        ("CUDA", 3071),
+        ("syncbn_torch", 3888),
         ("syncbn_verify", 1568),
         ("syncbn_jax", 226),
         ("syncbn_paddle", 111),
     ],
 )
 def test_no_package_grows(package: str, ceiling: int) -> None:
-    of_cuda = files(*CUDA)
+    of_cuda = files(*CUDA) | {ROOT / "syncbn_core" / "cupy_arrays.py"}
     held = {"core without CUDA": files(ROOT / "syncbn_core") - of_cuda, "CUDA": of_cuda}
     sources = held.get(package) or files(ROOT / "adapters" / package)
     lines = sum(logical_lines(path.read_text(encoding="utf-8")) for path in sources)

@@ -184,7 +184,7 @@ def by_kernel_of_torch(part: order.Part, eps: float) -> Tensor | None:
     if counter is not None:
         new.append(counter + 1)
     updated = [tensor for tensor in (mean, var, counter) if tensor is not None]
-    plain.OPERATIONS.namespace.assign(updated, [tensor for tensor in new if tensor is not None])
+    plain.OPERATIONS.arrays.assign(updated, [tensor for tensor in new if tensor is not None])
     return restored(y)
 
 

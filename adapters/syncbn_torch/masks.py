@@ -54,11 +54,11 @@ def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 def filled(x: Tensor, mask: Tensor, on_host: bool) -> tuple[Tensor, masks.Valid]:
     """x with K where the mask is False. `on_host`: whether the host may read how many are valid."""
-    space = plain.TRACED.namespace
+    arrays = plain.TRACED.arrays
     count: Any = masks.valid_count(mask, x.shape)
-    count = int(count) if on_host else count.to(space.widest(x))
-    fill = masks.filling(space, x.detach(), mask, count)
-    return torch.where(mask, x, column(fill, x)), (count, fill.to(space.widest(x)))
+    count = int(count) if on_host else count.to(arrays.widest(x))
+    fill = masks.filling(arrays, x.detach(), mask, count)
+    return torch.where(mask, x, column(fill, x)), (count, fill.to(arrays.widest(x)))
 
 
 def zeroed(values: Tensor, mask: Tensor) -> Tensor:

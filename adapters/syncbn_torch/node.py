@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from syncbn_core import order
+from syncbn_core.arrays import near
 from syncbn_core.exchange import Exchange
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm, Operations, Sums
@@ -129,7 +130,7 @@ def _differentiable(
     rule = known.norms[0].rule
     statistics = do.statistics(total, rule)
     norms = [
-        Norm(statistics._replace(table=do.near(statistics.table, x)), own, rule)
+        Norm(statistics._replace(table=near(statistics.table, x)), own, rule)
         for x, own in zip(xs, affine, strict=True)
     ]
     return known._replace(steps=do, norms=norms, exchange=sums)

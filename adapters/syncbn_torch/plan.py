@@ -101,7 +101,10 @@ def planned(
 
 
 def unwatched(running: RunningStatistics) -> RunningStatistics:
-    """These, of which no graph of torch's layer that has saved them is told."""
+    """The same memory without version counters.
+
+    A graph of torch's layer that has saved these buffers must not be told that they change.
+    """
     mean, var = [None if t is None else t.data for t in running[:2]]
     return running._replace(mean=mean, var=var)
 

@@ -22,7 +22,6 @@ from syncbn_core.comm import (
     SingleCommunicator,
 )
 from syncbn_core.comm.local import LocalTransport, local_transport
-from syncbn_core.comm.message_arrays import register_arrays
 from syncbn_core.comm.process_group import describe_other_ranks, grace_after, reports_of_others
 from syncbn_core.errors import ArgumentError, CommAborted, CommError, CommTimeout
 from syncbn_torch._torch_private import default_group, profiled, timeout_of
@@ -338,50 +337,3 @@ def create_syncbn_process_group(group_size: int) -> Any:
         )
     group, _ = dist.new_subgroups(group_size=group_size)
     return group
-
-
-class TensorArrays:
-    """`DeviceArrays` for tensors."""
-
-    @staticmethod
-    def to_host(values: Tensor) -> np.ndarray[Any, Any]:
-        if not values.is_cuda:
-            return values.numpy(force=True)
-        with torch.cuda.device(values.device):  # torch may have been told to report other waiting
-            on_host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            on_host.copy_(values.detach(), non_blocking=True)
-            torch.cuda.current_stream().record_event().synchronize()
-        return on_host.numpy()
-
-    @staticmethod
-    def from_host(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
-        return as_tensor(values).to(like)
-
-    @staticmethod
-    def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-        return torch.empty(shape, dtype=torch.float64, device=like.device)
-
-    @staticmethod
-    def copy(values: Tensor) -> Tensor:
-        return values.detach().clone()
-
-    @staticmethod
-    def is_captured(values: Tensor) -> bool:
-        if not values.is_cuda:
-            return False
-        with torch.cuda.device(values.device):
-            return torch.cuda.is_current_stream_capturing()
-
-    @staticmethod
-    def page_locked(like: Tensor) -> Tensor:
-        with torch.inference_mode(False):  # it is written in other modes too
-            return torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=like.is_cuda)
-
-    @staticmethod
-    def write_where(wrong: Tensor, number: float, word: Tensor) -> None:
-        now = word.to(wrong.device, non_blocking=True)
-        new = torch.where(wrong & (now == 0), number, now)
-        word.copy_(new, non_blocking=True)
-
-
-register_arrays(Tensor, TensorArrays())

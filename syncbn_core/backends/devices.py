@@ -1,17 +1,15 @@
-"""Devices by name ("cpu", "cuda:0"), and copies of arrays between NumPy and CuPy."""
+"""Devices by name: "cpu", "cuda:0"."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from syncbn_core.errors import ArgumentError, BackendError
-
-Array = Any
 
 
 @contextmanager
@@ -57,29 +55,3 @@ def _cupy() -> Any:
     if lacks:
         raise not_ready(lacks)
     return cupy
-
-
-def device_of(array: Array) -> AbstractContextManager[Any]:
-    """Context manager: the device of a CuPy array is current, as CuPy's operations need it."""
-    if type(array) is np.ndarray or not _is_cupy(array):
-        return nullcontext()
-    return array.device  # type: ignore[no-any-return]
-
-
-def to_numpy(array: Any) -> Any:
-    """A NumPy copy of a CuPy array; any other object unchanged."""
-    return array.get() if _is_cupy(array) else array
-
-
-def place_like(values: np.ndarray[Any, Any], array: Array) -> Array:
-    """The NumPy array `values` as an array of the library and device of `array`."""
-    if isinstance(array, np.ndarray):
-        return values
-    import cupy
-
-    with array.device:
-        return cupy.asarray(values)
-
-
-def _is_cupy(array: Any) -> bool:
-    return type(array).__module__.partition(".")[0] == "cupy"

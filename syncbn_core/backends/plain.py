@@ -19,8 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from syncbn_core.arrays import Arrays
 from syncbn_core.labels import Labels
 from syncbn_core.moments import (
     Moments,
@@ -31,132 +30,27 @@ from syncbn_core.moments import (
     merged_rows,
     total_count,
 )
-from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums, assign
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
 Array = Any
 
 
-class Namespace:
-    """One array library, whose module is `xp`. The methods are written for libraries like NumPy.
-
-    `mean_and_m2`, `product`, `scaled` and `plus_scaled` may overwrite their first argument, a
-    temporary array of the size of x. The others overwrite nothing.
-    """
-
-    def __init__(self, xp: Any) -> None:
-        self.xp = xp
-
-    def cast(self, values: Array, dtype: Any) -> Array:
-        """`values` converted to `dtype`, a dtype of the library."""
-        return values.astype(dtype)
-
-    def widest(self, values: Array) -> Any:
-        """The widest floating dtype on the device of `values`."""
-        return self.xp.float64
-
-    def working(self, values: Array) -> Any:
-        """The dtype of temporary arrays of the size of `values`."""
-        return self.xp.float64
-
-    def number(self, value: Any, like: Array) -> Array:
-        """A number, which may be traced, as an array `()` with the dtype and device of `like`."""
-        return self.xp.asarray(value, like.dtype)
-
-    def constant(self, values: Array) -> Array:
-        """`values`, detached: no gradient flows through the result."""
-        return values
-
-    def difference(self, x: Array, values: Array) -> Array:
-        """`x - values`, a new array in the dtype of `values`, the `working` one of x."""
-        return self.cast(x, values.dtype) - values
-
-    def multiple(self, x: Array, values: Array) -> Array:
-        """`x * values`, a new array in the dtype of `values`."""
-        return self.cast(x, values.dtype) * values
-
-    def product(self, values: Array, other: Array) -> Array:
-        """`values * other`, in the dtype of `values`."""
-        return values * self.cast(other, values.dtype)
-
-    def scaled(self, values: Array, scale: Array, shift: Array, dtype: Any) -> Array:
-        """`values * scale + shift` as `dtype`: that of `values`, or a narrower one."""
-        return self.cast(values * scale + shift, dtype)
-
-    def plus_scaled(self, values: Array, other: Array, scale: Array, dtype: Any) -> Array:
-        """`values + other * scale` as `dtype`: that of `values`, or a narrower one."""
-        return self.cast(values + self.cast(other, values.dtype) * scale, dtype)
-
-    def sum(self, values: Array, axes: tuple[int, ...]) -> Array:
-        """The sum over `axes`, in the widest dtype."""
-        return values.sum(axes, dtype=self.widest(values))
-
-    def mean_and_m2(self, values: Array, axes: tuple[int, ...], count: int) -> tuple[Array, Array]:
-        """Mean and m2 of `count` values over `axes`, in the widest dtype.
-
-        The means must be within a few standard deviations from 0.
-        """
-        mean = self.sum(values, axes) / count
-        m2 = self.sum(self.product(values, values), axes) - count * mean * mean
-        return mean, self.xp.where(m2 < 0, 0.0, m2)
-
-    def sigmoid(self, z: Array) -> Array:
-        with np.errstate(over="ignore"):  # exp gives infinity, as wanted
-            return 1 / (1 + self.xp.exp(-z))
-
-    def assign(self, targets: Sequence[Array], values: Sequence[Array]) -> None:
-        """Write `values` into `targets`."""
-        assign(targets, values)
-
-    def activated(self, z: Array, rule: NormRule) -> Array:
-        """The activation of z."""
-        where = self.xp.where
-        match rule.activation:
-            case "relu":
-                return where(z <= 0, 0, z)
-            case "leaky_relu":
-                return where(z <= 0, z * rule.negative_slope, z)
-            case "silu":
-                return z * self.sigmoid(z)
-            case "hardswish":
-                return where(z <= -3, 0, where(z >= 3, z, z * (z + 3) / 6))
-            case "relu6":
-                return where(z <= 0, 0, where(z >= 6, 6, z))
-        return z
-
-    def slope(self, z: Array, rule: NormRule) -> Array:
-        """The derivative of the activation at z."""
-        where, one = self.xp.where, self.xp.ones_like(z)
-        match rule.activation:
-            case "relu":
-                return where(z <= 0, 0, one)
-            case "leaky_relu":
-                return where(z <= 0, rule.negative_slope, one)
-            case "silu":
-                s = self.sigmoid(z)
-                return s * (1 + z * (1 - s))
-            case "hardswish":
-                return where(z <= -3, 0, where(z >= 3, one, z / 3 + 0.5))
-            case "relu6":
-                return where(z <= 0, 0, where(z >= 6, 0, one))
-        return one
-
-
 class PlainOperations(Operations):
-    """The steps for the library of `namespace`."""
+    """The steps for one array library."""
 
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self.xp: Any = namespace.xp
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays
+        self.xp: Any = arrays.xp
 
     def moments(self, x: Array, labels: Labels | None = None) -> Moments:
-        space, axes = self.namespace, axes_of(x)
+        arrays, axes = self.arrays, axes_of(x)
         count = math.prod([x.shape[axis] for axis in axes]) if x.shape[1] else 0
         if count == 0:
-            zeros = space.sum(x, axes)
+            zeros = arrays.sum(x, axes)
             return self.of_one_part(0, zeros, zeros, labels)
         shift = self._shift(x)
-        deviations = space.difference(x, column(shift, x))
-        mean, m2 = space.mean_and_m2(deviations, axes, count)
+        deviations = arrays.difference(x, column(shift, x))
+        mean, m2 = arrays.mean_and_m2(deviations, axes, count)
         return self.of_one_part(count, self._wide(shift) + mean, m2, labels)
 
     def _shift(self, x: Array) -> Array:
@@ -167,23 +61,24 @@ class PlainOperations(Operations):
         """
         first = x[: -(-x.shape[0] // 16)]
         size = math.prod(first.shape) // x.shape[1]
-        mean = self.namespace.sum(first, axes_of(x)) / size
+        mean = self.arrays.sum(first, axes_of(x)) / size
         mean = self.xp.where(self.xp.isfinite(mean), mean, 0.0)
-        return self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
+        return self.arrays.constant(self.arrays.cast(mean, self.arrays.working(x)))
 
     def of_one_part(
         self, count: Any, mean: Array, m2: Array, labels: Labels | None = None
     ) -> Moments:
         """Moments of one row; `count` may be traced."""
         label = 0 if labels is None else labels.own
-        ends = [self.namespace.number(each, mean).reshape(1) for each in (count, label)]
+        ends = [self.arrays.number(each, mean).reshape(1) for each in (count, label)]
         row = self.xp.concatenate([ends[0], mean, m2, ends[1]])
         return Moments(row.reshape(1, -1), count if isinstance(count, int) else None)
 
     def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
         if len(parts) == 1:
             return parts[0]
-        count, mean, m2 = merged_rows(self.xp.concatenate([part.rows for part in parts]))
+        near = [self.arrays.near(part.rows, parts[0].rows) for part in parts]
+        count, mean, m2 = merged_rows(self.xp.concatenate(near))
         known = total_count(parts)
         return self.of_one_part(count if known is None else known, mean, m2, labels)
 
@@ -212,7 +107,7 @@ class PlainOperations(Operations):
             y = self._scaled(deviations, scale, shift, x.dtype)
         else:
             z = self._scaled(deviations, scale, shift, deviations.dtype)
-            y = self.namespace.activated(z, rule)
+            y = self._activated(z, rule)
         if running is not None:
             self.update_running(running, statistics)
         return self._result(y, x, out)
@@ -233,15 +128,15 @@ class PlainOperations(Operations):
         self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
         statistics, affine, _ = norm
-        space, axes = self.namespace, axes_of(x)
+        arrays, axes = self.arrays, axes_of(x)
         dy = self.through_activation(x, dy, norm)
-        sum_dy = space.sum(dy, axes)
+        sum_dy = arrays.sum(dy, axes)
         deviations, rest = self._deviations(x, statistics)
-        sum_dy_deviations = space.sum(space.product(deviations, dy), axes) - rest * sum_dy
+        sum_dy_deviations = arrays.sum(arrays.product(deviations, dy), axes) - rest * sum_dy
         sums = self.xp.stack([sum_dy, sum_dy_deviations * statistics.invstd])
         dtype = x.dtype if affine.weight is None else affine.weight.dtype
         exchange = sums if affine.weight is None else sums * self._wide(affine.weight)
-        cast = self.namespace.cast
+        cast = self.arrays.cast
         return Sums(exchange, cast(sums[1], dtype), cast(sums[0], dtype))
 
     def backward_input(
@@ -263,8 +158,8 @@ class PlainOperations(Operations):
         if affine.weight is not None:
             scale = scale * self._wide(affine.weight)
         if total is None:
-            of_dy = self.namespace.cast(scale, self.namespace.working(x))
-            return self._result(self.namespace.multiple(dy, column(of_dy, x)), x, out)
+            of_dy = self.arrays.cast(scale, self.arrays.working(x))
+            return self._result(self.arrays.multiple(dy, column(of_dy, x)), x, out)
         count = self._at_least_one(_count(statistics))
         mean_dy, mean_dy_xhat = total / count
         if rule.clamps:
@@ -272,7 +167,7 @@ class PlainOperations(Operations):
         slope = mean_dy_xhat * invstd * invstd
         deviations, rest = self._deviations(x, statistics)
         values = self._scaled(deviations, -slope, rest * slope - mean_dy * invstd, deviations.dtype)
-        dx = self.namespace.plus_scaled(values, dy, self._column(scale, values), x.dtype)
+        dx = self.arrays.plus_scaled(values, dy, self._column(scale, values), x.dtype)
         return self._result(dx, x, out)
 
     def through_activation(self, x: Array, dy: Array, norm: Norm) -> Array:
@@ -280,9 +175,42 @@ class PlainOperations(Operations):
         rule = norm.rule
         if rule.activation is None:
             return dy
-        wide = self.namespace.cast(x, self.namespace.working(x))
+        wide = self.arrays.cast(x, self.arrays.working(x))
         z = self.forward(wide, norm._replace(rule=rule._replace(activation=None)))
-        return self.namespace.product(self.namespace.slope(z, rule), dy)
+        return self.arrays.product(self._slope(z, rule), dy)
+
+    def _activated(self, z: Array, rule: NormRule) -> Array:
+        """The activation of z."""
+        where = self.xp.where
+        match rule.activation:
+            case "relu":
+                return where(z <= 0, 0, z)
+            case "leaky_relu":
+                return where(z <= 0, z * rule.negative_slope, z)
+            case "silu":
+                return z * self.arrays.sigmoid(z)
+            case "hardswish":
+                return where(z <= -3, 0, where(z >= 3, z, z * (z + 3) / 6))
+            case "relu6":
+                return where(z <= 0, 0, where(z >= 6, 6, z))
+        return z
+
+    def _slope(self, z: Array, rule: NormRule) -> Array:
+        """The derivative of the activation at z."""
+        where, one = self.xp.where, self.xp.ones_like(z)
+        match rule.activation:
+            case "relu":
+                return where(z <= 0, 0, one)
+            case "leaky_relu":
+                return where(z <= 0, rule.negative_slope, one)
+            case "silu":
+                s = self.arrays.sigmoid(z)
+                return s * (1 + z * (1 - s))
+            case "hardswish":
+                return where(z <= -3, 0, where(z >= 3, one, z / 3 + 0.5))
+            case "relu6":
+                return where(z <= 0, 0, where(z >= 6, 0, one))
+        return one
 
     def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
         mean, var, tracked, momentum = running
@@ -294,7 +222,7 @@ class PlainOperations(Operations):
             var = self._blended(var, unbiased, count, factor)
         new = mean, var, None if tracked is None else tracked + 1
         pairs = [(o, n) for o, n in zip(running, new, strict=False) if o is not None]
-        self.namespace.assign([own for own, _ in pairs], [value for _, value in pairs])
+        self.arrays.assign([own for own, _ in pairs], [value for _, value in pairs])
 
     def _factor(self, momentum: float | None, tracked: Array | None) -> Any:
         if momentum is None and tracked is not None:
@@ -306,34 +234,34 @@ class PlainOperations(Operations):
         if isinstance(count, int) and count == 0:
             return old
         wide = self._wide(old)
-        new = blend(wide, self.namespace.constant(batch), factor)
+        new = blend(wide, self.arrays.constant(batch), factor)
         if not isinstance(count, int):
             new = self.xp.where(count > 0, new, wide)
-        return self.namespace.cast(new, old.dtype)
+        return self.arrays.cast(new, old.dtype)
 
     def _wide(self, values: Array) -> Array:
-        return self.namespace.cast(values, self.namespace.widest(values))
+        return self.arrays.cast(values, self.arrays.widest(values))
 
     def _deviations(self, x: Array, statistics: Statistics) -> tuple[Array, Array]:
         """`x - r` in the working dtype, where r is the rounded mean, and `mean - r` `(C,)`."""
         mean = statistics.mean
-        rounded = self.namespace.constant(self.namespace.cast(mean, self.namespace.working(x)))
-        return self.namespace.difference(x, column(rounded, x)), mean - self._wide(rounded)
+        rounded = self.arrays.constant(self.arrays.cast(mean, self.arrays.working(x)))
+        return self.arrays.difference(x, column(rounded, x)), mean - self._wide(rounded)
 
     def _scaled(self, values: Array, scale: Array, shift: Array, dtype: Any) -> Array:
         """`values * scale + shift` as `dtype`, with numbers per channel."""
         scales, shifts = (self._column(each, values) for each in (scale, shift))
-        return self.namespace.scaled(values, scales, shifts, dtype)
+        return self.arrays.scaled(values, scales, shifts, dtype)
 
     def _column(self, values: Array, like: Array) -> Array:
         """`column`, in the dtype of `like`."""
-        return column(self.namespace.cast(values, like.dtype), like)
+        return column(self.arrays.cast(values, like.dtype), like)
 
     def _at_least_one(self, count: Any) -> Any:
         return max(count, 1) if isinstance(count, int) else self.xp.where(count < 1, 1, count)
 
     def _result(self, values: Array, x: Array, out: Array | None) -> Array:
-        result = self.namespace.cast(values, x.dtype)
+        result = self.arrays.cast(values, x.dtype)
         if out is None:
             return result
         out[...] = result

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.backends.plain import Namespace, PlainOperations
+from syncbn_core.arrays import NUMPY
+from syncbn_core.backends.plain import PlainOperations
 
 Array = np.ndarray[Any, Any]
 
@@ -46,4 +47,4 @@ class PlainArrayOperations(PlainOperations):
     update_running: Any = _quiet(PlainOperations.update_running)
 
 
-OPERATIONS = PlainArrayOperations(Namespace(np))
+OPERATIONS = PlainArrayOperations(NUMPY)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from syncbn_core.arrays import NUMPY
+from syncbn_core.backends.plain import PlainOperations
 
-from syncbn_core.backends.plain import Namespace, PlainOperations
-
-OPERATIONS = PlainOperations(Namespace(np))
+OPERATIONS = PlainOperations(NUMPY)

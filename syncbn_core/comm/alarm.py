@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.message_arrays import DeviceArrays, arrays_of
+from syncbn_core.arrays import DeviceArrays, arrays_of
 from syncbn_core.comm.protocol import CollectiveCall
 
 Array = Any
@@ -27,10 +27,9 @@ class Alarm:
     """
 
     def __init__(self, like: Array, call_at: Callable[[float], CollectiveCall]) -> None:
-        arrays: Any = arrays_of(like)
         self.call_at = call_at
-        self._arrays: DeviceArrays = arrays
-        self._word: Array = arrays.page_locked(like)
+        self._arrays: DeviceArrays = arrays_of(like)
+        self._word: Array = self._arrays.page_locked(like)
         self._number: np.ndarray[Any, Any] = np.asarray(self._word)
         self.pointer: int = self._number.ctypes.data
         _words.append(self._word)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from syncbn_core.comm.message_arrays import is_captured, is_on_device
+from syncbn_core.arrays import arrays_of, of_cupy
 from syncbn_core.comm.process_group import ProcessCommunicator
 from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.comm.timeouts import PROCESSES, check_timeout, seconds_of
@@ -172,12 +172,12 @@ class _NCCLTransport:
             collective(*arguments, stream.ptr)
         except self._library.NcclError as error:
             raise CommAborted(f"NCCL failed in {call}: {error}") from error
-        if not is_captured(stream):
+        if not _is_captured():
             self._last = (stream.record(), call)
 
     def _like(self, result: Array, values: Array) -> Array:
         """`result`, copied to the host if `values` are there, which waits for the device."""
-        if is_on_device(values):
+        if arrays_of(values) is of_cupy():
             return result
         self.wait(None)
         return np.asarray(result.get())
@@ -190,7 +190,7 @@ class _NCCLTransport:
             return
         called, call = self._last
         stream = cupy.cuda.get_current_stream()
-        events = [called] if is_captured(stream) else [called, stream.record()]
+        events = [called] if _is_captured() else [called, stream.record()]
         seconds = seconds_of(self._timeout if timeout is None else timeout, PROCESSES)
         deadline = time.monotonic() + seconds
         try:
@@ -207,6 +207,13 @@ class _NCCLTransport:
             if isinstance(error, self._library.NcclError):
                 raise CommAborted(f"NCCL failed in {call} or an earlier one: {error}") from error
             raise
+
+
+def _is_captured() -> bool:
+    """Whether the current stream is being captured; the host must not query it then."""
+    import cupy
+
+    return of_cupy().is_captured(cupy.cuda.runtime.getDevice())
 
 
 def _import_nccl() -> Any:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from syncbn_core.arrays import arrays_of, copy_of
 from syncbn_core.comm.alarm import Alarm
-from syncbn_core.comm.message_arrays import arrays_of, copy_of
 from syncbn_core.comm.protocol import CollectiveCall
 from syncbn_core.errors import (
     CommError,

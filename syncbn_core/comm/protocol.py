@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from syncbn_core.comm.message_arrays import copy_of
+from syncbn_core.arrays import copy_of
 
 Array = Any
 

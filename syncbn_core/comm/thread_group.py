@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from syncbn_core.arrays import arrays_of
 from syncbn_core.comm.master_slave import SlavePipe, SyncMaster
-from syncbn_core.comm.message_arrays import arrays_of
 from syncbn_core.comm.protocol import SAME_CALLS, CollectiveCall
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError, ProtocolError, ShapeError
 

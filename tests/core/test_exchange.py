@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from syncbn_core.arrays import Arrays, arrays_of, register_arrays
 from syncbn_core.comm import Communicator, ThreadCommunicator
-from syncbn_core.comm.message_arrays import NumpyArrays, arrays_of, register_arrays
 from syncbn_core.errors import DTypeError, ProtocolError, ShapeError
 from syncbn_core.exchange import Exchange, LayerNames
 from syncbn_core.moments import Moments
@@ -240,13 +240,11 @@ class Foreign:
         self.shape = self.values.shape
 
 
-class ForeignArrays(NumpyArrays):
-    @staticmethod
-    def to_host(values: Any) -> Any:
+class ForeignArrays(Arrays):
+    def to_host(self, values: Any) -> Any:
         return values.values
 
-    @staticmethod
-    def from_host(values: Any, like: Any) -> Any:
+    def from_host(self, values: Any, like: Any) -> Any:
         return type(like)(values)
 
 
@@ -256,7 +254,7 @@ class Subclass(Foreign):
 
 def test_arrays_of_a_registered_library_go_to_the_host_and_back(in_group: InGroup) -> None:
     assert arrays_of(Subclass([1.0])) is None
-    register_arrays(Foreign, ForeignArrays())
+    register_arrays(Foreign, ForeignArrays(np))
 
     def member(rank: int, own: ThreadCommunicator) -> Any:
         part = part_of(rank)

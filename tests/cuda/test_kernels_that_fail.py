@@ -132,11 +132,11 @@ def test_a_kernel_that_breaks_the_context_is_an_error_that_says_what_to_do(
     gpu,  # noqa: F811
     monkeypatch,
 ):
-    def download(array):
+    def to_host(values):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with failing("wrong", "no such kernel", device):
-        monkeypatch.setattr(gpu.operations.memory, "download", download)
+        monkeypatch.setattr(gpu.operations.arrays, "to_host", to_host)
         with pytest.raises(BackendError, match=r"illegal memory.*SYNCBN_KERNELS=off"):
             a_step()
 

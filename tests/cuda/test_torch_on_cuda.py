@@ -32,14 +32,14 @@ from torch import nn  # noqa: E402
 import syncbn_torch  # noqa: E402
 from syncbn_core.backends.cuda import kernels  # noqa: E402
 from syncbn_core.backends.cuda.driver import DriverError  # noqa: E402
-from syncbn_core.backends.cuda.grid import SIZES  # noqa: E402
 from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
+from syncbn_torch.arrays import FLOATS  # noqa: E402
 from syncbn_torch.backends import cuda, plain  # noqa: E402
+from syncbn_torch.backends.tensors import TensorArrays  # noqa: E402
 from syncbn_torch.forward import always_ours  # noqa: E402
 from syncbn_torch.inplace import InPlaceABN  # noqa: E402
-from syncbn_torch.process_group import TensorArrays  # noqa: E402
 
 DTYPES = {"float32": 2e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -138,13 +138,14 @@ class Gpu:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether the kernels take a tensor of that dtype on this device."""
-        return cuda._NAMES.get(tensor.dtype) in SIZES and cuda._ready(self.here.index, tensor.dtype)
+        return tensor.dtype in FLOATS and cuda._ready(self.here.index, tensor.dtype)
 
 
-class Memory(cuda.TensorDeviceMemory):
+class GpuArrays(TensorArrays):
     """CPU tensors in the place of a device's."""
 
     def __init__(self, gpu: Gpu) -> None:
+        super().__init__(torch)
         self.gpu = gpu
         self.shortened = 0  # numbers that new tensors of float64 lack
 
@@ -157,7 +158,7 @@ class Memory(cuda.TensorDeviceMemory):
     def stream(self, index):
         return self.gpu.here.stream
 
-    def is_captured(self, stream):
+    def is_captured(self, index):
         return self.gpu.here.captures
 
     def keeps_stream(self, stream):
@@ -179,31 +180,25 @@ class Memory(cuda.TensorDeviceMemory):
     def lasting_zeros(self, size, index, stream):
         return self.zeros((size,), "int32", index)
 
-    def upload(self, values, dtype, index):
-        return torch.from_numpy(values).to(getattr(torch, dtype))
-
-    def waiting_allowed(self):
-        return nullcontext()
-
 
 class Operations(CudaOperations):
     """The steps whose launches are noted, and after which counters have to be zeros."""
 
     def launcher(self, index):
-        memory, counters = self.memory, self.counters
+        arrays, counters = self.arrays, self.counters
 
         class Noted(Launcher):
             __slots__ = ()
 
             def launch(self, source, grid, *arguments):
                 kernels.launch_of(source, self.index)  # or a failure, before memory is known
-                memory.gpu.keys.append(source.key)
-                with memory.gpu.memory_of(arguments):
+                arrays.gpu.keys.append(source.key)
+                with arrays.gpu.memory_of(arguments):
                     super().launch(source, grid, *arguments)
                     left = [key for key, zeros in counters.items() if zeros.any()]
                 assert not left, f"{source.key} leaves counters behind in {left}"
 
-        return Noted(memory, index, counters)
+        return Noted(arrays, index, counters)
 
 
 def _range(start: int, end: int, tensor: torch.Tensor, *, written: bool = True) -> Range:
@@ -216,7 +211,7 @@ def _range(start: int, end: int, tensor: torch.Tensor, *, written: bool = True) 
 def on_kernels(device: Device) -> Iterator[Gpu]:
     """Plain CPU tensors go to the CUDA kernels as those of a device do, layers alone as well."""
     gpu = Gpu(device)
-    gpu.operations = Operations(Memory(gpu))
+    gpu.operations = Operations(GpuArrays(gpu))
 
     def operations_for(tensor: torch.Tensor) -> Any:
         return gpu.operations if gpu.takes(tensor) else plain.OPERATIONS
@@ -228,7 +223,7 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     mode = torch.get_deterministic_debug_mode()
     with pytest.MonkeyPatch.context() as patch, always_ours():
         patch.setattr("syncbn_torch.forward.operations_for", operations_for)
-        patch.setattr(TensorArrays, "page_locked", gpu.page_locked)
+        patch.setattr(TensorArrays, "page_locked", lambda self, like: gpu.page_locked(like))
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written
         try:

@@ -23,7 +23,7 @@ from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.exchange import Exchange
 from syncbn_torch import SynchronizedBatchNorm2d
 from syncbn_torch.backends import plain
-from syncbn_torch.process_group import TensorArrays
+from syncbn_torch.backends.tensors import TensorArrays
 
 rank, store, capability = int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:5]))
 without = sys.argv[5:] == ["without"]
@@ -126,7 +126,7 @@ with (
     # other layers on each rank: the device notices, and the next call tells
     def told(kind: str, capturing: bool, by_x: bool = True) -> None:
         group = dist.new_group()
-        patch.setattr(TensorArrays, "is_captured", staticmethod(lambda values: capturing))
+        patch.setattr(TensorArrays, "is_captured", lambda self, index: capturing)
         layers = [SynchronizedBatchNorm2d(3, process_group=group).double() for _ in range(2)]
         own = leaf if by_x else leaf.detach()
         ys = [layer(own) for layer in layers]

@@ -19,8 +19,12 @@ STEPS = ("moments", "normalize", "backward_reduce", "backward_input")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_pass_their_check(dtype, device, only_cuda):
     torch.zeros(1, device=device)  # torch makes the context
-    with torch.cuda.device(device):
-        usable._compare(cuda.OPERATIONS, device.index, dtype)
+    try:
+        torch.cuda.set_sync_debug_mode("error")  # which users may have set
+        with torch.cuda.device(device):
+            usable._compare(cuda.OPERATIONS, device.index, dtype)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def step_equals_float64(dtype, channels_last, device):

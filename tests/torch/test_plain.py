@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,17 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm, RunningStatistics
-from syncbn_torch.backends import cuda, plain
+from syncbn_torch.backends import plain
 from syncbn_torch.backends.plain import OPERATIONS
+from syncbn_torch.backends.tensors import ARRAYS
 
 RULE = NormRule(1e-5)
 
 
-class _AsOnCuda(plain.DifferentiableNamespace):
-    working = plain.TensorNamespace.working  # float32; on a CPU float64
+class _AsOnCuda(plain.DifferentiableArrays):
+    working = plain.TensorArrays.working  # float32; on a CPU float64
 
 
-DIFFERENTIABLE = plain.TensorOperations(_AsOnCuda(torch))
+DIFFERENTIABLE = plain.PlainOperations(_AsOnCuda(torch))
 
 
 class Traffic(TorchDispatchMode):
@@ -195,20 +196,10 @@ class _NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class _HostMemory(cuda.TensorDeviceMemory):
-    """CPU tensors in the place of a device's."""
-
-    def on_device(self, index: int) -> Any:
-        return nullcontext()
-
-    def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_the_host_does_not_wait_in_a_fallback(known: bool) -> None:
     """Also where only the device knows the count: parts that came from other processes."""
-    steps = PlainDeviceOperations(_HostMemory())
+    steps = PlainDeviceOperations(ARRAYS)
     x, dy = torch.randn(6, 3, 4), torch.randn(6, 3, 4)
     running = RunningStatistics(torch.zeros(3), torch.ones(3), torch.tensor(0), 0.1)
     with torch.no_grad(), _NoWaiting():

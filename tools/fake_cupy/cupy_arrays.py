@@ -18,7 +18,8 @@ from fake_cupy import Device, Stream, log
 from syncbn_core import BatchNorm
 from syncbn_core.comm import NCCLCommunicator, run_in_threads, thread_group
 
-BACKEND = "syncbn_core.backends.cuda.cupy"  # imported anew for each file of tests
+BACKEND = "syncbn_core.backends.cuda.cupy"  # imported anew for each file of tests, and
+ARRAYS = "syncbn_core.cupy_arrays"
 TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 

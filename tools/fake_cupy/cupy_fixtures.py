@@ -8,12 +8,13 @@ import sys
 import fake_cupy
 import numpy as np
 import pytest
-from cupy_arrays import BACKEND
+from cupy_arrays import ARRAYS, BACKEND
 from emulated_device import emulated
 from fake_cupy import DEVICES, log
 
 import syncbn_core.backends
 from ptx_emulator.machine import Schedule
+from syncbn_core import arrays
 
 __all__ = ["cupy", "gpu", "no_faults", "rng"]
 
@@ -32,15 +33,18 @@ def cupy(gpu):
         module = fake_cupy.install(gpu)
         patch.setitem(sys.modules, "cupy", module)
         patch.setitem(sys.modules, "cupy.cuda", module.cuda)
-        patch.delitem(sys.modules, BACKEND, raising=False)
+        for name in (BACKEND, ARRAYS):
+            patch.delitem(sys.modules, name, raising=False)
+        arrays._arrays_of_type.cache_clear()
         backend = importlib.import_module(BACKEND)
         try:
             yield module
         finally:
             fake_cupy.install()
             backend.OPERATIONS.counters.clear()
-            del sys.modules[BACKEND], syncbn_core.backends.cuda.cupy
+            del sys.modules[BACKEND], syncbn_core.backends.cuda.cupy, sys.modules[ARRAYS]
             syncbn_core.backends._operations_for_type.cache_clear()
+            arrays._arrays_of_type.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,9 @@
 """Functions that only compiled code calls: linked into it, without machine code of their own.
 
-Numba optimizes each function that it compiles, makes machine code of it, and links its code into
-callers, where it is optimized again. Nobody runs that machine code, so here it is not made. That
-takes private parts of Numba (0.62 to 0.68). Where one is missing, `linked` and `kernel` ask for
-nothing: all works, and compiles longer.
+Numba makes machine code of each function that it compiles, and links the function into its callers,
+where it is optimized again. Python calls none of the functions here, so this leaves out their
+machine code. That takes private parts of Numba (0.62 to 0.68). Where one is missing, `linked` and
+`kernel` change nothing: all works, and compiles longer.
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ __all__ = [
 ]
 
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
-LEGACY_STREAMS = (0, 1)  # handles of the default stream, which can't be captured
 OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 
 # Errors (CUresult) of a load or launch that the kernel causes, by its image, its PTX or its

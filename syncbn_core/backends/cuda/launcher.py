@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from syncbn_core._kernels.cuda.constants import THREADS
+from syncbn_core.arrays import LEGACY_STREAMS, DeviceArrays
 from syncbn_core.backends.cuda.compiler import Source
-from syncbn_core.backends.cuda.kernels import LEGACY_STREAMS, launch_of, multiprocessor_count
-from syncbn_core.backends.cuda.memory import DeviceMemory
+from syncbn_core.backends.cuda.kernels import launch_of, multiprocessor_count
 
 __all__ = ["Launcher"]
 
@@ -21,16 +21,16 @@ PER_THREAD_STREAM = 2  # the same handle in all threads, but a different stream 
 class Launcher:
     """Launches kernels on the current stream of device `index`, which must be current."""
 
-    __slots__ = ("counters", "index", "memory", "multiprocessors", "stream")
+    __slots__ = ("arrays", "counters", "index", "multiprocessors", "stream")
 
     threads = THREADS
 
     def __init__(
-        self, memory: DeviceMemory, index: int, counters: dict[tuple[int, int], Array]
+        self, arrays: DeviceArrays, index: int, counters: dict[tuple[int, int], Array]
     ) -> None:
-        self.memory: DeviceMemory = memory
+        self.arrays: DeviceArrays = arrays
         self.index: int = index
-        self.stream: Any = memory.stream(index)
+        self.stream: Any = arrays.stream(index)
         self.counters: dict[tuple[int, int], Array] = counters
         self.multiprocessors: int = multiprocessor_count(index)
 
@@ -43,8 +43,8 @@ class Launcher:
 
     def scratch(self, size: int) -> tuple[Pointer, Array]:
         """Address of `size` float64 for the next launch, and the array that owns them."""
-        array = self.memory.empty((size,), "float64", self.index)
-        return self.memory.pointer(array), array
+        array = self.arrays.empty((size,), "float64", self.index)
+        return self.arrays.pointer(array), array
 
     def block_counters(self, size: int) -> tuple[Pointer, Array]:
         """Address of `size` int32 zeros, which kernels reset to zero, and the array that owns them.
@@ -53,17 +53,17 @@ class Launcher:
         graph, which may run at the same time as the stream on which it was captured, and each
         launch on another stream, whose handle may come to mean a stream that runs at the same time.
         """
-        memory, stream = self.memory, self.stream
+        arrays, stream = self.arrays, self.stream
         lasts = stream in LEGACY_STREAMS or (
             stream != PER_THREAD_STREAM
-            and memory.keeps_stream(stream)
-            and not memory.is_captured(stream)
+            and arrays.keeps_stream(stream)
+            and not arrays.is_captured(self.index)
         )
         known = self.counters.get((self.index, stream)) if lasts else None
         if lasts and (known is None or known.shape[0] < size):
-            known = memory.lasting_zeros(max(size, BLOCK_COUNTERS), self.index, stream)
+            known = arrays.lasting_zeros(max(size, BLOCK_COUNTERS), self.index, stream)
             if known is not None:
                 self.counters[self.index, stream] = known
         if known is None:
-            known = memory.zeros((size,), "int32", self.index)
-        return memory.pointer(known), known
+            known = arrays.zeros((size,), "int32", self.index)
+        return arrays.pointer(known), known

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from syncbn_core.backends.cuda.memory import DeviceMemory
+from syncbn_core.arrays import DeviceArrays
+from syncbn_core.backends.plain import PlainOperations
 from syncbn_core.moments import Moments, NormRule, Statistics
 from syncbn_core.steps import Norm, Operations, RunningStatistics
 
@@ -24,20 +25,20 @@ def first_array(first: Any) -> Array:
 
 
 def _plainly(name: str) -> Any:
-    """The step of `memory.plain`, while the device of its arrays is current."""
+    """The step of `plain`, while the device of its arrays is current."""
 
     def step(self: PlainDeviceOperations, first: Any, *rest: Any, **settings: Any) -> Any:
-        with self.memory.on_device(self.memory.device_of(first_array(first))):
-            return getattr(self.memory.plain, name)(first, *rest, **settings)
+        with self.arrays.at(first_array(first)):
+            return getattr(self.plain, name)(first, *rest, **settings)
 
     return step
 
 
 class PlainDeviceOperations(Operations):
-    """The steps on CUDA devices by operations of the array library of `memory`."""
+    """The steps on CUDA devices by operations of the array library."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self.memory = memory
+    def __init__(self, arrays: DeviceArrays) -> None:
+        self.arrays, self.plain = arrays, PlainOperations(arrays)
 
     moments: Any = _plainly("moments")
     merge: Any = _plainly("merge")
@@ -45,20 +46,21 @@ class PlainDeviceOperations(Operations):
     backward_reduce: Any = _plainly("backward_reduce")
     backward_input: Any = _plainly("backward_input")
 
-    def near(self, values: Array, like: Array) -> Array:
-        return self.memory.plain.near(values, like)
+    def contiguous(self, array: Array) -> Array:
+        """The array, or a row-major copy of it."""
+        return array if self.arrays.is_contiguous(array) else self.arrays.copy(array)
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
-        memory, index = self.memory, self.memory.device_of(total.rows)
-        with memory.on_device(index):
-            table = memory.empty((3 * total.num_features + 1,), "float64", index)
-            return Statistics(table, total.count, memory.contiguous(total.rows), total.labels)
+        arrays, index = self.arrays, self.arrays.device_of(total.rows)
+        with arrays.on_device(index):
+            table = arrays.empty((3 * total.num_features + 1,), "float64", index)
+            return Statistics(table, total.count, self.contiguous(total.rows), total.labels)
 
     def forward(
         self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
     ) -> Array:
-        memory, plain = self.memory, self.memory.plain
-        with memory.on_device(memory.device_of(x)):
+        plain = self.plain
+        with self.arrays.at(x):
             statistics = norm.statistics
             total = Moments(statistics.rows, statistics.count, statistics.labels)
             known = plain.statistics(total, norm.rule)
@@ -66,5 +68,5 @@ class PlainDeviceOperations(Operations):
             return plain.forward(x, norm._replace(statistics=known), running, out)
 
     def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
-        with self.memory.on_device(self.memory.device_of(statistics.table)):
-            self.memory.plain.update_running(running, statistics)
+        with self.arrays.at(statistics.table):
+            self.plain.update_running(running, statistics)

@@ -22,14 +22,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from syncbn_core.arrays import DeviceArrays
 from syncbn_core.backends.cuda.driver import DriverError
 from syncbn_core.backends.cuda.kernels import (
-    LEGACY_STREAMS,
     KernelFailure,
     description,
     failure_of,
 )
-from syncbn_core.backends.cuda.memory import DeviceMemory
 from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.disk_cache import on_rank
 from syncbn_core.errors import ArgumentError, BackendError
@@ -92,19 +91,17 @@ def give_up(index: int, failure: KernelFailure) -> None:
 
 
 def _first_use(operations: Any, index: int, dtype: str) -> None:
-    memory: DeviceMemory = operations.memory
+    arrays: DeviceArrays = operations.arrays
     if setting() == "checked":
-        with memory.on_device(index):
-            stream = memory.stream(index)
-            if stream not in LEGACY_STREAMS and memory.is_captured(stream):
+        with arrays.on_device(index):
+            if arrays.is_captured(index):
                 raise BackendError(
                     f"expected CUDA kernels for {dtype} to be checked before a CUDA graph is "
                     "captured; run forward and backward once before the capture, or set "
                     "SYNCBN_KERNELS=on"
                 )
             try:
-                with memory.waiting_allowed():
-                    _compare(operations, index, dtype)
+                _compare(operations, index, dtype)
             except KernelFailure as failure:
                 give_up(index, failure)
                 return
@@ -113,13 +110,15 @@ def _first_use(operations: Any, index: int, dtype: str) -> None:
 
 def _compare(operations: Any, index: int, dtype: str) -> None:
     """Raise `KernelFailure` unless steps by kernels give the results of plain operations."""
-    memory: DeviceMemory = operations.memory
+    arrays: DeviceArrays = operations.arrays
     steps = {name: getattr(type(operations), name).__wrapped__ for name in STEPS}
     kernels = SimpleNamespace(**{name: partial(step, operations) for name, step in steps.items()})
     try:
         for shape in SHAPES:
-            for name, *pair in _results(kernels, memory, index, dtype, shape):
-                values, right = map(memory.download, pair)
+            for name, *pair in _results(kernels, operations, index, dtype, shape):
+                values, right = (
+                    arrays.to_host(arrays.cast(own, arrays.widest(own))) for own in pair
+                )
                 error = float(np.abs(values - right).max() / np.abs(right).max())
                 if not error <= TOLERANCES[dtype]:  # also for NaN
                     raise KernelFailure(
@@ -140,20 +139,23 @@ def _compare(operations: Any, index: int, dtype: str) -> None:
 
 
 def _results(
-    kernels: Any, memory: DeviceMemory, index: int, dtype: str, shape: tuple[int, ...]
+    kernels: Any, operations: Any, index: int, dtype: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, Array, Array]]:
     """Of each step by kernels and by plain operations, given what the latter computed before."""
-    plain, rule, channels = PlainDeviceOperations(memory), NormRule(1e-3), shape[1]
+    arrays: DeviceArrays = operations.arrays
+    plain, rule, channels = PlainDeviceOperations(arrays), NormRule(1e-3), shape[1]
     random, wide = np.random.default_rng(0), "float64" if dtype == "float64" else "float32"
     noise = random.normal(0, 1, (2, math.prod(shape)))
+
+    def made(values: Array, name: str) -> Array:
+        return arrays.from_host(values, arrays.empty((1,), name, index))
+
     # dy whose sums are far from zero, so that an error in a sum is large beside it
     x, dy = (
-        memory.upload(values, dtype, index).reshape(shape)
-        for values in (3 + 2 * noise[0], 0.5 + noise.sum(0) / 2)
+        made(values, dtype).reshape(shape) for values in (3 + 2 * noise[0], 0.5 + noise.sum(0) / 2)
     )
     weight, bias, mean, var, own_mean, own_var = (
-        memory.upload(values, wide, index)
-        for values in random.uniform(0.5, 2, (4, channels))[[0, 1, 2, 3, 2, 3]]
+        made(values, wide) for values in random.uniform(0.5, 2, (4, channels))[[0, 1, 2, 3, 2, 3]]
     )
     affine = Affine(weight, bias)
     part = plain.moments(x)
