@@ -123,6 +123,16 @@ class Arrays:
         with np.errstate(over="ignore"):  # exp gives infinity, as wanted
             return 1 / (1 + self.xp.exp(-z))
 
+    def select(self, mask: Array, x: Array, other: Any) -> Array:
+        """x where the mask is True, else `other`: a new array with the dtype and layout of x."""
+        new = x.copy(order="K")
+        new[...] = self.xp.where(mask, x, other)
+        return new
+
+    def count_of(self, mask: Array) -> Any:
+        """How many are True: an int, or an array `()` if the host would wait for it."""
+        return int(mask.sum())
+
     def assign(self, targets: Sequence[Array], values: Sequence[Array]) -> None:
         """Write `values` into `targets`."""
         assign(targets, values)

@@ -60,6 +60,9 @@ class CupyArrays(DeviceArrays):
     def sum(self, values: Array, axes: tuple[int, ...]) -> Array:
         return _native(values).sum(axes, dtype=cupy.float64)
 
+    def count_of(self, mask: Array) -> Any:
+        return mask.sum()
+
     def on_device(self, index: int) -> AbstractContextManager[Any]:
         return cupy.cuda.Device(index)  # type: ignore[no-any-return]
 

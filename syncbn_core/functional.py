@@ -42,12 +42,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from syncbn_core import order
-from syncbn_core.arrays import arrays_of, at_device_of
+from syncbn_core.arrays import at_device_of, copy_of
 from syncbn_core.backends import operations_for
-from syncbn_core.backends.plain import column
 from syncbn_core.checks import (
     check_devices,
     check_dy,
@@ -61,7 +58,7 @@ from syncbn_core.comm import Communicator
 from syncbn_core.dlpack import NATIVE_TYPES, NO_CONVERSION, Caller, caller_of, readable, writable
 from syncbn_core.errors import ArgumentError
 from syncbn_core.exchange import Exchange
-from syncbn_core.masks import Valid, filling, mask_shape, valid_count
+from syncbn_core.masks import mask_shape
 from syncbn_core.moments import ActivationName, EpsMode, Statistics
 from syncbn_core.steps import Affine, Gradients, Norm, Operations, RunningStatistics
 
@@ -85,17 +82,16 @@ UNKNOWN = -1  # only the device knows the count; reading it would make the host 
 class Saved:
     """What `batch_norm_backward` needs of a forward: x itself and O(C) numbers.
 
-    `x`: NumPy's or CuPy's, over the memory that was given; with a mask a filled copy.
+    `x`: NumPy's or CuPy's, over the memory that was given.
     `count`: values per channel over all members, -1 where only the device knows; None when the
     statistics were constants (running statistics in eval), through which no gradient flows.
-    `known`: what else the steps need. `mask`: in a shape that broadcasts against x.
+    `known`: what else the steps need.
     `caller`: how results become arrays of the library of x. `members`: how many there were.
     """
 
     x: Array
     count: int | None
     known: order.Forward
-    mask: Array | None = None
     caller: Caller = NO_CONVERSION
     members: int = 1
 
@@ -150,21 +146,19 @@ def batch_norm_forward(
     x, weight, bias, mask, mean, var, counter, target = arrays
     rule = check_rule(eps, eps_mode, activation, negative_slope)
     check_running(mean, var, counter, momentum)
-    valid = None
-    if mask is not None:
-        mask, x, valid = _masked(steps, x, mask)
+    mask = _checked_mask(x, mask)
     link = _link(communicator, exchange, x)
     running = RunningStatistics(mean, var, counter, momentum)
     # Another library may refuse y. Then running statistics must not have changed.
     at_once = running if caller is NO_CONVERSION else None
-    part = order.Part(x, Affine(weight, bias), at_once, valid, target)
+    part = order.Part(x, Affine(weight, bias), at_once, mask, target)
     with at_device_of(x):
         (y,), known = order.forward(steps, [part], rule, link)
     statistics = known.norms[0].statistics
     count = UNKNOWN if statistics.count is None else statistics.count
     members = 1 if communicator is None else communicator.size
-    saved = Saved(x, count, known, mask, caller, members)
-    y = caller.give(_zeroed(y, mask), out)
+    saved = Saved(x, count, known, caller, members)
+    y = caller.give(y, out)
     if at_once is None:
         steps.update_running(running, statistics)
     return y, saved
@@ -203,14 +197,14 @@ def batch_norm_eval(
             "the statistics of the batch"
         )
     rule = check_rule(eps, eps_mode, activation, negative_slope)
-    valid = None
-    if mask is not None:
-        mask, x, valid = _masked(steps, x, mask)
-    own, affine, running = steps.take(x, Affine(weight, bias), RunningStatistics(mean, var), valid)
+    mask = _checked_mask(x, mask)
+    own, affine, running = steps.take(x, Affine(weight, bias), RunningStatistics(mean, var), mask)
     y, statistics = steps.forward_eval(own, running, affine, rule, target)
-    known = order.Forward(steps, [Norm(statistics, affine, rule)], constant=True)
-    saved = Saved(x, None, known, mask, caller)
-    return caller.give(_zeroed(y, mask), out), saved
+    masks = () if mask is None else [mask]
+    known = order.Forward(steps, [Norm(statistics, affine, rule)], constant=True, masks=masks)
+    with at_device_of(x):
+        y = order.zeroed(steps, y, mask, target)
+    return caller.give(y, out), Saved(x, None, known, caller)
 
 
 def batch_norm_backward(
@@ -260,15 +254,13 @@ def gradients_of(
     check_devices({"x": x, "dy": dy, "out": out})
     check_dy(x, dy)
     check_out(x, out)
-    if saved.mask is not None:
-        with at_device_of(x):
-            dy = arrays_of(x).xp.where(saved.mask, dy, 0)
     steps = known.steps if parallel else known.steps.serial
     # constant statistics need no exchange
     link = None if saved.count is None else _link(communicator, exchange, x)
     known = known._replace(steps=steps, exchange=link)
-    (dx,), (sums,) = order.backward(known, [x], [dy], out=out)
-    return Gradients(_zeroed(dx, saved.mask), sums.grad_weight, sums.grad_bias)
+    with at_device_of(x):
+        (dx,), (sums,) = order.backward(known, [x], [dy], out=out)
+    return Gradients(dx, sums.grad_weight, sums.grad_bias)
 
 
 def _entered(
@@ -288,36 +280,12 @@ def _entered(
     return caller, steps if parallel else steps.serial, arrays
 
 
-def _zeroed(values: Array, mask: Array | None) -> Array:
-    """`values`, in which those that are not valid are now 0."""
-    if mask is not None:
-        with at_device_of(values):
-            values[...] = arrays_of(values).xp.where(mask, values, 0)
-    return values
-
-
-def _masked(operations: Operations, x: Array, mask: Array) -> tuple[Any, Array, Any]:
-    """`(mask by which y is to be zeroed, x, what the steps take as valid)`."""
-    mask = mask.reshape(mask_shape(mask.shape, x.shape, str(mask.dtype)))
-    if operations.takes_masks:
-        return None, x, np.array(mask)  # the caller may change it before backward
-    with at_device_of(x):
-        return mask, *_filled(x, mask)
-
-
-def _filled(x: Array, mask: Array) -> tuple[Array, Valid]:
-    """`(filled x, what is known of it)`, see `masks`."""
-    count = valid_count(mask, x.shape)
-    if isinstance(x, np.ndarray):
-        count = int(count)
-    arrays = arrays_of(x)
-    fill = filling(arrays, x, mask, count)
-    filled = arrays.xp.where(mask, x, column(fill, x))
-    if filled.strides != x.strides or filled.dtype != x.dtype:  # such as of another byte order
-        like = x.copy(order="K")
-        like[...] = filled
-        filled = like
-    return filled, (count, fill.astype(np.float64))
+def _checked_mask(x: Array, mask: Array | None) -> Array | None:
+    """A copy of the mask, as it broadcasts against x; the given one may change before backward."""
+    if mask is None:
+        return None
+    shape = mask_shape(mask.shape, x.shape, str(mask.dtype))
+    return copy_of(mask.reshape(shape))
 
 
 def _link(

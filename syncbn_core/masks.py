@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from syncbn_core.arrays import Arrays
-from syncbn_core.backends.plain import axes_of
+from syncbn_core.backends.plain import axes_of, column
 from syncbn_core.errors import DTypeError, ShapeError
 from syncbn_core.moments import Moments
 
@@ -50,16 +50,16 @@ def mask_shape(mask: Sequence[int], x: Sequence[int], dtype: str) -> tuple[int, 
     return shape
 
 
-def valid_count(mask: Array, x: Sequence[int]) -> Any:
-    """How many values per channel are valid, an array `()`; `mask`: of the shape `mask_shape`."""
-    repeats = prod((x[0], *x[2:])) // max(prod(mask.shape), 1)
-    return mask.sum() * repeats
+def filled(arrays: Arrays, x: Array, mask: Array) -> tuple[Array, Valid]:
+    """`(x with K in the dtype of x where the mask is False, what is known of it)`.
 
-
-def filling(arrays: Arrays, x: Array, mask: Array, count: Any) -> Array:
-    """K `(C,)`, in the dtype of x. `count`: of valid values."""
-    sums = arrays.sum(arrays.xp.where(mask, x, 0), axes_of(x))
-    return arrays.cast(sums / (count + (count == 0)), x.dtype)
+    `mask`: of the shape `mask_shape`.
+    """
+    known = arrays.constant(x)
+    count = arrays.count_of(mask) * (prod((x.shape[0], *x.shape[2:])) // max(prod(mask.shape), 1))
+    sums = arrays.sum(arrays.xp.where(mask, known, 0), axes_of(x))
+    fill = arrays.cast(sums / (count + (count == 0)), x.dtype)
+    return arrays.select(mask, x, column(fill, x)), (count, arrays.cast(fill, arrays.widest(x)))
 
 
 def without_filled(xp: Any, part: Moments, count: Any, fill: Array) -> Moments:

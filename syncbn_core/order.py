@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from syncbn_core.arrays import arrays_of, near
+from syncbn_core.arrays import near
 from syncbn_core.exchange import Exchange
 from syncbn_core.labels import Labels
-from syncbn_core.masks import Valid, without_filled
+from syncbn_core.masks import Valid, filled, without_filled
 from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
@@ -34,17 +34,20 @@ class Part(NamedTuple):
     Attributes:
         x: `(N, C, *spatial)`.
         affine, running: as in `steps`, on the device of x; a running of None is not updated.
-        valid: with a mask, that itself if the steps take it, else what is known of x (`masks`).
+        mask: bool, `(N, 1, *spatial)` or 1 for any axis, or None: of the elements that count; y and
+            dx are 0 elsewhere. Nobody writes to it any more.
         out: where to write y, or None; may be x.
         device: where x is, if parts are on several.
+        valid: what is known of x if that is filled, see `filled_part`.
     """
 
     x: Array
     affine: Affine = Affine()
     running: RunningStatistics | None = None
-    valid: Valid | Array | None = None
+    mask: Array | None = None
     out: Array | None = None
     device: Any = None
+    valid: Valid | None = None
 
 
 class Forward(NamedTuple):
@@ -57,6 +60,7 @@ class Forward(NamedTuple):
         scale: `(2, C)`, for layers in place, else None. Backward multiplies weight and `sum(dy)` by
             `scale[0]`, and `sum(dy * xhat)` by `scale[1]`, before it computes dx.
         constant: whether statistics were constants, without a gradient.
+        masks: of each part, or () for none.
     """
 
     steps: Operations
@@ -65,6 +69,7 @@ class Forward(NamedTuple):
     number: int = 0
     scale: Array | None = None
     constant: bool = False
+    masks: Sequence[Array | None] = ()
 
 
 def forward(
@@ -76,7 +81,9 @@ def forward(
     `Operations.take` and of the exchange, before it writes anything.
     """
     first, number, members = parts[0].x, 0, 1
-    taken = [steps.take(part.x, part.affine, part.running, part.valid) for part in parts]
+    if not steps.takes_masks:
+        parts = [filled_part(steps, part) for part in parts]
+    taken = [steps.take(part.x, part.affine, part.running, part.mask) for part in parts]
 
     # One row of this process. Its label is known before its moments are.
     message = None if exchange is None else exchange.begin(first.shape[1], first)
@@ -106,12 +113,16 @@ def forward(
         steps.forward(x, Norm(tables[part.device], affine, rule), running, part.out)
         for (x, affine, running), part in zip(taken, parts, strict=True)
     ]
+    masked = [part for part in parts if part.mask is not None]
+    if masked and not steps.takes_masks:
+        ys = [zeroed(steps, y, part.mask, part.out) for y, part in zip(ys, parts, strict=True)]
     known = {device: table._replace(rows=None, labels=None) for device, table in tables.items()}
     norms = [
         Norm(known[part.device], affine, rule)
         for (_, affine, _), part in zip(taken, parts, strict=True)
     ]
-    return ys, Forward(steps, norms, exchange, number)
+    masks = [part.mask for part in parts] if masked else ()
+    return ys, Forward(steps, norms, exchange, number, masks=masks)
 
 
 def backward(
@@ -130,6 +141,10 @@ def backward(
     if exchange is not None:
         message = exchange.begin_sums(norms[0].statistics.table, saved.number)
         labels = message.labels if len(xs) == 1 else None
+    masks = () if steps.takes_masks else saved.masks
+    if masks:
+        xs = [zeroed(steps, *own) for own in zip(xs, masks, strict=True)]
+        dys = [zeroed(steps, *own) for own in zip(dys, masks, strict=True)]
     pairs = [steps.take_pair(x, dy, n.affine) for x, dy, n in zip(xs, dys, norms, strict=True)]
 
     # The sums of each part, which are the gradients of its weight and bias; then of all.
@@ -153,18 +168,36 @@ def backward(
     for x, pair, norm, by in zip(xs, pairs, norms, needed, strict=True):
         own = total if len(xs) == 1 else near(total, x)
         dxs.append(steps.backward_input(*pair, norm, own, out, labels) if by else None)
+    if masks:
+        dxs = [zeroed(steps, *own, out) for own in zip(dxs, masks, strict=True)]
     return dxs, sums
 
 
-def moments_of(
-    steps: Operations, x: Any, valid: Any = None, labels: Labels | None = None
-) -> Moments:
-    """Those of x, which `steps` has taken; of its valid values if there was a mask."""
-    part = steps.moments(x, labels)
-    if valid is None or steps.takes_masks:
+def filled_part(steps: Operations, part: Part) -> Part:
+    """The part; with a filled x if it has a mask and the steps take none, see `masks`."""
+    if part.mask is None or steps.takes_masks:
         return part
-    count, fill = valid
-    return without_filled(arrays_of(part.rows).xp, part, count, fill)
+    x, valid = filled(steps.arrays, part.x, part.mask)
+    return part._replace(x=x, valid=valid)
+
+
+def zeroed(steps: Operations, values: Array, mask: Array | None, out: Array | None = None) -> Array:
+    """`values`, 0 where the mask is False, unless the steps see to that; in `out` if given."""
+    if values is None or mask is None or steps.takes_masks:
+        return values
+    new = steps.arrays.select(mask, values, 0)
+    if out is None:
+        return new
+    out[...] = new
+    return out
+
+
+def moments_of(
+    steps: Operations, x: Any, valid: Valid | None = None, labels: Labels | None = None
+) -> Moments:
+    """Those of x, which `steps` has taken; of its valid values if it was filled."""
+    part = steps.moments(x, labels)
+    return part if valid is None else without_filled(steps.arrays.xp, part, *valid)
 
 
 def _scaled(norm: Norm, scale: Array) -> Norm:

@@ -99,7 +99,8 @@ class Gradients(NamedTuple):
 class Operations(ABC):
     """A backend: the steps for the arrays of one library on one kind of device."""
 
-    takes_masks = False  # whether `take` does; for others callers fill x, see `masks`
+    takes_masks = False  # whether `take` does; for others `order` fills x, see `masks`
+    arrays: Any = None  # the `Arrays` of the library, of steps that take no mask
 
     @property
     def serial(self) -> Operations:

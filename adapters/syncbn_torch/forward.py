@@ -49,7 +49,7 @@ from syncbn_torch.activations import activated
 from syncbn_torch.backends import cuda, plain
 from syncbn_torch.checks import check_operands, checked_running, refuse_transforms
 from syncbn_torch.layer_state import LayerState
-from syncbn_torch.masks import checked_mask, filled, zeroed
+from syncbn_torch.masks import checked_mask
 from syncbn_torch.module_names import name_of
 from syncbn_torch.plan import kept_steps, planned, unwatched
 from syncbn_torch.process_group import group_of, is_communicator
@@ -104,10 +104,10 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
             return handle_torch_function(_as_tensor, (x,), x, layer, mask)
         if sync is not None:
             return sync.forward(layer, x, mask)  # type: ignore[no-any-return]
-        part, zeros, steps = checked_part(layer, x, processes, mask)
+        part, steps = checked_part(layer, x, processes, mask)
         steps = steps or kept_steps(layer, part)
         (y,), _ = node.batch_norm(steps, [part], layer._rule, processes)
-        return y if zeros is None else zeroed(y, zeros)
+        return y
     except ERRORS_OF_INPUT as error:
         add_name(layer, error)
         raise
@@ -304,8 +304,8 @@ def checked_part(
     processes: Exchange | None,
     mask: Tensor | None = None,
     operations: Operations | None = None,
-) -> tuple[order.Part, Tensor | None, Operations | None]:
-    """The part of a layer with input x, the mask outside of which y is still to be 0, the steps.
+) -> tuple[order.Part, Operations | None]:
+    """The part of a layer with input x, and the steps.
 
     `operations`: None for those that suit x. The steps are None on a CPU, where `plan` makes them.
     Raises the errors of a layer's forward.
@@ -324,14 +324,11 @@ def checked_part(
             operations = plain.DIFFERENTIABLE
         if running is not None:
             running = unwatched(running)
-    valid: Any = None
-    if mask is not None:
-        mask = checked_mask(mask, x)
-        if operations is None:  # a copy: it may change before backward
-            valid, mask = mask.as_subclass(Tensor).numpy().copy(), None
-        else:
-            x, valid = filled(x, mask, x.is_cpu and operations is not plain.DIFFERENTIABLE)
-    return order.Part(x, affine, running, valid, None, x.device), mask, operations
+    own: Any = None
+    if mask is not None:  # a copy: it may change before backward
+        own = checked_mask(mask, x).clone()
+        own = own.as_subclass(Tensor).numpy() if operations is None else own
+    return order.Part(x, affine, running, own, None, x.device), operations
 
 
 def _updates(layer: LayerState, tracks: bool) -> bool:
@@ -376,7 +373,7 @@ def eval_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) ->
     """y in eval, by torch's layer."""
     if mask is not None:
         mask = checked_mask(mask, x)
-        return zeroed(eval_batch_norm(layer, zeroed(x, mask)), mask)
+        return torch.where(mask, eval_batch_norm(layer, torch.where(mask, x, 0)), 0)
     if layer.effective_eps_mode != "clamp" and not layer.training:
         return activated(by_torch(layer, x), layer._activation)
     layer._check_input_dim(x)

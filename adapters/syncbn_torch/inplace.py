@@ -180,7 +180,7 @@ class InPlaceABN(ABN):
             call = planned(self, input, None)
             if call is None:
                 processes = processes_of(self, input)
-                part, _, steps = checked_part(self, input, processes)
+                part, steps = checked_part(self, input, processes)
                 if steps is plain.DIFFERENTIABLE:  # this node is not differentiated
                     steps = plain.OPERATIONS
                 call = steps or kept_steps(self, part), part, processes

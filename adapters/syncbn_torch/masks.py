@@ -1,17 +1,14 @@
-"""Masks of a layer's input: `syncbn_core.masks` on tensors, by operations that torch derives."""
+"""Masks of a layer's input, see `syncbn_core.masks`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncbn_core import masks
-from syncbn_core.backends.plain import column
 from syncbn_core.errors import ArgumentError, DeviceError, DTypeError
-from syncbn_torch.backends import plain
 
 
 def mask_of_lengths(lengths: Tensor | Sequence[int], size: int) -> Tensor:
@@ -50,17 +47,3 @@ def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     if mask.device != x.device:
         raise DeviceError(f"expected a mask on {x.device}, the device of x, got {mask.device}")
     return mask.reshape(shape)
-
-
-def filled(x: Tensor, mask: Tensor, on_host: bool) -> tuple[Tensor, masks.Valid]:
-    """x with K where the mask is False. `on_host`: whether the host may read how many are valid."""
-    arrays = plain.TRACED.arrays
-    count: Any = masks.valid_count(mask, x.shape)
-    count = int(count) if on_host else count.to(arrays.widest(x))
-    fill = masks.filling(arrays, x.detach(), mask, count)
-    return torch.where(mask, x, column(fill, x)), (count, fill.to(arrays.widest(x)))
-
-
-def zeroed(values: Tensor, mask: Tensor) -> Tensor:
-    """`values`, and 0 where the mask is False."""
-    return torch.where(mask, values, 0)

@@ -27,8 +27,6 @@ from syncbn_torch.arrays import as_tensor
 from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_unchanged, refuse_transforms
 from syncbn_torch.derivatives import DifferentiableSums, total_moments
-from syncbn_torch.masks import filled as of_mask
-from syncbn_torch.masks import zeroed
 from syncbn_torch.streams import of_node
 
 
@@ -55,7 +53,6 @@ class BatchNormOfParts(Function):
     def forward(ctx: Any, call: Any, *operands: Any) -> tuple[Any, ...]:
         _, parts, rule, _ = call
         ys, ctx.known = order.forward(*call)
-        ctx.valid = [part.valid for part in parts]
         kept = [part.affine.for_backward(rule) for part in parts]
         weights, biases = [own.weight for own in kept], [own.bias for own in kept]
         ctx.save_for_backward(*[part.x for part in parts], *weights, *biases)
@@ -75,7 +72,7 @@ class BatchNormOfParts(Function):
         xs, weights, biases = saved[:count], saved[count : 2 * count], saved[2 * count :]
         affine = [*map(Affine, weights, biases)]
         with of_node(xs, dys):
-            dxs, sums = _backward(ctx.known, ctx.valid, xs, dys, affine, by_x)
+            dxs, sums = _backward(ctx.known, xs, dys, affine, by_x)
         of_weights = [s.grad_weight if by else None for s, by in zip(sums, by_weight, strict=True)]
         of_biases = [s.grad_bias if by else None for s, by in zip(sums, by_bias, strict=True)]
         return None, *dxs, *of_weights, *of_biases
@@ -88,7 +85,6 @@ _untraced_backward = untraced("syncbn's kernels and messages are not traced")(
 
 def _backward(
     known: order.Forward,
-    valid: Sequence[Any],
     xs: Sequence[Tensor],
     dys: Sequence[Tensor | None],
     affine: Sequence[Affine],
@@ -103,25 +99,18 @@ def _backward(
         refuse_transforms(known.exchange.name, *dys)
     if not (torch.is_grad_enabled() or (known.exchange is None and has_tangent_or_wrapper(*dys))):
         return order.backward(known, xs, filled, by_x)
-    if not known.steps.takes_masks:
-        return order.backward(_differentiable(known, valid, xs, affine), xs, filled, by_x)
-    masks = [None if own is None else torch.from_numpy(own) for own in valid]
-    pairs = [
-        (x, None) if m is None else of_mask(x, m, True) for x, m in zip(xs, masks, strict=True)
-    ]
-    xs, valid = zip(*pairs, strict=True)
-    zeros = [dy if m is None else zeroed(dy, m) for dy, m in zip(filled, masks, strict=True)]
-    dxs, sums = order.backward(_differentiable(known, valid, xs, affine), xs, zeros, by_x)
-    masked = zip(dxs, masks, strict=True)
-    return [dx if dx is None or m is None else zeroed(dx, m) for dx, m in masked], sums
+    return order.backward(_differentiable(known, xs, affine), xs, filled, by_x)
 
 
 def _differentiable(
-    known: order.Forward, valid: Sequence[Any], xs: Sequence[Tensor], affine: Sequence[Affine]
+    known: order.Forward, xs: Sequence[Tensor], affine: Sequence[Affine]
 ) -> order.Forward:
     """What the forward knows, as differentiable functions of `xs` and `affine`."""
     do = plain.DIFFERENTIABLE
-    moments = [order.moments_of(do, x, own) for x, own in zip(xs, valid, strict=True)]
+    masks = [None if mask is None else as_tensor(mask) for mask in known.masks or [None] * len(xs)]
+    parts = [order.Part(x, mask=mask) for x, mask in zip(xs, masks, strict=True)]
+    filled = [order.filled_part(do, part) for part in parts]
+    moments = [order.moments_of(do, part.x, part.valid) for part in filled]
     total, sums = do.merge(moments), None
     if known.exchange is not None:
         table = as_tensor(known.norms[0].statistics.table)
@@ -133,4 +122,4 @@ def _differentiable(
         Norm(statistics._replace(table=near(statistics.table, x)), own, rule)
         for x, own in zip(xs, affine, strict=True)
     ]
-    return known._replace(steps=do, norms=norms, exchange=sums)
+    return known._replace(steps=do, norms=norms, exchange=sums, masks=masks)

@@ -89,14 +89,14 @@ def planned(
             break
     else:
         return None
-    processes, running, valid = processes_of(layer, x), None, None
+    processes, running, own = processes_of(layer, x), None, None
     if layer.track_running_stats and layer.training:
         running = RunningStatistics(mean, var, counter, layer.momentum)
         if processes is None:
             running = unwatched(running)
     if mask is not None:  # it may change before backward
-        valid = checked_mask(mask, x).as_subclass(Tensor).numpy().copy()
-    part = order.Part(x, Affine(weight, bias), running, valid)
+        own = checked_mask(mask, x).as_subclass(Tensor).numpy().copy()
+    part = order.Part(x, Affine(weight, bias), running, own)
     return plan.steps, part, processes
 
 
@@ -112,13 +112,13 @@ def unwatched(running: RunningStatistics) -> RunningStatistics:
 def host_steps(part: order.Part) -> Operations:
     """The steps for a part on a CPU that has been checked, and for what is like it."""
     host = import_module("syncbn_torch.backends.cpu")  # on first use: it imports Numba
-    masked = part.valid is not None
+    masked = part.mask is not None
     return host.TensorSteps(part.x, part.affine, part.running, masked)  # type: ignore[no-any-return]
 
 
 def kept_steps(layer: LayerState, part: order.Part) -> Operations:
     """`host_steps`, which the layer keeps as a plan if calls like this one can be known."""
-    steps, call = host_steps(part), call_of(layer, part.x, part.valid)
+    steps, call = host_steps(part), call_of(layer, part.x, part.mask)
     if call is not None:
         plan = Plan(call[0], like(call[1]), steps)
         layer.__dict__["_plans"] = (plan, *layer._plans[: KEPT - 1])

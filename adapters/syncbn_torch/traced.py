@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import StateError
-from syncbn_core.masks import Valid, without_filled
+from syncbn_core.masks import Valid, filled, without_filled
 from syncbn_core.moments import Moments, NormRule
 from syncbn_core.steps import Affine, Norm, RunningStatistics
 from syncbn_torch._torch_private import (
@@ -30,7 +30,7 @@ from syncbn_torch.backends import plain
 from syncbn_torch.checks import check_operands, checked_running
 from syncbn_torch.forward import batch_norm, by_torch, eval_batch_norm, uses_running_statistics
 from syncbn_torch.layer_state import LayerState
-from syncbn_torch.masks import checked_mask, filled, zeroed
+from syncbn_torch.masks import checked_mask
 from syncbn_torch.process_group import is_communicator
 
 
@@ -62,8 +62,9 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     if mask is None:
         return _in_graph(x, None, affine, running, rule, layer._graph_number, group)
     mask = checked_mask(mask, x)
-    x, valid = filled(x, mask, on_host=False)
-    return zeroed(_in_graph(x, valid, affine, running, rule, layer._graph_number, group), mask)
+    x, valid = filled(plain.TRACED.arrays, x, mask)
+    y = _in_graph(x, valid, affine, running, rule, layer._graph_number, group)
+    return torch.where(mask, y, 0)
 
 
 # What torch.compile can't trace, and why.

@@ -378,8 +378,14 @@ def test_a_mask_equals_the_valid_elements(replicas, gpu):
     expected, dy = twin(rows), torch.randn(int(mask.sum()), 3)
     expected.backward(dy)
     model = layer if replicas == 1 else syncbn_torch.DataParallelWithCallback(layer, replicas=3)
-    y = model(x.requires_grad_(), mask).movedim(1, -1)[mask]
+    given, valid = mask.clone(), mask[:, None].expand_as(x)
+    x = torch.where(valid, x, torch.nan).requires_grad_()
+    whole = model(x, given)
+    given.fill_(True)  # what it was in forward counts
+    y = whole.movedim(1, -1)[mask]
     y.backward(dy)
+    assert not whole[~valid].any()
+    assert not x.grad[~valid].any()
     close(y, expected, "float32", 4)
     close(x.grad.movedim(1, -1)[mask], rows.grad, "float32", 4)
     close(layer.weight.grad, twin.weight.grad, "float32", 100)

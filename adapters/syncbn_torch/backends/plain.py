@@ -21,6 +21,9 @@ class DifferentiableArrays(TensorArrays):
     def working(self, values: Tensor) -> torch.dtype:
         return self.widest(values) if values.is_cpu else super().working(values)
 
+    def count_of(self, mask: Tensor) -> Any:
+        return mask.sum()
+
     def product(self, values: Tensor, other: Tensor) -> Tensor:
         return values * other
 

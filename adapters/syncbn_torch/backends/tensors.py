@@ -111,6 +111,13 @@ class TensorArrays(DeviceArrays):
     def sigmoid(self, z: Tensor) -> Tensor:
         return z.sigmoid()
 
+    def select(self, mask: Tensor, x: Tensor, other: Any) -> Tensor:
+        return torch.where(mask, x, other)
+
+    def count_of(self, mask: Tensor) -> Any:
+        count = mask.sum()
+        return int(count) if count.is_cpu else count
+
     def sum(self, values: Tensor, axes: tuple[int, ...]) -> Tensor:
         return values.sum(axes, dtype=self.working(values)).to(self.widest(values))
 

@@ -23,7 +23,6 @@ from syncbn_torch._torch_private import (
 from syncbn_torch.activations import NONE, Activation, activated
 from syncbn_torch.backends import plain
 from syncbn_torch.data_parallel.contexts import Place
-from syncbn_torch.masks import zeroed
 from syncbn_torch.plan import host_steps
 from syncbn_torch.streams import of_replicas
 
@@ -97,18 +96,18 @@ def _batch_norm(place: Place, parts: Group) -> Results:
     if len(xs) > 1 and (do is None or len({*found}) > 1):  # those of a CPU are for one kind of x
         do = plain.OPERATIONS
     hooked = True in [part.hooked for part in parts]
-    made: list[tuple[order.Part, Tensor | None]] = []
+    made: list[order.Part] = []
     with _saving(place, groups if hooked else [], xs):
         for (_, group), x in zip(groups, xs, strict=True):
             own, mask = group[0].layer, _joined_mask(group)
             try:
-                part, zeros, steps = forward.checked_part(own, x, processes, mask, do)
+                part, steps = forward.checked_part(own, x, processes, mask, do)
             except forward.ERRORS_OF_INPUT as error:
                 others = CommAborted(f"{place.name}: another replica has failed")
                 return {id(p): (error if p is group[0] else others, NONE, None) for p in parts}
             if made and group[0].state[2] is parts[0].state[2]:  # updated once
                 part = part._replace(running=None)
-            made.append((part, zeros))
+            made.append(part)
         if len({x.shape[1] for x in xs}) > 1:
             channels = [part.x.shape[1] for part in parts]
             raise ShapeError(f"expected equally many channels in all replicas, got {channels}")
@@ -121,11 +120,7 @@ def _batch_norm(place: Place, parts: Group) -> Results:
             if left[0] in ("silu", "hardswish"):  # others keep results, which may be overwritten
                 y, left = activated(y, left), NONE
             return _results(place, groups, [y], left, [None])
-        ys, known = node.batch_norm(
-            steps or host_steps(part), [part for part, _ in made], layer._rule, processes
-        )
-        pairs = zip(ys, made, strict=True)
-        ys = [y if zeros is None else zeroed(y, zeros) for y, (_, zeros) in pairs]
+        ys, known = node.batch_norm(steps or host_steps(part), made, layer._rule, processes)
         return _results(place, groups, ys, NONE, known.norms)
 
 

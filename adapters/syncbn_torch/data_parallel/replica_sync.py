@@ -29,7 +29,7 @@ from syncbn_torch.checks import refuse_transforms
 from syncbn_torch.data_parallel.contexts import Place
 from syncbn_torch.data_parallel.joined import STATE, PartOfReplica, of_all_replicas
 from syncbn_torch.forward import checked_part, refuse_kind
-from syncbn_torch.masks import checked_mask, zeroed
+from syncbn_torch.masks import checked_mask
 from syncbn_torch.module_names import name_of
 from syncbn_torch.plan import host_steps
 from syncbn_torch.streams import stream_of
@@ -82,7 +82,7 @@ class ReplicaSync:
         kept: list[Any] = []
         if hooked:
             with torch.no_grad(), without_dispatch_modes():
-                part, _, steps = checked_part(layer, x, None, mask)
+                part, steps = checked_part(layer, x, None, mask)
                 moments = _bits(_taken(steps or host_steps(part), part)[1].rows[:, :-1])
             x = SaveInput.apply(x, kept)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooked
@@ -106,7 +106,7 @@ class ReplicaSync:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         with torch.no_grad(), without_dispatch_modes():
-            part, zeros, steps = checked_part(layer, x, None, mask)
+            part, steps = checked_part(layer, x, None, mask)
             do = steps or host_steps(part)
             (own, affine, running), moments = _taken(do, part)
             norm, shared = self._earlier(moments)
@@ -115,7 +115,7 @@ class ReplicaSync:
                 do.update_running(running, norm.statistics)
             statistics = do.statistics(norm.statistics.as_moments(), norm.rule)
             y = do.forward(own, Norm(statistics, affine, norm.rule))
-            y = y if zeros is None else zeroed(y, zeros)
+            y = order.zeroed(do, y, part.mask)
         x = SaveInput.apply(x, [])
         with without_dispatch_modes():
             recomputed: Tensor = Recomputed.apply(y, self.place.name, x, *part.affine)
@@ -191,7 +191,8 @@ class Recomputed(Function):
 
 def _taken(steps: Operations, part: order.Part) -> tuple[Any, Moments]:
     """The operands of a part as the steps take them, and its moments."""
-    taken = steps.take(part.x, part.affine, part.running, part.valid)
+    part = order.filled_part(steps, part)
+    taken = steps.take(part.x, part.affine, part.running, part.mask)
     return taken, order.moments_of(steps, taken[0], part.valid)
 
 
