@@ -144,6 +144,9 @@ class DeviceArrays(Arrays):
     def at(self, array: Array) -> AbstractContextManager[Any]:
         return self.on_device(self.device_of(array))
 
+    def is_current(self, index: int) -> bool:
+        """Whether device `index` is the current one."""
+
     def on_device(self, index: int) -> AbstractContextManager[Any]:
         """Context manager: device `index` is current, as launches and allocations need it."""
 
@@ -164,10 +167,10 @@ class DeviceArrays(Arrays):
         """The name of the dtype, such as "float32"."""
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
-        """A new uninitialized array on device `index`, which is the current one."""
+        """A new uninitialized array on device `index`."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
-        """A new array of zeros on device `index`, which is the current one."""
+        """A new array of zeros on device `index`."""
 
     def lasting_zeros(self, size: int, index: int, stream: int) -> Array | None:
         """`size` int32 zeros that stay as long as the result does, for `stream` of device `index`.
@@ -186,7 +189,7 @@ class DeviceArrays(Arrays):
     def empty_like(self, dense: Array, layout: Layout) -> Array:
         """A new array with the shape and dtype of `dense`, and with `layout`, its layout."""
 
-    def mark_written(self, *arrays: Array) -> None:
+    def mark_written(self, arrays: Sequence[Array]) -> None:
         """Tell the library that a kernel has written these arrays."""
 
     def page_locked(self, like: Array) -> Array:

@@ -63,6 +63,9 @@ class CupyArrays(DeviceArrays):
     def count_of(self, mask: Array) -> Any:
         return mask.sum()
 
+    def is_current(self, index: int) -> bool:
+        return bool(cupy.cuda.runtime.getDevice() == index)
+
     def on_device(self, index: int) -> AbstractContextManager[Any]:
         return cupy.cuda.Device(index)  # type: ignore[no-any-return]
 
@@ -83,10 +86,12 @@ class CupyArrays(DeviceArrays):
         return str(array.dtype.name)
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
-        return cupy.empty(shape, _dtype(dtype))
+        with self.on_device(index):
+            return cupy.empty(shape, _dtype(dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
-        return cupy.zeros(shape, _dtype(dtype))
+        with self.on_device(index):
+            return cupy.zeros(shape, _dtype(dtype))
 
     def is_contiguous(self, array: Array) -> bool:
         return bool(array.flags.c_contiguous)

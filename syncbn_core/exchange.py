@@ -182,12 +182,12 @@ class Exchange(NamedTuple):
         label = label_of(kind, number, extra, self.dtype)
         labels = None
         if _stays_on_device(self.communicator, like):
-            labels = self._labels(member, kind, label, label, like)
             members, rank = self.communicator.size, self.communicator.rank
             if members > MANY:
                 members, rank = 1, 0
             rows = _on_its_device(like, (members, 2 * channels + 2))
-            labels = labels._replace(rows=rows, row=rows[rank : rank + 1])
+            rows_and_row = rows, rows[rank : rank + 1]
+            labels = self._labels(member, kind, label, label, like, (number, new), rows_and_row)
         elif new and isinstance(self.communicator, ProcessCommunicator):
             self.communicator.connect(call)
         return Message(member, label, call, labels, new)
@@ -301,15 +301,26 @@ class Exchange(NamedTuple):
         return total
 
     def _labels(
-        self, member: Member, kind: int, own: float, expected: float, like: Array
+        self,
+        member: Member,
+        kind: int,
+        own: float,
+        expected: float,
+        like: Array,
+        known: tuple[int, bool] | None = None,
+        memory: tuple[Array, Array] = (None, None),
     ) -> Labels:
-        """Those of a message that stays on the device of `like`."""
-        number, new = member.number_of(self.layer)
+        """Those of a message that stays on the device of `like`.
+
+        `known`: by `number_of`. `memory`: the `rows` and `row` of `Labels`.
+        """
+        number, new = known or member.number_of(self.layer)
         if new or number not in member.titles:
             member.titles[number] = self._title()
         communicator: Any = self.communicator
         alarm = communicator.alarm(like, member.call_at)
-        return Labels(own, expected, alarm, place_of(member.exchanges + 1, kind, number))
+        place = place_of(member.exchanges + 1, kind, number)
+        return Labels(own, expected, alarm, place, *memory)
 
     def _call(self, member: Member, kind: int, size: int, forward: int = 0) -> CollectiveCall:
         return CollectiveCall(
@@ -550,8 +561,7 @@ def _is_captured(values: Array) -> bool:
 def _on_its_device(values: Array, shape: tuple[int, ...]) -> Array:
     """New float64 memory on the device of `values`."""
     arrays = _arrays(values)
-    with arrays.at(values):
-        return arrays.empty(shape, "float64", arrays.device_of(values))
+    return arrays.empty(shape, "float64", arrays.device_of(values))
 
 
 def _to_host(values: Array) -> Array:

@@ -22,6 +22,7 @@ P times a member's own label only if sum((k_i - mean(k))**2) is zero: all member
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -121,11 +122,13 @@ def label_of_sum(key: Any, size: int) -> Any:
     return k * (1 << (members + 2 * digits)) + k * k
 
 
+@cache
 def _digits_of(size: int) -> int:
     """The digits of k in the labels of sums."""
     return (_DIGITS - 2 * (size - 1).bit_length()) // 3
 
 
+@cache
 def modulus_of(size: int) -> int:
     """After how many keys those of sums repeat: a prime, so that no two layers do so in each step.
 

@@ -22,7 +22,7 @@ from syncbn_core.arrays import near
 from syncbn_core.exchange import Exchange
 from syncbn_core.labels import Labels
 from syncbn_core.masks import Valid, filled, without_filled
-from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
+from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
 Array = Any
@@ -81,7 +81,8 @@ def forward(
     `Operations.take` and of the exchange, before it writes anything.
     """
     first, number, members = parts[0].x, 0, 1
-    if not steps.takes_masks:
+    masked = [part for part in parts if part.mask is not None]
+    if masked and not steps.takes_masks:
         parts = [filled_part(steps, part) for part in parts]
     taken = [steps.take(part.x, part.affine, part.running, part.mask) for part in parts]
 
@@ -113,10 +114,9 @@ def forward(
         steps.forward(x, Norm(tables[part.device], affine, rule), running, part.out)
         for (x, affine, running), part in zip(taken, parts, strict=True)
     ]
-    masked = [part for part in parts if part.mask is not None]
     if masked and not steps.takes_masks:
         ys = [zeroed(steps, y, part.mask, part.out) for y, part in zip(ys, parts, strict=True)]
-    known = {device: table._replace(rows=None, labels=None) for device, table in tables.items()}
+    known = {device: Statistics(table.table, table.count) for device, table in tables.items()}
     norms = [
         Norm(known[part.device], affine, rule)
         for (_, affine, _), part in zip(taken, parts, strict=True)

@@ -56,6 +56,17 @@ def test_benchmark_of_first_steps(tmp_path: Path) -> None:
         assert found["functions"] > found["files"] > 0
 
 
+def test_benchmark_of_the_host_of_a_device(tmp_path: Path) -> None:
+    few = ["--rounds", "2", "--steps", "20", "--against", str(ROOT)]
+    done = run("device_host.py", *few, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("device-host-*.json")
+    for found in json.loads(path.read_text(encoding="utf-8"))["cases"].values():
+        assert found["torch"]["of_torch"] == 1
+        assert found["syncbn"]["launches"] == found["against"]["launches"] > 0
+        assert found["syncbn"]["low"] <= found["syncbn"]["median"]
+
+
 def test_benchmark_of_networks(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("timm")

@@ -337,7 +337,7 @@ def _updates(layer: LayerState, tracks: bool) -> bool:
     A forward within a backward pass repeats one for a checkpoint. It updates nothing, unless that
     one did not track: some programs track only in the recomputation.
     """
-    sync, original = layer._replica_sync, cast(LayerState, layer._original)
+    sync, original = layer._replica_sync, layer._original
     if backward_task() != -1 or (sync is not None and sync.recomputes()):
         return not (tracks and original._last_forward_tracked)
     if layer.training and original._last_forward_tracked is not tracks:
@@ -365,8 +365,9 @@ def operations_for(x: Tensor) -> Operations | None:
 
 def uses_running_statistics(layer: LayerState) -> bool:
     """Whether y comes from running statistics, not from those of the batch."""
-    kept = layer.running_mean is not None and layer.running_var is not None
-    return kept and (not layer.training or layer._frozen is not None)
+    if layer.training and layer._frozen is None:
+        return False
+    return layer.running_mean is not None and layer.running_var is not None
 
 
 def eval_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -145,7 +145,7 @@ class LayerState(_NormBase):
         give_number(self)
 
     @property
-    def _original(self) -> nn.Module:
+    def _original(self) -> Any:
         """The layer that this replica copies, or self. Every forward makes new replicas."""
         original = None if self._copied_from is None else self._copied_from()
         return self if original is None else original

@@ -25,4 +25,4 @@ def processes_of(layer: LayerState, x: Tensor) -> Exchange | None:
     if communicator is None:
         return None
     dtype = str(x.dtype).removeprefix("torch.")  # as NumPy calls it
-    return exchange_of(layer._original, communicator, dtype)  # type: ignore[arg-type]
+    return exchange_of(layer._original, communicator, dtype)

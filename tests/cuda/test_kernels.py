@@ -430,6 +430,8 @@ class Recorder:
     def scratch(self, size):
         return "partials", None
 
+    partial_sums = scratch
+
     def block_counters(self, size):
         return "block_counters", None
 

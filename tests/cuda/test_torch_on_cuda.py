@@ -152,8 +152,11 @@ class GpuArrays(TensorArrays):
     def device_of(self, array):
         return self.gpu.here.index
 
+    def is_current(self, index):
+        return self.gpu.here.current == index
+
     def on_device(self, index):
-        return nullcontext() if self.gpu.here.current == index else self.gpu.switched(index)
+        return nullcontext() if self.is_current(index) else self.gpu.switched(index)
 
     def stream(self, index):
         return self.gpu.here.stream
@@ -198,7 +201,7 @@ class Operations(CudaOperations):
                     left = [key for key, zeros in counters.items() if zeros.any()]
                 assert not left, f"{source.key} leaves counters behind in {left}"
 
-        return Noted(arrays, index, counters)
+        return Noted(arrays, index, self)
 
 
 def _range(start: int, end: int, tensor: torch.Tensor, *, written: bool = True) -> Range:
@@ -600,7 +603,8 @@ def test_every_stream_has_counters_of_its_own(channels_last, gpu):
         gpu.here.stream = stream
         step(channels_last)
     assert list(gpu.operations.counters) == [(0, stream) for stream in (0, 5, 6)]
-    assert len({zeros.data_ptr() for zeros in gpu.operations.counters.values()}) == 3
+    for held in (gpu.operations.counters, gpu.operations.partials):
+        assert len({memory.data_ptr() for memory in held.values()}) == 3
 
 
 def test_a_captured_graph_has_counters_of_its_own(gpu):

@@ -168,6 +168,8 @@ class Bench:
         buffer = self.empty(size, "float64", name="partial sums")
         return buffer.pointer, buffer
 
+    partial_sums = scratch
+
     def block_counters(self, size: int) -> tuple[int, Buffer]:
         assert size <= self.counters.array.size
         return self.counters.pointer, self.counters

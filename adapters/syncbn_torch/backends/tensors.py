@@ -22,6 +22,12 @@ from syncbn_core.layout import Layout, layout_of_strides
 from syncbn_torch._torch_private import current_raw_stream, current_stream_number
 from syncbn_torch.arrays import PLAIN_CLASSES, as_tensor
 
+_NAMES = {
+    own: str(own).removeprefix("torch.")
+    for own in vars(torch).values()
+    if isinstance(own, torch.dtype)
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 
 
@@ -128,10 +134,11 @@ class TensorArrays(DeviceArrays):
         wide = self.widest(values)
         return mean.to(wide), var.to(wide) * count
 
+    def is_current(self, index: int) -> bool:
+        return index < 0 or torch.cuda.current_device() == index
+
     def on_device(self, index: int) -> AbstractContextManager[Any]:
-        if index < 0 or torch.cuda.current_device() == index:
-            return _NO_SWITCH
-        return torch.cuda.device(index)
+        return _NO_SWITCH if self.is_current(index) else torch.cuda.device(index)
 
     def stream(self, index: int) -> int:
         return int(current_raw_stream(index))
@@ -151,13 +158,13 @@ class TensorArrays(DeviceArrays):
         return array.data_ptr()
 
     def dtype_name(self, array: Tensor) -> str:
-        return str(array.dtype).removeprefix("torch.")
+        return _NAMES[array.dtype]
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=_device(index))
+        return torch.empty(shape, dtype=_DTYPES[dtype], device=_device(index))
 
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=_device(index))
+        return torch.zeros(shape, dtype=_DTYPES[dtype], device=_device(index))
 
     def lasting_zeros(self, size: int, index: int, stream: int) -> _Counters | None:
         # not torch.zeros: in `use_mem_pool`, or while torch.compile warms up a CUDA graph, it
@@ -176,10 +183,9 @@ class TensorArrays(DeviceArrays):
     def empty_like(self, dense: Tensor, layout: Layout) -> Tensor:
         return torch.empty_like(dense)
 
-    def mark_written(self, *arrays: Tensor) -> None:
-        for array in arrays:
-            if not array.is_inference():  # inference: no version
-                increment_version(array)  # autograd must notice if a graph has saved it
+    def mark_written(self, arrays: Sequence[Tensor]) -> None:
+        # autograd must notice if a graph has saved one; of inference tensors there are no versions
+        increment_version([array for array in arrays if not array.is_inference()])
 
     def page_locked(self, like: Tensor) -> Tensor:
         with torch.inference_mode(False):  # it is written in other modes too

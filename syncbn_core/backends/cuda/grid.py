@@ -121,7 +121,10 @@ class Runner(Protocol):
         """Start a kernel without waiting for it."""
 
     def scratch(self, size: int) -> tuple[Pointer, Any]:
-        """A pointer to `size` float64 for the next launch, and the array that owns them."""
+        """A pointer to `size` float64 for the next launches, and the array that owns them."""
+
+    def partial_sums(self, size: int) -> tuple[Pointer, Any]:
+        """The same for the next launch alone: a later one of the stream may use them too."""
 
     def block_counters(self, size: int) -> tuple[Pointer, Any]:
         """A pointer to `size` int32 zeros, which kernels reset to zero, and their array."""
@@ -430,7 +433,7 @@ def _shared_sums(run: Runner, cut: _Cut) -> tuple[Pointer, Pointer, list[Any]]:
     """Partial sums and block counters of a reduction: two pointers, and what keeps them."""
     if not cut.partials:
         return 0, 0, []
-    partials, kept = run.scratch(2 * cut.partials)
+    partials, kept = run.partial_sums(2 * cut.partials)
     counters, kept_too = run.block_counters(cut.counters)
     return partials, counters, [kept, kept_too]
 

@@ -111,7 +111,8 @@ def compute_capability(device: int) -> tuple[int, int]:
 
 def multiprocessor_count(device: int) -> int:
     """The number of multiprocessors, such as 132 for an H100."""
-    return max(int(_machine.fact("multiprocessor_count", device)), 1)
+    count: int = _machine.fact("multiprocessor_count", device)
+    return count or 1
 
 
 def lasting_zeros(device: int, size: int, stream: int) -> int | None:

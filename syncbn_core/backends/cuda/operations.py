@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 from syncbn_core.arrays import DeviceArrays
 from syncbn_core.backends.cuda import grid
@@ -45,13 +45,11 @@ def _check(labels: Labels | None) -> grid.Check:
     return grid.Check(labels.expected, labels.alarm.pointer, labels.place)
 
 
-_Step = TypeVar("_Step", bound=Callable[..., Any])
-
-
-def _or_plain(step: _Step) -> _Step:
+def _or_plain(step: Callable[..., Any]) -> Any:
     """The step by kernels, or by plain operations if kernels can't be used.
 
-    A step must write nothing that its caller sees before its last kernel has been launched.
+    Kernels get a `Launcher` first, whose device is current. A step must write nothing that its
+    caller sees before its last kernel has been launched.
     """
 
     @wraps(step)
@@ -61,13 +59,16 @@ def _or_plain(step: _Step) -> _Step:
         dtype = arrays.dtype_name(own) if own is first else None  # None: to merge moments
         if usable(self, index, dtype):
             try:
-                return step(self, first, *arguments, **settings)
+                if arrays.is_current(index):
+                    return step(self, self.launcher(index), first, *arguments, **settings)
+                with arrays.on_device(index):
+                    return step(self, self.launcher(index), first, *arguments, **settings)
             except KernelFailure as failure:
                 give_up(index, failure)
             # outside of this block the arrays of the step that failed are free again
         return getattr(super(CudaOperations, self), step.__name__)(first, *arguments, **settings)
 
-    return cast("_Step", chosen)
+    return chosen
 
 
 class CudaOperations(PlainDeviceOperations):
@@ -76,25 +77,24 @@ class CudaOperations(PlainDeviceOperations):
     def __init__(self, arrays: DeviceArrays) -> None:
         super().__init__(arrays)
         self.counters: dict[tuple[int, int], Array] = {}
+        self.partials: dict[tuple[int, int], Array] = {}
 
     def launcher(self, index: int) -> Launcher:
         """A launcher for device number `index`, which must be the current device."""
-        return Launcher(self.arrays, index, self.counters)
+        return Launcher(self.arrays, index, self)
 
     @_or_plain
-    def moments(self, x: Array, labels: Labels | None = None) -> Moments:
-        arrays, index = self.arrays, self.arrays.device_of(x)
+    def moments(self, run: Launcher, x: Array, labels: Labels | None = None) -> Moments:
+        arrays = self.arrays
         channels = x.shape[1]
-        with arrays.on_device(index):
-            rows, label = self._row(labels, channels, index)
-            if 0 in x.shape:
-                rows[:, :-1] = 0
-                rows[:, -1:] = label
-                return Moments(rows, 0)
-            dense, layout = self._dense(x)
-            view = DeviceView(arrays, dense, layout)
-            grid.moments(self.launcher(index), view, arrays.pointer(rows), label)
-            return Moments(rows, layout.outer * layout.inner)
+        rows, label = self._row(labels, channels, run.index)
+        if 0 in x.shape:
+            rows[:, :-1] = 0
+            rows[:, -1:] = label
+            return Moments(rows, 0)
+        dense, layout = self._dense(x)
+        grid.moments(run, DeviceView(arrays, dense, layout), arrays.pointer(rows), label)
+        return Moments(rows, layout.outer * layout.inner)
 
     def _row(self, labels: Labels | None, channels: int, index: int) -> tuple[Array, float]:
         """Memory for the moments of one part, and the label to write there."""
@@ -103,127 +103,133 @@ class CudaOperations(PlainDeviceOperations):
         return self.arrays.empty((1, 2 * channels + 2), "float64", index), 0.0
 
     @_or_plain
-    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
-        arrays, index = self.arrays, self.arrays.device_of(parts[0].rows)
-        with arrays.on_device(index):
-            if len(parts) == 1:
-                return parts[0]
-            first = parts[0].rows
-            rows = arrays.xp.concatenate([arrays.near(part.rows, first) for part in parts])
-            channels = parts[0].num_features
-            one, label = self._row(labels, channels, index)
-            run, pointers = self.launcher(index), (arrays.pointer(rows), arrays.pointer(one))
-            grid.merge_parts(run, pointers[0], len(rows), channels, pointers[1], grid.Check(label))
-            return Moments(one, total_count(parts))
+    def merge(
+        self, run: Launcher, parts: Sequence[Moments], labels: Labels | None = None
+    ) -> Moments:
+        arrays = self.arrays
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0].rows
+        rows = arrays.xp.concatenate([arrays.near(part.rows, first) for part in parts])
+        channels = parts[0].num_features
+        one, label = self._row(labels, channels, run.index)
+        places = arrays.pointer(rows), len(parts), channels, arrays.pointer(one)
+        grid.merge_parts(run, *places, grid.Check(label))
+        return Moments(one, total_count(parts))
 
     @_or_plain
     def forward(
-        self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
+        self,
+        run: Launcher,
+        x: Array,
+        norm: Norm,
+        running: RunningStatistics | None = None,
+        out: Any = None,
     ) -> Array:
         statistics, affine, rule = norm
-        arrays, index = self.arrays, self.arrays.device_of(x)
-        with arrays.on_device(index):
-            rows: Any = statistics.rows
-            dense, layout = self._dense(x)
-            view, run = DeviceView(arrays, dense, layout), self.launcher(index)
-            in_kernel = None if running is None else self._in_kernel(running, index)
-            y = self._target(dense, layout, out)
-            parameters, _kept = self._parameters(affine)
-            grid.normalize(
-                run,
-                view,
-                view.beside(arrays, y),
-                parameters,
-                arrays.pointer(rows),
-                len(rows),
-                arrays.pointer(statistics.table),
-                rule=rule,
-                running=in_kernel or grid.NO_RUNNING,
-                check=_check(statistics.labels),
-            )
-            if running is not None and in_kernel is None:
-                self.update_running(running, statistics)
-            elif running is not None:
-                arrays.mark_written(*(own for own in running[:3] if own is not None))
-                if running.momentum is None:
-                    counter: Any = running.num_batches_tracked
-                    counter += 1  # not in the kernel, where many blocks read it
-            return _in_place_of(y, out)
+        arrays = self.arrays
+        rows: Any = statistics.rows
+        dense, layout = self._dense(x)
+        view = DeviceView(arrays, dense, layout)
+        in_kernel = None if running is None else self._in_kernel(running, run.index)
+        y = self._target(dense, layout, out)
+        parameters, _kept = self._parameters(affine)
+        grid.normalize(
+            run,
+            view,
+            view.beside(arrays, y),
+            parameters,
+            arrays.pointer(rows),
+            rows.shape[0],
+            arrays.pointer(statistics.table),
+            rule=rule,
+            running=in_kernel or grid.NO_RUNNING,
+            check=_check(statistics.labels),
+        )
+        if running is not None and in_kernel is None:
+            self.update_running(running, statistics)
+        elif running is not None:
+            arrays.mark_written([own for own in running[:3] if own is not None])
+            if running.momentum is None:
+                counter: Any = running.num_batches_tracked
+                counter += 1  # not in the kernel, where many blocks read it
+        return _in_place_of(y, out)
 
     @_or_plain
     def forward_eval(
         self,
+        run: Launcher,
         x: Array,
         running: RunningStatistics,
         affine: Affine,
         rule: NormRule,
         out: Array | None = None,
     ) -> tuple[Array, Statistics]:
-        arrays, index = self.arrays, self.arrays.device_of(x)
-        with arrays.on_device(index):
-            mean, var = running.mean, running.var
-            given = RunningStatistics(mean, var, None, 0.0)
-            if self._in_kernel(given, index) is None:
-                wide = (arrays.cast(own, arrays.widest(own)) for own in (mean, var))
-                mean, var = (self.contiguous(own) for own in wide)
-            code = grid.CODES[arrays.dtype_name(mean)]
-            constant = grid.Running(arrays.pointer(mean), arrays.pointer(var), code)
-            dense, layout = self._dense(x)
-            view, y = DeviceView(arrays, dense, layout), self._target(dense, layout, out)
-            table = arrays.empty((3 * x.shape[1] + 1,), "float64", index)
-            parameters, _kept = self._parameters(affine)
-            grid.normalize(
-                self.launcher(index),
-                view,
-                view.beside(arrays, y),
-                parameters,
-                0,
-                0,
-                arrays.pointer(table),
-                rule=rule,
-                running=constant,
-            )
-            return _in_place_of(y, out), Statistics(table, None)
+        arrays = self.arrays
+        mean, var = running.mean, running.var
+        given = RunningStatistics(mean, var, None, 0.0)
+        if self._in_kernel(given, run.index) is None:
+            wide = (arrays.cast(own, arrays.widest(own)) for own in (mean, var))
+            mean, var = (self.contiguous(own) for own in wide)
+        code = grid.CODES[arrays.dtype_name(mean)]
+        constant = grid.Running(arrays.pointer(mean), arrays.pointer(var), code)
+        dense, layout = self._dense(x)
+        view, y = DeviceView(arrays, dense, layout), self._target(dense, layout, out)
+        table = arrays.empty((3 * x.shape[1] + 1,), "float64", run.index)
+        parameters, _kept = self._parameters(affine)
+        grid.normalize(
+            run,
+            view,
+            view.beside(arrays, y),
+            parameters,
+            0,
+            0,
+            arrays.pointer(table),
+            rule=rule,
+            running=constant,
+        )
+        return _in_place_of(y, out), Statistics(table, None)
 
     @_or_plain
     def backward_reduce(
-        self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
+        self, run: Launcher, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
         statistics, affine, rule = norm
-        arrays, index = self.arrays, self.arrays.device_of(x)
-        with arrays.on_device(index):
-            if 0 in x.shape:
-                dtype = arrays.dtype_name(x if affine.weight is None else affine.weight)
-                exchange = arrays.zeros((2, x.shape[1]), "float64", index)
-                if labels is not None:
-                    exchange = arrays.zeros((2 * x.shape[1] + 1,), "float64", index)
-                    exchange[-1:] = labels.own
-                return Sums(exchange, *arrays.zeros((2, x.shape[1]), dtype, index))
-            pair = self._pair(x, dy)
-            parameters, _kept = self._parameters(affine)
-            shape = (2, pair.x.channels)
-            dtype = pair.x.dtype if affine.weight is None else arrays.dtype_name(affine.weight)
-            size = shape if labels is None else (2 * pair.x.channels + 1,)
-            exchange = arrays.empty(size, "float64", index)
-            grad_weight, grad_bias = arrays.empty(shape, dtype, index)
-            grid.backward_reduce(
-                self.launcher(index),
-                pair.x,
-                pair.dy,
-                arrays.pointer(statistics.table),
-                parameters,
-                arrays.pointer(exchange),
-                arrays.pointer(grad_weight),
-                arrays.pointer(grad_bias),
-                rule=rule,
-                code=grid.CODES[dtype],
-                label=grid.NO_LABEL if labels is None else labels.own,
-            )
-            return Sums(exchange, grad_weight, grad_bias)
+        arrays = self.arrays
+        if 0 in x.shape:
+            dtype = arrays.dtype_name(x if affine.weight is None else affine.weight)
+            exchange = arrays.zeros((2, x.shape[1]), "float64", run.index)
+            if labels is not None:
+                exchange = arrays.zeros((2 * x.shape[1] + 1,), "float64", run.index)
+                exchange[-1:] = labels.own
+            return Sums(exchange, *arrays.zeros((2, x.shape[1]), dtype, run.index))
+        pair = self._pair(x, dy)
+        parameters, _kept = self._parameters(affine if rule.activation else affine[:1])
+        shape = (2, pair.x.channels)
+        dtype = pair.x.dtype if affine.weight is None else arrays.dtype_name(affine.weight)
+        size = shape if labels is None else (2 * pair.x.channels + 1,)
+        exchange = arrays.empty(size, "float64", run.index)
+        gradients = arrays.empty(shape, dtype, run.index)
+        grad_weight, grad_bias = gradients[0], gradients[1]
+        grid.backward_reduce(
+            run,
+            pair.x,
+            pair.dy,
+            arrays.pointer(statistics.table),
+            parameters,
+            arrays.pointer(exchange),
+            arrays.pointer(grad_weight),
+            arrays.pointer(grad_bias),
+            rule=rule,
+            code=grid.CODES[dtype],
+            label=grid.NO_LABEL if labels is None else labels.own,
+        )
+        return Sums(exchange, grad_weight, grad_bias)
 
     @_or_plain
     def backward_input(
         self,
+        run: Launcher,
         x: Array,
         dy: Array,
         norm: Norm,
@@ -232,33 +238,32 @@ class CudaOperations(PlainDeviceOperations):
         labels: Labels | None = None,
     ) -> Array:
         statistics, affine, rule = norm
-        arrays, index = self.arrays, self.arrays.device_of(x)
-        with arrays.on_device(index):
-            pair = self._pair(x, dy)
-            parameters, _kept = self._parameters(affine)
-            total = None if total is None else self.contiguous(total)
-            if total is None or len(total.shape) == 2:
-                labels = None  # compared before
-            if 0 in x.shape and labels is not None:
-                labels.check_total(total)  # no kernel runs
-            dx = self._target(pair.dense, pair.layout, out, pair.grad)
-            grid.backward_input(
-                self.launcher(index),
-                pair.x,
-                pair.dy,
-                pair.x.beside(arrays, dx),
-                arrays.pointer(statistics.table),
-                parameters,
-                0 if total is None else arrays.pointer(total),
-                rule=rule,
-                check=_check(labels),
-            )
-            return _in_place_of(dx, out)
+        arrays = self.arrays
+        pair = self._pair(x, dy)
+        parameters, _kept = self._parameters(affine if rule.activation else affine[:1])
+        total = None if total is None else self.contiguous(total)
+        if total is None or len(total.shape) == 2:
+            labels = None  # compared before
+        if 0 in x.shape and labels is not None:
+            labels.check_total(total)  # no kernel runs
+        dx = self._target(pair.dense, pair.layout, out, pair.grad)
+        grid.backward_input(
+            run,
+            pair.x,
+            pair.dy,
+            pair.x.beside(arrays, dx),
+            arrays.pointer(statistics.table),
+            parameters,
+            0 if total is None else arrays.pointer(total),
+            rule=rule,
+            check=_check(labels),
+        )
+        return _in_place_of(dx, out)
 
     def _pair(self, x: Array, dy: Array) -> _Pair:
         arrays, (dense, layout) = self.arrays, self._dense(x)
-        grad, dtype = dy, arrays.dtype_name(dense)
-        if arrays.dtype_name(dy) != dtype or arrays.layout(dy) != layout:
+        grad = dy
+        if dy.dtype != dense.dtype or arrays.layout(dy) != layout:
             grad = arrays.empty_like(dense, layout)
             grad[...] = dy
         view = DeviceView(arrays, dense, layout)
@@ -282,14 +287,14 @@ class CudaOperations(PlainDeviceOperations):
         arrays, pointer, size = self.arrays, self.arrays.pointer, dense.nbytes
         if (
             out is None
-            or arrays.dtype_name(out) != arrays.dtype_name(dense)
+            or out.dtype != dense.dtype
             or arrays.layout(out) != layout
             or any(0 < abs(pointer(out) - pointer(own)) < size for own in (dense, *operands))
         ):
             return arrays.empty_like(dense, layout)
         return out
 
-    def _parameters(self, affine: Affine) -> tuple[grid.Parameters, list[Array]]:
+    def _parameters(self, affine: Sequence[Array | None]) -> tuple[grid.Parameters, list[Array]]:
         """Pointers to weight and bias, and the contiguous arrays that must stay alive for them."""
         arrays, kept, arguments = self.arrays, [], []
         for own in affine:

@@ -6,7 +6,6 @@ the two can be exchanged, within a member and between members.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from syncbn_core.arrays import DeviceArrays
@@ -21,7 +20,7 @@ Array = Any
 
 def first_array(first: Any) -> Array:
     """Of the first argument of a step: x, or the rows of the first of several moments."""
-    return first[0].rows if isinstance(first, Sequence) else first
+    return first[0].rows if type(first) is list else first
 
 
 def _plainly(name: str) -> Any:
@@ -51,10 +50,10 @@ class PlainDeviceOperations(Operations):
         return array if self.arrays.is_contiguous(array) else self.arrays.copy(array)
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
-        arrays, index = self.arrays, self.arrays.device_of(total.rows)
-        with arrays.on_device(index):
-            table = arrays.empty((3 * total.num_features + 1,), "float64", index)
-            return Statistics(table, total.count, self.contiguous(total.rows), total.labels)
+        rows = self.contiguous(total.rows)
+        index = self.arrays.device_of(rows)
+        table = self.arrays.empty((3 * total.num_features + 1,), "float64", index)
+        return Statistics(table, total.count, rows, total.labels)
 
     def forward(
         self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None

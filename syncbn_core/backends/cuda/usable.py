@@ -112,7 +112,8 @@ def _compare(operations: Any, index: int, dtype: str) -> None:
     """Raise `KernelFailure` unless steps by kernels give the results of plain operations."""
     arrays: DeviceArrays = operations.arrays
     steps = {name: getattr(type(operations), name).__wrapped__ for name in STEPS}
-    kernels = SimpleNamespace(**{name: partial(step, operations) for name, step in steps.items()})
+    given = operations, operations.launcher(index)
+    kernels = SimpleNamespace(**{name: partial(step, *given) for name, step in steps.items()})
     try:
         for shape in SHAPES:
             for name, *pair in _results(kernels, operations, index, dtype, shape):
