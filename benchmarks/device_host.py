@@ -9,8 +9,8 @@ nothing, and tensors of the CPU for those of the device, whose values mean nothi
 Python, and torch's allocations and views. Beside it is `torch.nn.SyncBatchNorm`, whose kernels are
 replaced by the allocation of their results. Forward, and forward and backward, of x (8, 64, 56, 56)
 on the second of two ranks. In turns; the 5th percentile and the median of microseconds; calls of
-Python and C functions, and launches, of one step. Needs a C compiler, on Linux. Writes
-device-host-DATE.json to results/ or --output.
+Python and C functions, and launches, of one step. Needs a C compiler on Linux, and the
+`cuda12` or `cuda13` extra. Writes device-host-DATE.json to results/ or --output.
 """
 
 from __future__ import annotations
@@ -42,35 +42,34 @@ MEMORY["MALLOC_TOP_PAD_"] = "200000000"
 
 
 def built(folder: Path) -> Path:
-    """The driver that does nothing, compiled."""
+    """The folder, with a driver in it that does nothing."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise SystemExit("expected a C compiler (cc or gcc), got none")
-    path, source = folder / "libstub.so", ROOT / "tests" / "core" / "stub_driver.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, source], check=True, timeout=60)
-    return path
+    path, source = folder / "libcuda.so.1", ROOT / "tests" / "cuda" / "stub_driver.c"
+    command = [compiler, "-shared", "-fPIC", "-o", path, source, "-ldl"]
+    subprocess.run(command, check=True, timeout=60)
+    return folder
 
 
 # ------------------------------------------------------------------ in a process of its own
 
 
-def of_syncbn(stub: Path) -> Any:
+def of_syncbn() -> Any:
     """A layer whose tensors the CUDA steps take."""
     import torch
     import torch.distributed as dist
 
     import syncbn_torch
-    from syncbn_core.backends.cuda import driver, kernels
+    from syncbn_core.backends.cuda import kernels
     from syncbn_core.backends.cuda.compiler import Code
     from syncbn_core.exchange import Exchange
     from syncbn_torch import arrays, process_group
     from syncbn_torch.backends import cuda, tensors
 
-    library: Any = ctypes.CDLL(str(stub))
-    driver._open = lambda: library
     kernels.missing = list
     kernels.compile_failure = lambda capability: None
-    kernels.compile_source = lambda source, capability: Code("entry", "", b"code")
+    kernels.compile_source = lambda source, capability: Code("entry", "", b"\x7fELF")
     kernels.stored, kernels.store = lambda path: None, lambda path, code: None
     # what torch asks CUDA's runtime, with as many calls
     torch.cuda.current_device = lambda: operator.index(0)
@@ -114,7 +113,7 @@ def of_torch() -> Any:
     return torch.nn.SyncBatchNorm(channels)
 
 
-def worker(kind: str, stub: Path) -> None:
+def worker(kind: str) -> None:
     """Reply a line of JSON to each "count WHAT" and "run WHAT TIMES" on the standard input."""
     import torch
     import torch.distributed as dist
@@ -123,7 +122,7 @@ def worker(kind: str, stub: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    layer = of_torch() if kind == "torch" else of_syncbn(stub)
+    layer = of_torch() if kind == "torch" else of_syncbn()
     for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce"):
         setattr(dist, name, lambda *_, **__: None)
     x, dy = torch.randn(SHAPE).requires_grad_(), torch.randn(SHAPE)
@@ -134,7 +133,9 @@ def worker(kind: str, stub: Path) -> None:
     }
     for _ in range(50):
         steps["both"]()
-    launched = None if kind == "torch" else ctypes.c_int.in_dll(ctypes.CDLL(stub), "stub_launched")
+    launched = None
+    if kind != "torch":
+        launched = ctypes.c_int.in_dll(ctypes.CDLL("libcuda.so.1"), "stub_launched")
     for line in sys.stdin:
         what, step, *times = line.split()
         reply = (
@@ -177,8 +178,8 @@ class Worker:
 
     def __init__(self, kind: str, tree: Path, stub: Path) -> None:
         paths = os.pathsep.join([str(tree), str(tree / "adapters")])
-        own = {"PYTHONPATH": paths, "SYNCBN_KERNELS": "on", **MEMORY}
-        command = [sys.executable, "-P", __file__, "--worker", kind, str(stub)]
+        own = {"PYTHONPATH": paths, "SYNCBN_KERNELS": "on", "LD_LIBRARY_PATH": str(stub), **MEMORY}
+        command = [sys.executable, "-P", __file__, "--worker", kind]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=os.environ | own, **pipes)
 
@@ -200,7 +201,7 @@ def counts(tree: Path, folder: Path) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]))
+        worker(sys.argv[2])
         return
     if sys.argv[1:] == ["--count"]:
         with tempfile.TemporaryDirectory() as folder:

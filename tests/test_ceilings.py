@@ -69,7 +69,7 @@ def files(*folders: Path) -> set[Path]:
     ("package", "ceiling"),
     [
         ("core without CUDA", 4550),
-        ("CUDA", 3092),
+        ("CUDA", 3050),
         ("syncbn_torch", 3878),
         ("syncbn_verify", 1568),
         ("syncbn_jax", 226),

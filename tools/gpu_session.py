@@ -71,7 +71,6 @@ STAGES = {
     "racecheck": Stage(45, 100, EACH_KERNEL),
     "initcheck": Stage(45, 100, EACH_KERNEL),
     "doctor": Stage(60, 150, DOCTOR, DOCTOR),
-    "driver": Stage(90, 150, ["tools/gpu_driver.py", "--json", "JSON"]),
 }
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 

@@ -47,7 +47,7 @@ def results(folder: Path) -> Any:
 
 
 def test_a_call_goes_on_where_the_one_before_ended(folder: Path) -> None:
-    names = "compile tests ranks processes benchmark memcheck racecheck initcheck doctor driver"
+    names = "compile tests ranks processes benchmark memcheck racecheck initcheck doctor"
     assert status(folder) == dict.fromkeys(names.split(), 0)
     assert (folder / "ranks.log").read_text() == "of the first call"
 

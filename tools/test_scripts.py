@@ -57,6 +57,7 @@ def test_benchmark_of_first_steps(tmp_path: Path) -> None:
 
 
 def test_benchmark_of_the_host_of_a_device(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.core")
     few = ["--rounds", "2", "--steps", "20", "--against", str(ROOT)]
     done = run("device_host.py", *few, "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -116,9 +116,10 @@ class Device:
             changed = self.before(program.kernel)
             return program if changed is program.kernel else translate(changed)
 
-    def launcher(self, program: Program, device: int, threads: int, codes: str) -> Any:
+    def launcher(self, program: Program, device: int, threads: int) -> Any:
         def launch(grid: tuple[int, int], stream: int, *arguments: int | float) -> None:
-            values = np.frombuffer(struct.pack("<" + codes, *arguments), np.uint64)
+            codes = ["q" if isinstance(own, int) else "d" for own in arguments]
+            values = np.frombuffer(struct.pack("<" + "".join(codes), *arguments), np.uint64)
             with self._faults():
                 self._launch(program, device, grid, threads, stream, arguments, values)
 

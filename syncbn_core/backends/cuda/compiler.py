@@ -105,8 +105,8 @@ def compile_source(source: Source, capability: tuple[int, int]) -> Code:
     try:
         ptx = _to_ptx(source, capability)
         # For a newer device NVVM targets the newest it knows; then the driver compiles the PTX.
-        link = linker() if f".target sm_{number.replace('.', '')}\n" in ptx else None
-        cubin = b"" if link is None else _to_cubin(link, ptx, capability)
+        linked = f".target sm_{number.replace('.', '')}\n" in ptx and linker() is not None
+        cubin = _to_cubin(ptx, capability) if linked else b""
     except Exception as error:
         # Numba's texts can be hundreds of lines; `__cause__` has all of it
         said = " ".join(f"{type(error).__name__}: {error}".split())[:400]
@@ -207,30 +207,19 @@ def has_nvvm() -> bool:
         return False
 
 
-def _to_cubin(linker: Any, ptx: str, capability: tuple[int, int]) -> bytes:
-    """Machine code from PTX; empty if nvJitLink is too old for this PTX.
+def _to_cubin(ptx: str, capability: tuple[int, int]) -> bytes:
+    """Machine code from PTX, by nvJitLink; empty if that is too old for this PTX.
 
     Not left to the driver, which may be older than the compiler.
     """
-    options = ["-arch=sm_{}{}".format(*capability), "-O3"]
-    handle = linker.create(len(options), options)
+    core = import_module("cuda.core")
+    options = core.ProgramOptions(arch="sm_{}{}".format(*capability))
     try:
-        data = ptx.encode()
-        linker.add_data(handle, linker.InputType.PTX, data, len(data), "kernel")
-        linker.complete(handle)
-        cubin = bytearray(linker.get_linked_cubin_size(handle))
-        linker.get_linked_cubin(handle, cubin)
-    except linker.nvJitLinkError as error:
-        log = bytearray(linker.get_error_log_size(handle))
-        if log:
-            linker.get_error_log(handle, log)
-        text = log.decode(errors="replace")
-        if "Unsupported .version" in text:  # NVVM is newer; the driver may be new enough
+        return bytes(core.Program(ptx, "ptx", options).compile("cubin").code)
+    except Exception as error:  # versions raise different errors
+        if "Unsupported .version" in str(error):  # NVVM is newer; the driver may be new enough
             return b""
-        raise RuntimeError(f"nvJitLink, {error}: {text[:400]}") from error
-    finally:
-        linker.destroy(handle)
-    return bytes(cubin)
+        raise
 
 
 # The cache on disk.
@@ -240,6 +229,7 @@ _COMPILERS = (
     "numba",
     "llvmlite",
     "cuda-bindings",
+    "cuda-core",
     "nvidia-nvjitlink",
     "nvidia-nvjitlink-cu12",
     "nvidia-nvvm",

@@ -1,4 +1,4 @@
-"""`Driver`: what `kernels` needs of the CUDA driver, through ctypes.
+"""`Driver`: what `kernels` needs of the CUDA driver, by `cuda.bindings` and `cuda.core`.
 
 Numba's own launcher is not used: it keeps a context per thread and takes many times as long. A
 launch uses the context and the stream of the caller (CuPy, torch). Arguments of kernels are
@@ -7,12 +7,10 @@ pointers and numbers of 8 bytes each.
 
 from __future__ import annotations
 
-import ctypes
-import sys
-import threading
+import re
 from collections.abc import Callable
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
-from struct import Struct
+from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from syncbn_core.errors import BackendError
@@ -21,31 +19,7 @@ __all__ = ["Driver", "DriverError", "Launch"]
 
 Launch = Callable[..., None]  # (grid, stream, *arguments): starts a kernel
 
-_INVALID_CONTEXT = 201  # CUresult
-_RELAXED = 2  # CUstreamCaptureMode: this thread may allocate while another one captures a stream
-_MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
-
-_START = "cuLaunchKernel"
-# All driver functions in use. Handles have 64 bits; results are written through pointers.
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuDriverGetVersion": (c_void_p,),
-    "cuGetErrorName": (c_int, c_void_p),
-    "cuGetErrorString": (c_int, c_void_p),
-    "cuDeviceGetCount": (c_void_p,),
-    "cuDeviceGet": (c_void_p, c_int),
-    "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
-    "cuDeviceGetName": (c_void_p, c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
-    "cuCtxGetCurrent": (c_void_p,),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuMemAlloc_v2": (c_void_p, c_size_t),
-    "cuMemsetD32Async": (c_void_p, c_uint, c_size_t, c_void_p),
-    "cuThreadExchangeStreamCaptureMode": (c_void_p,),
-    "cuLibraryLoadData": (c_void_p, c_char_p, *[c_void_p, c_void_p, c_uint] * 2),
-    "cuLibraryGetKernel": (c_void_p, c_void_p, c_char_p),
-    _START: (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
-}
+_OLDEST = 12000  # CUDA 12.0: kernels that are good in all contexts
 
 
 class DriverError(BackendError):
@@ -54,11 +28,6 @@ class DriverError(BackendError):
     def __init__(self, text: str, result: int) -> None:
         super().__init__(text)
         self.result = result
-
-
-def _open() -> ctypes.CDLL:
-    # Not PyDLL: a launch waits if its queue is full, perhaps for a callback that needs the GIL.
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 class Driver:
@@ -70,75 +39,77 @@ class Driver:
 
     def __init__(self) -> None:
         try:
-            library = _open()
-        except OSError as error:
-            raise BackendError(
-                f"the NVIDIA driver can't be loaded ({error}): install it; in a container, allow "
-                "access to the GPUs (docker run --gpus all)"
-            ) from error
-        self._calls: dict[str, Callable[..., int]] = {}
-        for name, types in _FUNCTIONS.items():
-            function = getattr(library, name, None)
-            if function is None:
-                raise BackendError(
-                    f"expected an NVIDIA driver for CUDA 12 or newer, got one without {name}; "
-                    "update it"
-                )
-            function.argtypes, function.restype = types, c_int
-            self._calls[name] = function
-        try:
+            self._cu: Any = import_module("cuda.bindings.driver")
+            self._core: Any = import_module("cuda.core")
             self._call("cuInit", 0)
+            takes = self._call("cuDriverGetVersion")
         except DriverError as error:
             raise BackendError(
                 f"the NVIDIA driver does not start ({error}): run nvidia-smi to see why"
             ) from error
+        except ImportError as error:
+            raise BackendError(f"the NVIDIA driver can't be asked: {error}") from error
+        except Exception as error:  # of several classes
+            raise BackendError(
+                f"the NVIDIA driver can't be loaded ({error}): install it; in a container, allow "
+                "access to the GPUs (docker run --gpus all)"
+            ) from error
+        if takes < _OLDEST:
+            raise BackendError(
+                "expected an NVIDIA driver for CUDA 12 or newer, got one for CUDA "
+                f"{takes // 1000}.{takes % 1000 // 10}; update it"
+            )
 
     def version(self) -> tuple[int, int]:
         """The newest CUDA that it takes code for, such as `(13, 0)`."""
-        takes = self._integer("cuDriverGetVersion")
+        takes = self._call("cuDriverGetVersion")
         return takes // 1000, takes % 1000 // 10
 
     def device_count(self) -> int:
-        return self._integer("cuDeviceGetCount")
+        return int(self._call("cuDeviceGetCount"))
 
     def compute_capability(self, device: int) -> tuple[int, int]:
-        major, minor = (
-            self._attribute(device, each) for each in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)
+        return (
+            self._attribute(device, "COMPUTE_CAPABILITY_MAJOR"),
+            self._attribute(device, "COMPUTE_CAPABILITY_MINOR"),
         )
-        return major, minor
 
     def multiprocessor_count(self, device: int) -> int:
-        return self._attribute(device, _MULTIPROCESSORS)
+        return self._attribute(device, "MULTIPROCESSOR_COUNT")
 
     def name(self, device: int) -> str:
-        name = ctypes.create_string_buffer(256)
-        self._call("cuDeviceGetName", name, len(name), self._integer("cuDeviceGet", device))
-        return name.value.decode()
+        name: bytes = self._call("cuDeviceGetName", 256, self._call("cuDeviceGet", device))
+        return name.partition(b"\0")[0].decode()
 
-    def load(self, image: bytes, entry: str, device: int) -> int:
-        """The handle of a kernel, valid in all contexts of devices like this one."""
+    def load(self, image: bytes, entry: str, device: int) -> Any:
+        """A kernel of `cuda.core`, good in all contexts of devices like this one."""
         self._adopt(device)
-        none = (None, None, 0)
-        library = self._handle("cuLibraryLoadData", image, *none, *none)
-        return self._handle("cuLibraryGetKernel", library, entry.encode())
+        code = self._core.ObjectCode
+        made = code.from_cubin if image.startswith(b"\x7fELF") else code.from_ptx
+        try:
+            return made(image).get_kernel(entry)
+        except Exception as error:
+            raise self._error_of(error) from error
 
-    def launcher(self, handle: int, device: int, threads: int, codes: str) -> Launch:
+    def launcher(self, kernel: Any, device: int, threads: int) -> Launch:
         """What starts the kernel on a device, without waiting for it; any thread may call it.
 
-        Arguments must match `codes` (`Source.codes`), else it raises `struct.error`; they are
-        copied.
+        Arguments are exactly those of the kernel: an int or a float, each of 8 bytes. Streams 0 and
+        1 are the legacy default stream.
         """
-        pack, own, start = Struct("<" + codes).pack_into, _Slots(len(codes)), self._calls[_START]
+        core, kept = self._core, lru_cache(maxsize=256)
+        start, stream_of = core.launch, kept(core.Stream.from_handle)
+        config = kept(lambda grid: core.LaunchConfig(grid=grid, block=threads))
 
         def launch(grid: tuple[int, int], stream: int, *arguments: int | float) -> None:
-            values, pointers = own.both
-            pack(values, 0, *arguments)
-            shape = (grid[0], grid[1], 1, threads, 1, 1, 0)
-            result = start(handle, *shape, stream, pointers, None)
-            if result == _INVALID_CONTEXT and self._adopt(device):
-                result = start(handle, *shape, stream, pointers, None)
-            if result:
-                raise DriverError(self._describe(result), result)
+            try:
+                start(stream_of(stream or 1), config(grid), kernel, *arguments)
+            except Exception as error:
+                failure = self._error_of(error)
+                no_context = failure.result == self._cu.CUresult.CUDA_ERROR_INVALID_CONTEXT
+                if not (no_context and self._adopt(device)):
+                    raise failure from error
+                start(stream_of(stream or 1), config(grid), kernel, *arguments)
 
         return launch
 
@@ -148,16 +119,17 @@ class Driver:
         None if the device has no memory left outside the pools.
         """
         self._adopt(device)
-        mode = c_int(_RELAXED)
-        self._call("cuThreadExchangeStreamCaptureMode", byref(mode))  # and what it was
+        modes, exchange = self._cu.CUstreamCaptureMode, "cuThreadExchangeStreamCaptureMode"
+        # this thread may allocate while another one captures a stream
+        before = self._call(exchange, modes.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
-            address = self._handle("cuMemAlloc_v2", 4 * size)
+            address = self._call("cuMemAlloc", 4 * size)
             self._call("cuMemsetD32Async", address, 0, size, stream)
         except DriverError:
             return None
         finally:
-            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
-        return address
+            self._call(exchange, before)
+        return int(address)
 
     def _adopt(self, device: int) -> bool:
         """Make the primary context of `device` current if the thread has no context.
@@ -165,47 +137,28 @@ class Driver:
         CUDA's runtime does the same. A new thread has no context while it has only taken memory
         from a pool. Returns whether a context was set.
         """
-        if self._handle("cuCtxGetCurrent"):
+        if int(self._call("cuCtxGetCurrent")):
             return False
-        number = self._integer("cuDeviceGet", device)
-        self._call("cuCtxSetCurrent", self._handle("cuDevicePrimaryCtxRetain", number))
+        number = self._call("cuDeviceGet", device)
+        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", number))
         return True
 
-    def _attribute(self, device: int, attribute: int) -> int:
-        number = self._integer("cuDeviceGet", device)
-        return self._integer("cuDeviceGetAttribute", attribute, number)
+    def _attribute(self, device: int, name: str) -> int:
+        attribute = getattr(self._cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        number = self._call("cuDeviceGet", device)
+        return int(self._call("cuDeviceGetAttribute", attribute, number))
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        result = self._calls[name](*arguments)
-        if result:
-            text = f"expected {name} to succeed, got {self._describe(result)}"
-            raise DriverError(text, result)
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the driver gives, if it is one value."""
+        result, *found = getattr(self._cu, name)(*arguments)
+        if int(result):
+            _, text = self._cu.cuGetErrorString(result)
+            said = f"{result.name} ({int(result)}): {(text or b'unknown').decode()}"
+            raise DriverError(f"expected {name} to succeed, got {said}", int(result))
+        return found[0] if found else None
 
-    def _integer(self, name: str, *arguments: Any) -> int:
-        """The integer that a function writes through its first parameter."""
-        value = c_int()
-        self._call(name, byref(value), *arguments)
-        return value.value
-
-    def _handle(self, name: str, *arguments: Any) -> int:
-        value = c_void_p()
-        self._call(name, byref(value), *arguments)
-        return value.value or 0
-
-    def _describe(self, result: int) -> str:
-        texts = []
-        for name in ("cuGetErrorName", "cuGetErrorString"):
-            text = c_char_p()
-            self._calls[name](result, byref(text))
-            texts.append((text.value or b"unknown").decode())
-        return f"{texts[0]} ({result}): {texts[1]}"
-
-
-class _Slots(threading.local):
-    """Per thread: memory for kernel arguments, and an array of the addresses of its slots."""
-
-    def __init__(self, count: int) -> None:
-        values = (ctypes.c_int64 * max(count, 1))()
-        start = ctypes.addressof(values)
-        self.pointers = (c_void_p * max(count, 1))(*range(start, start + 8 * count, 8))
-        self.both = values, ctypes.addressof(self.pointers)
+    def _error_of(self, error: Exception) -> DriverError:
+        """The error for one of `cuda.core`, whose text begins with the name of a CUresult."""
+        found = re.match(r"CUDA_ERROR_\w+", str(error))
+        result = 0 if found is None else getattr(self._cu.CUresult, found[0], 0)
+        return DriverError(str(error), int(result))

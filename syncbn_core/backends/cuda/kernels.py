@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
+_KINDS: dict[str, type] = {"q": int, "d": float}  # of arguments, by their letters
 OLDEST = (7, 0)  # compute capability; the kernels need its memory model
 
 # Errors (CUresult) of a load or launch that the kernel causes, by its image, its PTX or its
@@ -180,11 +181,14 @@ def _load(source: Source, device: int) -> Launch:
                 error.result,
             ) from error
         machine.loaded[source.key, capability] = loaded
-    start = machine.driver.launcher(
-        loaded, device, source.threads, source.codes + (source.extras or "")
-    )
+    start = machine.driver.launcher(loaded, device, source.threads)
+    kinds = tuple(_KINDS[code] for code in source.codes + (source.extras or ""))
 
     def launch(grid: tuple[int, int], stream: int, *arguments: int | float) -> None:
+        if (
+            tuple(map(type, arguments)) != kinds
+        ):  # a kernel would take the bits of an int for a float
+            arguments = tuple([kind(each) for kind, each in zip(kinds, arguments, strict=True)])
         try:
             start(grid, stream, *arguments)
         except DriverError as error:

@@ -1,17 +1,20 @@
-/* As much of the CUDA driver as syncbn_core.backends.cuda.driver calls, for machines without one.
+/* As much of the CUDA driver as `Driver` calls, through cuda.bindings and cuda.core, for machines
+ * without one: a libcuda.so.1.
  *
  * It runs nothing: it notes what was launched. The variables `stub_*` are set and read by
- * test_driver.py. Handles need more than 32 bits, a parameter is 8 bytes, and what a context or a
- * module owns is good nowhere else.
+ * driver_programs.py. Handles need more than 32 bits, and a parameter is 8 bytes.
  */
 
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { OK, INVALID_VALUE = 1, NO_DEVICE = 100, INVALID_DEVICE, INVALID_CONTEXT = 201,
        INVALID_HANDLE = 400, NOT_FOUND = 500 };
-enum { DEVICES = 2, PARAMETERS = 8, LAUNCHES = 1 << 15, LOADS = 64 };
+enum { DEVICES = 2, PARAMETERS = 32, LAUNCHES = 1 << 15, LOADS = 64 };
 
 #define HANDLE(kind, number) ((void *)(((uint64_t)(kind) << 40) + 0x100000000 + 8 * (number)))
 #define CONTEXT(device) HANDLE(1, device)
@@ -28,7 +31,6 @@ int stub_version = 13000, stub_devices = 1, stub_capabilities[DEVICES] = {90, 80
 int stub_parameters;                                       /* that a kernel has */
 int stub_init_fails, stub_load_fails, stub_launch_fails;   /* with this CUresult */
 int stub_loads, stub_retained, stub_asked, stub_launched;  /* asked: to launch */
-char stub_images[LOADS][32], stub_entries[LOADS][32];
 Launch stub_launches[LAUNCHES];
 
 static __thread void *current;
@@ -41,6 +43,8 @@ int cuGetErrorName(int result, const char **text) {
     *text = result == 2 ? "CUDA_ERROR_OUT_OF_MEMORY"
           : result == NO_DEVICE ? "CUDA_ERROR_NO_DEVICE"
           : result == INVALID_DEVICE ? "CUDA_ERROR_INVALID_DEVICE"
+          : result == INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT"
+          : result == 218 ? "CUDA_ERROR_INVALID_PTX"
           : result == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : NULL;
     return *text ? OK : INVALID_VALUE;
 }
@@ -111,10 +115,7 @@ int cuLibraryLoadData(void **library, const char *image, void *a, void *b, unsig
                       void *c, void *d, unsigned others) {
     if (stub_load_fails)
         return stub_load_fails;
-    if (a || b || options || c || d || others)
-        return INVALID_VALUE;
     int number = __atomic_fetch_add(&stub_loads, 1, __ATOMIC_SEQ_CST);
-    strncpy(stub_images[number], image, sizeof *stub_images - 1);
     *library = LIBRARY(number);
     return OK;
 }
@@ -122,7 +123,6 @@ int cuLibraryLoadData(void **library, const char *image, void *a, void *b, unsig
 int cuLibraryGetKernel(void **kernel, void *library, const char *name) {
     for (int number = 0; number < stub_loads; number++)
         if (LIBRARY(number) == library) {
-            strncpy(stub_entries[number], name, sizeof *stub_entries - 1);
             *kernel = KERNEL(number);
             return OK;
         }
@@ -141,12 +141,37 @@ int cuLaunchKernel(void *function, uint32_t gx, uint32_t gy, uint32_t gz, uint32
         number++;
     if (number == stub_loads)
         return INVALID_HANDLE;
-    if (extra)
-        return INVALID_VALUE;
     int index = __atomic_fetch_add(&stub_launched, 1, __ATOMIC_SEQ_CST) % LAUNCHES;
     Launch launch = {function, stream, current, {gx, gy, gz}, {bx, by, bz}, shared, 0, {0}};
     for (int k = 0; k < stub_parameters; k++)
         memcpy(&launch.parameters[k], parameters[k], 8);
     stub_launches[index] = launch;
     return OK;
+}
+
+typedef struct {
+    uint32_t grid[3], block[3], shared;
+    void *stream, *attributes;
+    uint32_t count;
+} Config;
+
+int cuLaunchKernelEx(const Config *c, void *function, void **parameters, void **extra) {
+    return cuLaunchKernel(function, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1],
+                          c->block[2], c->shared, c->stream, parameters, extra);
+}
+
+/* By which cuda.bindings finds all other functions, without the versions in their names. */
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags,
+                        int *status) {
+    char name[128];
+    Dl_info own;
+    dladdr((void *)cuInit, &own);
+    void *library = dlopen(own.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+    snprintf(name, sizeof name, "%s_v2", symbol);
+    *function = dlsym(library, name);
+    if (!*function)
+        *function = dlsym(library, symbol);
+    if (status)
+        *status = !*function;
+    return *function ? OK : NOT_FOUND;
 }
