@@ -160,7 +160,8 @@ def batch_norm_forward(
     saved = Saved(x, count, known, caller, members)
     y = caller.give(y, out)
     if at_once is None:
-        steps.update_running(running, statistics)
+        with at_device_of(x):
+            steps.update_running(running, statistics)
     return y, saved
 
 
@@ -198,12 +199,13 @@ def batch_norm_eval(
         )
     rule = check_rule(eps, eps_mode, activation, negative_slope)
     mask = _checked_mask(x, mask)
-    own, affine, running = steps.take(x, Affine(weight, bias), RunningStatistics(mean, var), mask)
-    y, statistics = steps.forward_eval(own, running, affine, rule, target)
+    given = Affine(weight, bias), RunningStatistics(mean, var), mask
+    with at_device_of(x):
+        own, affine, running = steps.take(x, *given)
+        y, statistics = steps.forward_eval(own, running, affine, rule, target)
+        y = order.zeroed(steps, y, mask, target)
     masks = () if mask is None else [mask]
     known = order.Forward(steps, [Norm(statistics, affine, rule)], constant=True, masks=masks)
-    with at_device_of(x):
-        y = order.zeroed(steps, y, mask, target)
     return caller.give(y, out), Saved(x, None, known, caller)
 
 

@@ -102,6 +102,10 @@ class Operations(ABC):
     takes_masks = False  # whether `take` does; for others `order` fills x, see `masks`
     arrays: Any = None  # the `Arrays` of the library, of steps that take no mask
 
+    def on(self, array: Array) -> Operations:
+        """The steps for arrays on the device of `array`: plain ones if its kernels fail."""
+        return self
+
     @property
     def serial(self) -> Operations:
         """The same steps, computed in the calling thread only; for members that are threads."""

@@ -27,7 +27,8 @@ _UNLIKE_ARRAYS = {"MaskedArray", "matrix", "generic"}
 def operations_for(array: Array) -> Operations:
     """The implementation for arrays of this type; raises `BackendError` if there is none."""
     kind: type = type(array)
-    return _operations_for_type(kind)
+    found = _operations_for_type(kind)
+    return found if found.arrays is None else found.on(array)
 
 
 @lru_cache(maxsize=64)

@@ -226,6 +226,7 @@ def on_kernels(device: Device) -> Iterator[Gpu]:
     mode = torch.get_deterministic_debug_mode()
     with pytest.MonkeyPatch.context() as patch, always_ours():
         patch.setattr("syncbn_torch.forward.operations_for", operations_for)
+        patch.setattr(cuda, "OPERATIONS", gpu.operations)
         patch.setattr(TensorArrays, "page_locked", lambda self, like: gpu.page_locked(like))
         uncached()
         torch.set_deterministic_debug_mode("error")  # new tensors are NaN until they are written

@@ -91,6 +91,10 @@ with (
         torch.testing.assert_close(leaf.grad, whole.grad[mine])
         for layer, twin in zip(layers, twins, strict=True):
             torch.testing.assert_close(layer.running_var, twin.running_var)
+            own = torch.stack([layer.running_mean, layer.running_var])
+            of_all = [torch.empty_like(own) for _ in range(2)]
+            dist.all_gather(of_all, own)
+            assert torch.equal(*of_all), "ranks differ"
     assert on_device == [True] * 4, on_device
     if not without:
         assert len(gpu.keys) == 16, gpu.keys

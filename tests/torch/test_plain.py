@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.moments import NormRule
 from syncbn_core.steps import Affine, Norm, RunningStatistics
 from syncbn_torch.backends import plain
 from syncbn_torch.backends.plain import OPERATIONS
-from syncbn_torch.backends.tensors import ARRAYS
 
 RULE = NormRule(1e-5)
 
@@ -199,7 +197,7 @@ class _NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("known", [True, False])
 def test_the_host_does_not_wait_in_a_fallback(known: bool) -> None:
     """Also where only the device knows the count: parts that came from other processes."""
-    steps = PlainDeviceOperations(ARRAYS)
+    steps = OPERATIONS
     x, dy = torch.randn(6, 3, 4), torch.randn(6, 3, 4)
     running = RunningStatistics(torch.zeros(3), torch.ones(3), torch.tensor(0), 0.1)
     with torch.no_grad(), _NoWaiting():

@@ -172,8 +172,7 @@ def emulated(capability: tuple[int, int] = (9, 0), devices: int = 2) -> Iterator
         return Code(program_of(text).kernel.name, text, b"")
 
     def clear() -> None:
-        usable._passed.clear()
-        usable._failed.clear()
+        usable._found.clear()
 
     with pytest.MonkeyPatch.context() as patch:
         machine: Any = kernels.Machine()

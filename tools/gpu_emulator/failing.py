@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,5 +58,7 @@ def forget():
     """As in a new process."""
     kernels._machine.launches.clear()
     kernels._machine.loaded.clear()
-    usable._passed.clear()
-    usable._failed.clear()
+    usable._found.clear()
+    adapter = sys.modules.get("syncbn_torch.backends.cuda")
+    if adapter is not None:
+        adapter._ready.cache_clear()

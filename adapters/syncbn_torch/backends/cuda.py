@@ -13,7 +13,7 @@ from torch import Tensor
 
 from syncbn_core.backends.cuda import kernels
 from syncbn_core.backends.cuda.operations import CudaOperations
-from syncbn_core.backends.cuda.usable import setting
+from syncbn_core.backends.cuda.usable import setting, usable
 from syncbn_core.disk_cache import on_rank
 from syncbn_torch.arrays import FLOATS, PLAIN_CLASSES
 from syncbn_torch.backends.tensors import ARRAYS
@@ -41,7 +41,7 @@ def _ready(device: int, dtype: torch.dtype) -> bool:
     # the instruction that rounds to bfloat16 needs compute capability 8.0
     oldest = (8, 0) if dtype is torch.bfloat16 else kernels.OLDEST
     capability = kernels.compute_capability(device) if not _missing() else (0, 0)
-    return capability >= oldest and not _fails(capability)
+    return capability >= oldest and not _fails(capability) and usable(OPERATIONS, device)
 
 
 @cache

@@ -11,11 +11,11 @@ from __future__ import annotations
 from syncbn_core.arrays import of_cupy
 from syncbn_core.backends.cuda.kernels import require
 from syncbn_core.backends.cuda.operations import CudaOperations
-from syncbn_core.backends.cuda.plain import PlainDeviceOperations
 from syncbn_core.backends.cuda.usable import setting
+from syncbn_core.backends.plain import PlainOperations
 
 KERNELS = setting() != "off"
 if KERNELS:
     require()
 
-OPERATIONS = (CudaOperations if KERNELS else PlainDeviceOperations)(of_cupy())
+OPERATIONS = (CudaOperations if KERNELS else PlainOperations)(of_cupy())

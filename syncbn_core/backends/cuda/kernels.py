@@ -58,12 +58,10 @@ _PTX_VERSIONS |= {(12, 7): (8, 6), (12, 8): (8, 7), (12, 9): (8, 8)}
 
 
 class KernelFailure(BackendError):
-    """A kernel does not compile, link, load or launch here, or computes wrong results.
+    """A kernel does not compile, link, load or launch here, or computes wrong results."""
 
-    `unexpected`: False if the text says what the user can do, as the compiler's errors do.
-    """
-
-    unexpected = True
+    def __str__(self) -> str:
+        return f"{self.args[0]}; SYNCBN_KERNELS=off computes without kernels"
 
 
 def failure_of(text: str, result: int) -> BackendError:
@@ -164,9 +162,7 @@ def _load(source: Source, device: int) -> Launch:
                 source, capability
             )
         except BackendError as error:
-            failure = KernelFailure(str(error))
-            failure.unexpected = False
-            raise failure from error
+            raise KernelFailure(str(error)) from error
         refused = _refused(code)
         if refused is not None:
             raise KernelFailure(

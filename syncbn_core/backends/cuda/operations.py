@@ -3,7 +3,7 @@
 The `DeviceArrays` of a library allocates them and gives their addresses. Forward and backward are
 two kernel launches each, on the current stream of the arrays' device. Nothing here waits for the
 device, except for the check of kernels, so a CUDA graph can capture forward and backward,
-after one run without capture. Where kernels can't be used, steps run by plain operations.
+after one run without capture.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 
 from syncbn_core.arrays import DeviceArrays
 from syncbn_core.backends.cuda import grid
-from syncbn_core.backends.cuda.kernels import KernelFailure
 from syncbn_core.backends.cuda.launcher import Launcher
-from syncbn_core.backends.cuda.plain import PlainDeviceOperations, first_array
-from syncbn_core.backends.cuda.usable import give_up, usable
+from syncbn_core.backends.cuda.usable import usable
 from syncbn_core.backends.cuda.view import DeviceView
+from syncbn_core.backends.plain import PlainOperations
 from syncbn_core.labels import Labels
 from syncbn_core.layout import Layout
 from syncbn_core.moments import Moments, NormRule, Statistics, total_count
-from syncbn_core.steps import Affine, Norm, RunningStatistics, Sums
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
 __all__ = ["CudaOperations"]
 
@@ -45,45 +44,44 @@ def _check(labels: Labels | None) -> grid.Check:
     return grid.Check(labels.expected, labels.alarm.pointer, labels.place)
 
 
-def _or_plain(step: Callable[..., Any]) -> Any:
-    """The step by kernels, or by plain operations if kernels can't be used.
+def _launching(step: Callable[..., Any]) -> Any:
+    """A step, which gets a `Launcher` first, whose device is current.
 
-    Kernels get a `Launcher` first, whose device is current. A step must write nothing that its
-    caller sees before its last kernel has been launched.
+    It must write nothing that its caller sees before its last kernel has been launched.
     """
 
     @wraps(step)
-    def chosen(self: CudaOperations, first: Any, *arguments: Any, **settings: Any) -> Any:
-        arrays, own = self.arrays, first_array(first)
+    def launched(self: CudaOperations, first: Any, *arguments: Any, **settings: Any) -> Any:
+        arrays, own = self.arrays, first[0].rows if type(first) is list else first
         index = arrays.device_of(own)
-        dtype = arrays.dtype_name(own) if own is first else None  # None: to merge moments
-        if usable(self, index, dtype):
-            try:
-                if arrays.is_current(index):
-                    return step(self, self.launcher(index), first, *arguments, **settings)
-                with arrays.on_device(index):
-                    return step(self, self.launcher(index), first, *arguments, **settings)
-            except KernelFailure as failure:
-                give_up(index, failure)
-            # outside of this block the arrays of the step that failed are free again
-        return getattr(super(CudaOperations, self), step.__name__)(first, *arguments, **settings)
+        if arrays.is_current(index):
+            return step(self, self.launcher(index), first, *arguments, **settings)
+        with arrays.on_device(index):
+            return step(self, self.launcher(index), first, *arguments, **settings)
 
-    return chosen
+    return launched
 
 
-class CudaOperations(PlainDeviceOperations):
-    """The steps on CUDA devices for one array library, by kernels where they work."""
+class CudaOperations(Operations):
+    """The steps on CUDA devices for one array library, by kernels."""
 
     def __init__(self, arrays: DeviceArrays) -> None:
-        super().__init__(arrays)
+        self.arrays, self.plain = arrays, PlainOperations(arrays)
         self.counters: dict[tuple[int, int], Array] = {}
         self.partials: dict[tuple[int, int], Array] = {}
+
+    def on(self, array: Array) -> Operations:
+        return self if usable(self, self.arrays.device_of(array)) else self.plain
+
+    def contiguous(self, array: Array) -> Array:
+        """The array, or a row-major copy of it."""
+        return array if self.arrays.is_contiguous(array) else self.arrays.copy(array)
 
     def launcher(self, index: int) -> Launcher:
         """A launcher for device number `index`, which must be the current device."""
         return Launcher(self.arrays, index, self)
 
-    @_or_plain
+    @_launching
     def moments(self, run: Launcher, x: Array, labels: Labels | None = None) -> Moments:
         arrays = self.arrays
         channels = x.shape[1]
@@ -102,7 +100,7 @@ class CudaOperations(PlainDeviceOperations):
             return labels.row, labels.own
         return self.arrays.empty((1, 2 * channels + 2), "float64", index), 0.0
 
-    @_or_plain
+    @_launching
     def merge(
         self, run: Launcher, parts: Sequence[Moments], labels: Labels | None = None
     ) -> Moments:
@@ -117,7 +115,13 @@ class CudaOperations(PlainDeviceOperations):
         grid.merge_parts(run, *places, grid.Check(label))
         return Moments(one, total_count(parts))
 
-    @_or_plain
+    def statistics(self, total: Moments, rule: NormRule) -> Statistics:
+        rows = self.contiguous(total.rows)
+        index = self.arrays.device_of(rows)
+        table = self.arrays.empty((3 * total.num_features + 1,), "float64", index)
+        return Statistics(table, total.count, rows, total.labels)  # `forward` fills the table
+
+    @_launching
     def forward(
         self,
         run: Launcher,
@@ -155,7 +159,7 @@ class CudaOperations(PlainDeviceOperations):
                 counter += 1  # not in the kernel, where many blocks read it
         return _in_place_of(y, out)
 
-    @_or_plain
+    @_launching
     def forward_eval(
         self,
         run: Launcher,
@@ -190,7 +194,7 @@ class CudaOperations(PlainDeviceOperations):
         )
         return _in_place_of(y, out), Statistics(table, None)
 
-    @_or_plain
+    @_launching
     def backward_reduce(
         self, run: Launcher, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
@@ -226,7 +230,7 @@ class CudaOperations(PlainDeviceOperations):
         )
         return Sums(exchange, grad_weight, grad_bias)
 
-    @_or_plain
+    @_launching
     def backward_input(
         self,
         run: Launcher,
@@ -259,6 +263,10 @@ class CudaOperations(PlainDeviceOperations):
             check=_check(labels),
         )
         return _in_place_of(dx, out)
+
+    def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
+        with self.arrays.at(statistics.table):
+            self.plain.update_running(running, statistics)
 
     def _pair(self, x: Array, dy: Array) -> _Pair:
         arrays, (dense, layout) = self.arrays, self._dense(x)

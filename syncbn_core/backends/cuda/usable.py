@@ -1,12 +1,13 @@
-"""Decides whether kernels are used, and checks those of a dtype before their first use on a device.
+"""Decides whether kernels are used, and checks them before their first use on a device.
 
     SYNCBN_KERNELS=checked    the default
     SYNCBN_KERNELS=on         kernels are used unchecked
     SYNCBN_KERNELS=off        no kernels: plain array operations
 
-The check compares the steps by kernels with plain operations on the device. After a kernel that
-fails (it does not compile, load or launch, or a result is wrong), one warning says so, and plain
-operations take the place of all kernels on that device, until the process ends.
+The check compares small steps, forward and backward, by kernels with plain operations on the
+device: planes and rows, of float32 and bfloat16. If kernels fail it (one does not compile, load or
+launch, or a result is wrong), one warning says so, and plain operations take the place of all
+kernels on that device, until the process ends. A kernel that fails later is an error.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator
-from functools import partial
-from types import SimpleNamespace
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -26,28 +25,28 @@ from syncbn_core.arrays import DeviceArrays
 from syncbn_core.backends.cuda.driver import DriverError
 from syncbn_core.backends.cuda.kernels import (
     KernelFailure,
+    compute_capability,
     description,
     failure_of,
 )
-from syncbn_core.backends.cuda.plain import PlainDeviceOperations
+from syncbn_core.backends.plain import PlainOperations
 from syncbn_core.disk_cache import on_rank
 from syncbn_core.errors import ArgumentError, BackendError
 from syncbn_core.moments import NormRule
-from syncbn_core.steps import Affine, Norm, RunningStatistics
+from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics
 
-__all__ = ["Setting", "give_up", "setting", "usable"]
+__all__ = ["Setting", "setting", "usable"]
 
 Array = Any
 Setting = Literal["checked", "on", "off"]
 
-STEPS = ("moments", "merge", "forward", "backward_reduce", "backward_input")
 SHAPES = ((9, 3, 1024), (600, 16))  # planes and rows, of several thread blocks
-# The largest error for activations of a dtype, over the largest value.
-TOLERANCES = {"float16": 4e-3, "bfloat16": 3.2e-2, "float32": 4e-5, "float64": 1e-11}
+# Of each dtype that is checked: the oldest compute capability, and the largest error over the
+# largest value.
+DTYPES = {"float32": ((0, 0), 4e-5), "bfloat16": ((8, 0), 3.2e-2)}
 
-_passed: set[tuple[int, str]] = set()
-_failed: dict[int, str] = {}  # devices without kernels, and why
-_locks: dict[Any, threading.Lock] = {}  # one each: a check may wait for other threads
+_found: dict[int, bool] = {}  # by device
+_locks: dict[int, threading.Lock] = {}  # one each: members may run on several devices
 
 
 def setting() -> Setting:
@@ -62,73 +61,65 @@ def setting() -> Setting:
     return known
 
 
-def usable(operations: Any, index: int, dtype: str | None) -> bool:
-    """Whether kernels for arrays of `dtype` (None: any) may be used on device `index`.
+def usable(kernels: Any, index: int) -> bool:
+    """Whether kernels are used on device `index`; the first call there checks them.
 
-    `operations`: the `CudaOperations`. Raises `BackendError` where they are unchecked and the
-    current stream is being captured into a CUDA graph, or where the check breaks the device's
-    context.
+    `kernels`: the `CudaOperations`. Raises `BackendError` if they are unchecked and the current
+    stream is being captured into a CUDA graph, or if the check breaks the device's context.
     """
-    if index in _failed:
-        return False
-    if dtype is not None and (index, dtype) not in _passed:
-        with _locks.setdefault((index, dtype), threading.Lock()):
-            if (index, dtype) not in _passed and index not in _failed:
-                _first_use(operations, index, dtype)
-    return index not in _failed
+    found = _found.get(index)
+    if found is None:
+        with _locks.setdefault(index, threading.Lock()):
+            found = _found.get(index)
+            if found is None:
+                found = _found[index] = setting() == "on" or _passes(kernels, index)
+    return found
 
 
-def give_up(index: int, failure: KernelFailure) -> None:
-    """Use no kernel on device `index` from now on; warns the first time."""
-    if index not in _failed:
-        _failed[index] = str(failure)
-        report = ". Please report this text to syncbn's developers" if failure.unexpected else ""
-        warnings.warn(
-            "syncbn uses plain operations instead of CUDA kernels, which is slower. "
-            f"On {description(index)}{on_rank()}: {failure}{report}",
-            stacklevel=2,
-        )
+def _passes(kernels: Any, index: int) -> bool:
+    arrays: DeviceArrays = kernels.arrays
+    with arrays.on_device(index):
+        if arrays.is_captured(index):
+            raise BackendError(
+                "expected CUDA kernels to be checked before a CUDA graph is captured; run forward "
+                "and backward once before the capture, or set SYNCBN_KERNELS=on"
+            )
+        try:
+            for dtype, (oldest, tolerance) in DTYPES.items():
+                if compute_capability(index) >= oldest:
+                    with suppress(ImportError):  # CuPy has bfloat16 by the package ml_dtypes
+                        for shape in SHAPES:
+                            _compare(kernels, index, dtype, shape, tolerance)
+        except KernelFailure as failure:
+            warnings.warn(
+                "syncbn uses plain operations instead of CUDA kernels, which is slower. "
+                f"On {description(index)}{on_rank()}: {failure.args[0]}. Unless the text says what "
+                "to do, please report it to syncbn's developers",
+                stacklevel=2,
+            )
+            return False
+    return True
 
 
-def _first_use(operations: Any, index: int, dtype: str) -> None:
-    arrays: DeviceArrays = operations.arrays
-    if setting() == "checked":
-        with arrays.on_device(index):
-            if arrays.is_captured(index):
-                raise BackendError(
-                    f"expected CUDA kernels for {dtype} to be checked before a CUDA graph is "
-                    "captured; run forward and backward once before the capture, or set "
-                    "SYNCBN_KERNELS=on"
-                )
-            try:
-                _compare(operations, index, dtype)
-            except KernelFailure as failure:
-                give_up(index, failure)
-                return
-    _passed.add((index, dtype))
-
-
-def _compare(operations: Any, index: int, dtype: str) -> None:
-    """Raise `KernelFailure` unless steps by kernels give the results of plain operations."""
-    arrays: DeviceArrays = operations.arrays
-    steps = {name: getattr(type(operations), name).__wrapped__ for name in STEPS}
-    given = operations, operations.launcher(index)
-    kernels = SimpleNamespace(**{name: partial(step, *given) for name, step in steps.items()})
+def _compare(
+    kernels: Any, index: int, dtype: str, shape: tuple[int, ...], tolerance: float
+) -> None:
+    """Raise `KernelFailure` unless a step by kernels gives the results of plain operations."""
+    arrays: DeviceArrays = kernels.arrays
     try:
-        for shape in SHAPES:
-            for name, *pair in _results(kernels, operations, index, dtype, shape):
-                values, right = (
-                    arrays.to_host(arrays.cast(own, arrays.widest(own))) for own in pair
+        right = _step(PlainOperations(arrays), arrays, index, dtype, shape)
+        for name, own in _step(kernels, arrays, index, dtype, shape).items():
+            wide = [arrays.cast(each, arrays.widest(each)) for each in (own, right[name])]
+            value, wanted = map(arrays.to_host, wide)
+            error = float(np.abs(value - wanted).max() / np.abs(wanted).max())
+            if not error <= tolerance:  # also for NaN
+                raise KernelFailure(
+                    f"{name} of {dtype} {shape} differs from that of plain operations by "
+                    f"{error:.1e} of the largest value, more than {tolerance:.1e}"
                 )
-                error = float(np.abs(values - right).max() / np.abs(right).max())
-                if not error <= TOLERANCES[dtype]:  # also for NaN
-                    raise KernelFailure(
-                        f"{name} of {dtype} {shape} differs from that of plain operations by "
-                        f"{error:.1e} of the largest value, more than {TOLERANCES[dtype]:.1e}"
-                    )
     except DriverError as error:
         raise failure_of(str(error), error.result) from error
-    except BackendError:
+    except (BackendError, ImportError):
         raise
     except Exception as error:  # the library's, of a kernel that broke the context
         raise BackendError(
@@ -139,13 +130,12 @@ def _compare(operations: Any, index: int, dtype: str) -> None:
         ) from error
 
 
-def _results(
-    kernels: Any, operations: Any, index: int, dtype: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, Array, Array]]:
-    """Of each step by kernels and by plain operations, given what the latter computed before."""
-    arrays: DeviceArrays = operations.arrays
-    plain, rule, channels = PlainDeviceOperations(arrays), NormRule(1e-3), shape[1]
-    random, wide = np.random.default_rng(0), "float64" if dtype == "float64" else "float32"
+def _step(
+    steps: Operations, arrays: DeviceArrays, index: int, dtype: str, shape: tuple[int, ...]
+) -> dict[str, Array]:
+    """Results of a forward and a backward, of two equal parts, on the device."""
+    rule, channels = NormRule(1e-3), shape[1]
+    random = np.random.default_rng(0)
     noise = random.normal(0, 1, (2, math.prod(shape)))
 
     def made(values: Array, name: str) -> Array:
@@ -155,27 +145,24 @@ def _results(
     x, dy = (
         made(values, dtype).reshape(shape) for values in (3 + 2 * noise[0], 0.5 + noise.sum(0) / 2)
     )
-    weight, bias, mean, var, own_mean, own_var = (
-        made(values, wide) for values in random.uniform(0.5, 2, (4, channels))[[0, 1, 2, 3, 2, 3]]
+    weight, bias, mean, var = (
+        made(values, "float32") for values in random.uniform(0.5, 2, (4, channels))
     )
-    affine = Affine(weight, bias)
-    part = plain.moments(x)
-    total = plain.merge([part, part])
-    for own, right in ((kernels.moments(x), part), (kernels.merge([part, part]), total)):
-        for name, where in (("mean", slice(1, 1 + channels)), ("m2", slice(1 + channels, -1))):
-            yield name, own.rows[0, where], right.rows[0, where]
-    running = RunningStatistics(mean, var, None, 0.25)
-    known, right_known = plain.statistics(total, rule), plain.statistics(total, rule)
-    norm = Norm(right_known, affine, rule)
-    right_y = plain.forward(x, norm, running)
-    running = RunningStatistics(own_mean, own_var, None, 0.25)
-    yield "y", kernels.forward(x, Norm(known, affine, rule), running), right_y
-    yield "invstd", known.invstd, right_known.invstd
-    yield "running_mean", own_mean, mean
-    yield "running_var", own_var, var
-    sums = kernels.backward_reduce(x, dy, norm)
-    right_sums = plain.backward_reduce(x, dy, norm)
-    names = ("sums", "gradient of weight", "gradient of bias")
-    yield from zip(names, sums, right_sums, strict=True)
-    given = x, dy, norm, right_sums.exchange
-    yield "dx", kernels.backward_input(*given), plain.backward_input(*given)
+    part = steps.moments(x)
+    total = steps.merge([part, part])
+    statistics = steps.statistics(total, rule)
+    norm = Norm(statistics, Affine(weight, bias), rule)
+    y = steps.forward(x, norm, RunningStatistics(mean, var, None, 0.25))
+    sums = steps.backward_reduce(x, dy, norm)
+    return {
+        "mean": total.mean,
+        "m2": total.m2,
+        "invstd": statistics.invstd,
+        "y": y,
+        "running_mean": mean,
+        "running_var": var,
+        "sums": sums.exchange,
+        "gradient of weight": sums.grad_weight,
+        "gradient of bias": sums.grad_bias,
+        "dx": steps.backward_input(x, dy, norm, sums.exchange),
+    }
