@@ -47,7 +47,7 @@ def built(kernel, capability, tools, folder):
     cubin = folder / f"{name}.cubin"
     (folder / f"{name}.ptx").write_text(text)
     linked = folder / f"{name}-linked.cubin"
-    linked.write_bytes(compiler._to_cubin(compiler.linker(), text, capability))
+    linked.write_bytes(compiler._to_cubin(text, capability))
     arch = f"-arch=sm_{capability[0]}{capability[1]}"
     said = subprocess.run(
         [ptxas, "-v", "-O3", arch, folder / f"{name}.ptx", "-o", cubin],
