@@ -72,7 +72,7 @@ def of_syncbn() -> Any:
     kernels.compile_source = lambda source, capability: Code("entry", "", b"\x7fELF")
     kernels.stored, kernels.store = lambda path: None, lambda path, code: None
     # what torch asks CUDA's runtime, with as many calls
-    torch.cuda.current_device = lambda: operator.index(0)
+    torch.cuda.current_device = tensors.current_device = lambda: operator.index(0)
     torch.cuda.is_current_stream_capturing = lambda: bool(0)
     tensors.current_raw_stream, tensors.current_stream_number = operator.index, lambda index: 1
     tensors._device = cache(lambda index: torch.device("cpu"))

@@ -163,8 +163,8 @@ class DeviceArrays(Arrays):
     def pointer(self, array: Array) -> Any:
         """The address of the first element of the array: an int on a device."""
 
-    def dtype_name(self, array: Array) -> str:
-        """The name of the dtype, such as "float32"."""
+    def dtype_name(self, dtype: Any) -> str:
+        """The name of a dtype, such as "float32"."""
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
         """A new uninitialized array on device `index`."""
@@ -172,19 +172,23 @@ class DeviceArrays(Arrays):
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
         """A new array of zeros on device `index`."""
 
-    def lasting_zeros(self, size: int, index: int, stream: int) -> Array | None:
-        """`size` int32 zeros that stay as long as the result does, for `stream` of device `index`.
+    def lasting_zeros(self, size: int, index: int, stream: int) -> tuple[Any, Any] | None:
+        """The address of `size` int32 zeros, for `stream` of device `index`, and what owns them.
 
         Not from a memory pool that the user has chosen: that may end before. None if there are
         none.
         """
-        return self.zeros((size,), "int32", index)
+        zeros = self.zeros((size,), "int32", index)
+        return self.pointer(zeros), zeros
 
     def is_contiguous(self, array: Array) -> bool:
         """Whether the array is row-major without gaps."""
 
     def layout(self, array: Array) -> Layout | None:
         """How an `(N, C, *spatial)` array lies in memory; None if kernels can't read it there."""
+
+    def form(self, array: Array) -> tuple[Any, ...]:
+        """Of two arrays of one device alike only if they have one shape, dtype and `layout`."""
 
     def empty_like(self, dense: Array, layout: Layout) -> Array:
         """A new array with the shape and dtype of `dense`, and with `layout`, its layout."""

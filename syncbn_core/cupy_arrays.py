@@ -82,8 +82,8 @@ class CupyArrays(DeviceArrays):
     def pointer(self, array: Array) -> Any:
         return array.data.ptr
 
-    def dtype_name(self, array: Array) -> str:
-        return str(array.dtype.name)
+    def dtype_name(self, dtype: Any) -> str:
+        return str(dtype.name)
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Array:
         with self.on_device(index):
@@ -98,6 +98,9 @@ class CupyArrays(DeviceArrays):
 
     def layout(self, array: Array) -> Layout | None:
         return layout_of(array)
+
+    def form(self, array: Array) -> tuple[Any, ...]:
+        return array.shape, array.strides, array.dtype
 
     def empty_like(self, dense: Array, layout: Layout) -> Array:
         ordered = cupy.empty([dense.shape[axis] for axis in layout.axes], dense.dtype)

@@ -180,12 +180,13 @@ class Exchange(NamedTuple):
         extra = name_hash * SETTINGS + (_hash(self.rule, SETTINGS) if number else 0)
         call = self._call(member, kind, 2 * channels + 2)
         label = label_of(kind, number, extra, self.dtype)
+        arrays, index = self._on_its_device(like)
         labels = None
-        if _stays_on_device(self.communicator, like):
+        if arrays is not None:
             members, rank = self.communicator.size, self.communicator.rank
             if members > MANY:
                 members, rank = 1, 0
-            rows = _on_its_device(like, (members, 2 * channels + 2))
+            rows = arrays.empty((members, 2 * channels + 2), "float64", index)
             rows_and_row = rows, rows[rank : rank + 1]
             labels = self._labels(member, kind, label, label, like, (number, new), rows_and_row)
         elif new and isinstance(self.communicator, ProcessCommunicator):
@@ -246,9 +247,9 @@ class Exchange(NamedTuple):
         """
         member = self.member
         channels = like.shape[-1] // 3 if len(like.shape) == 1 else like.shape[-1]
-        if _stays_on_device(self.communicator, like):
+        if self._on_its_device(like)[0] is not None:
             size = self.communicator.size
-            label = label_of_sum(_key(kind, forward), size)
+            label = float(label_of_sum(_key(kind, forward), size))
             call = self._call(member, kind, 2 * channels, forward)
             labels = self._labels(member, kind, label, label * size, like)
             return Message(member, label, call, labels)
@@ -299,6 +300,16 @@ class Exchange(NamedTuple):
         labels.check_total(total)
         member.exchanges += 1
         return total
+
+    def _on_its_device(self, values: Array) -> tuple[Any, int]:
+        """The `Arrays` of `values` and their device, if the group sends them without the host."""
+        communicator = self.communicator
+        if isinstance(communicator, ProcessCommunicator) and communicator.on_device:
+            arrays = arrays_of(values) or NUMPY
+            index = arrays.device_of(values)
+            if index >= 0:
+                return arrays, index
+        return None, -1
 
     def _labels(
         self,
@@ -404,7 +415,7 @@ class Exchange(NamedTuple):
         if own is not labels.row:
             labels.row[...] = own
         communicator: Any = self.communicator
-        communicator.gather_in_place(rows, call)
+        communicator.gather_in_place(rows, labels.row, call)
         if message.new and not _is_captured(rows):
             wait = getattr(self.communicator, "synchronize", None)  # with a deadline
             if wait is not None:
@@ -417,7 +428,8 @@ class Exchange(NamedTuple):
         """The sums of all members; NaN if their labels differ, unless they still have them."""
         if len(sums.shape) == 1:  # `Operations.backward_input` compares
             return self._add_up(sums, call)
-        sent = _on_its_device(sums, (math.prod(sums.shape) + 1,))
+        arrays, index = self._on_its_device(sums)
+        sent = arrays.empty((math.prod(sums.shape) + 1,), "float64", index)
         sent[:-1], sent[-1:] = sums.reshape(-1), labels.own
         total = self._add_up(sent, call)
         same = ~labels.check_total(total)
@@ -542,13 +554,6 @@ def _follow_up_call(call: CollectiveCall) -> CollectiveCall:
     return CollectiveCall(lambda: f"comparison of layers after {call}", remedy=call.remedy)
 
 
-def _stays_on_device(communicator: Communicator, values: Array) -> bool:
-    """Whether the group sends these values without the host."""
-    if not (isinstance(communicator, ProcessCommunicator) and communicator.on_device):
-        return False
-    return _arrays(values).device_of(values) >= 0  # type: ignore[no-any-return]
-
-
 def _arrays(values: Array) -> Any:
     return arrays_of(values) or NUMPY
 
@@ -556,12 +561,6 @@ def _arrays(values: Array) -> Any:
 def _is_captured(values: Array) -> bool:
     arrays = _arrays(values)
     return arrays.is_captured(arrays.device_of(values))  # type: ignore[no-any-return]
-
-
-def _on_its_device(values: Array, shape: tuple[int, ...]) -> Array:
-    """New float64 memory on the device of `values`."""
-    arrays = _arrays(values)
-    return arrays.empty(shape, "float64", arrays.device_of(values))
 
 
 def _to_host(values: Array) -> Array:

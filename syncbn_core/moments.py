@@ -121,14 +121,10 @@ class Statistics(NamedTuple):
     Attributes:
         table: `(3 C + 1,)`, like a row of `Moments`: count, mean, m2, invstd.
         count: as of `Moments`.
-        rows, labels: those of the moments, where only `Operations.forward`, on a device, merges
-            the rows and fills the table; else None.
     """
 
     table: Array
     count: Any
-    rows: Array | None = None
-    labels: Labels | None = None
 
     @property
     def mean(self) -> Array:

@@ -142,7 +142,12 @@ class NumpySteps(Operations):
         return Statistics(table, total.count)
 
     def forward(
-        self, x: Dense, norm: Norm, running: RunningStatistics | None = None, out: Any = None
+        self,
+        x: Dense,
+        norm: Norm,
+        running: RunningStatistics | None = None,
+        out: Any = None,
+        total: Moments | None = None,
     ) -> Any:
         y = self._written(out, x, None, norm, None)
         if running is not None:

@@ -22,7 +22,7 @@ from syncbn_core.arrays import near
 from syncbn_core.exchange import Exchange
 from syncbn_core.labels import Labels
 from syncbn_core.masks import Valid, filled, without_filled
-from syncbn_core.moments import Moments, NormRule, Statistics, require_more_than_one_value
+from syncbn_core.moments import Moments, NormRule, require_more_than_one_value
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
 Array = Any
@@ -35,7 +35,7 @@ class Part(NamedTuple):
         x: `(N, C, *spatial)`.
         affine, running: as in `steps`, on the device of x; a running of None is not updated.
         mask: bool, `(N, 1, *spatial)` or 1 for any axis, or None: of the elements that count; y and
-            dx are 0 elsewhere. Nobody writes to it any more.
+            dx are 0 elsewhere. A copy, which nobody writes to.
         out: where to write y, or None; may be x.
         device: where x is, if parts are on several.
         valid: what is known of x if that is filled, see `filled_part`.
@@ -103,24 +103,20 @@ def forward(
         require_more_than_one_value(total.count, first.shape, members)
 
     # A table on each device, all before the first y: here the streams of all replicas are current.
-    tables = {parts[0].device: steps.statistics(total, rule)}
+    totals, tables = {parts[0].device: total}, {parts[0].device: steps.statistics(total, rule)}
     for part in parts[1:]:
         if part.device not in tables:
-            rows = near(total.rows, part.x)
-            tables[part.device] = steps.statistics(total._replace(rows=rows), rule)
+            totals[part.device] = own = total._replace(rows=near(total.rows, part.x))
+            tables[part.device] = steps.statistics(own, rule)
 
     # y of each part; each updates its running statistics last.
-    ys = [
-        steps.forward(x, Norm(tables[part.device], affine, rule), running, part.out)
-        for (x, affine, running), part in zip(taken, parts, strict=True)
-    ]
+    ys, norms = [], []
+    for (x, affine, running), part in zip(taken, parts, strict=True):
+        norm = Norm(tables[part.device], affine, rule)
+        ys.append(steps.forward(x, norm, running, part.out, totals[part.device]))
+        norms.append(norm)
     if masked and not steps.takes_masks:
         ys = [zeroed(steps, y, part.mask, part.out) for y, part in zip(ys, parts, strict=True)]
-    known = {device: Statistics(table.table, table.count) for device, table in tables.items()}
-    norms = [
-        Norm(known[part.device], affine, rule)
-        for (_, affine, _), part in zip(taken, parts, strict=True)
-    ]
     masks = [part.mask for part in parts] if masked else ()
     return ys, Forward(steps, norms, exchange, number, masks=masks)
 

@@ -147,16 +147,23 @@ class Operations(ABC):
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
         """The statistics of the whole batch from the moments of all its parts.
 
-        The labels in `total` are compared here, or by `forward`.
+        Here the labels in `total` are compared; or, on a device, by `forward`, which also fills the
+        table then.
         """
 
     @abstractmethod
     def forward(
-        self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
+        self,
+        x: Array,
+        norm: Norm,
+        running: RunningStatistics | None = None,
+        out: Any = None,
+        total: Moments | None = None,
     ) -> Array:
         """`y = activation((x - mean) * invstd * weight + bias)`; updates `running` if given.
 
-        `out`: an array like x to write y into, or None; may be x itself.
+        `out`: an array like x to write y into, or None; may be x itself. `total`: the moments that
+        `statistics` was given.
         """
 
     @abstractmethod

@@ -25,6 +25,7 @@ __all__ = [
     "active_ddp",
     "backward_task",
     "constant_while_tracing",
+    "current_device",
     "current_raw_stream",
     "current_stream_number",
     "default_group",
@@ -80,6 +81,8 @@ function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transfo
 is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 # The handle of the current stream of a CUDA device, given its index; None in builds without CUDA:
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# The index of the current CUDA device, where a tensor of one exists:
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 
@@ -163,7 +166,7 @@ def is_watched() -> bool:
         or function_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
-        or is_jit_tracing()
+        or torch._C._is_tracing()
     )
 
 

@@ -21,6 +21,12 @@ _MADV_HUGEPAGE = 14
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # that layers take
 HALVES = (torch.float16, torch.bfloat16)
 PLAIN_CLASSES = (Tensor, Parameter)  # a subclass may have no data of its own
+# the names of all dtypes, as NumPy has them
+NAMES = {
+    own: str(own).removeprefix("torch.")
+    for own in vars(torch).values()
+    if isinstance(own, torch.dtype)
+}
 
 Array = np.ndarray[Any, Any]
 

@@ -105,7 +105,7 @@ def batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) -> Tens
         if sync is not None:
             return sync.forward(layer, x, mask)  # type: ignore[no-any-return]
         part, steps = checked_part(layer, x, processes, mask)
-        steps = steps or kept_steps(layer, part)
+        steps = kept_steps(layer, part, steps)
         (y,), _ = node.batch_norm(steps, [part], layer._rule, processes)
         return y
     except ERRORS_OF_INPUT as error:

@@ -183,7 +183,7 @@ class InPlaceABN(ABN):
                 part, steps = checked_part(self, input, processes)
                 if steps is plain.DIFFERENTIABLE:  # this node is not differentiated
                     steps = plain.OPERATIONS
-                call = steps or kept_steps(self, part), part, processes
+                call = kept_steps(self, part, steps), part, processes
             y: Tensor = _InPlace.apply(input, weight, self.bias, call, self)
         except ERRORS_OF_INPUT as error:
             add_name(self, error)

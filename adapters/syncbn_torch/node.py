@@ -11,6 +11,7 @@ or dy has a tangent or is wrapped by a transform.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from syncbn_torch.checks import check_unchanged, refuse_transforms
 from syncbn_torch.derivatives import DifferentiableSums, total_moments
 from syncbn_torch.streams import of_node
 
+_x, _weight, _bias = attrgetter("x"), attrgetter("affine.weight"), attrgetter("affine.bias")
+
 
 def batch_norm(
     steps: Operations, parts: Sequence[order.Part], rule: NormRule, processes: Exchange | None
@@ -37,9 +40,8 @@ def batch_norm(
     call = steps, parts, rule, processes
     if steps is plain.DIFFERENTIABLE or not torch.is_grad_enabled():
         return order.forward(*call)
-    xs, affine = [part.x for part in parts], [part.affine for part in parts]
-    weights, biases = [own.weight for own in affine], [own.bias for own in affine]
-    *ys, known = BatchNormOfParts.apply(call, *xs, *weights, *biases)
+    operands = [*map(_x, parts), *map(_weight, parts), *map(_bias, parts)]
+    *ys, known = BatchNormOfParts.apply(call, *operands)
     return ys, known
 
 
@@ -53,9 +55,9 @@ class BatchNormOfParts(Function):
     def forward(ctx: Any, call: Any, *operands: Any) -> tuple[Any, ...]:
         _, parts, rule, _ = call
         ys, ctx.known = order.forward(*call)
-        kept = [part.affine.for_backward(rule) for part in parts]
-        weights, biases = [own.weight for own in kept], [own.bias for own in kept]
-        ctx.save_for_backward(*[part.x for part in parts], *weights, *biases)
+        # a bias is needed for the derivative of an activation alone
+        biases = [None] * len(parts) if rule.activation is None else map(_bias, parts)
+        ctx.save_for_backward(*map(_x, parts), *map(_weight, parts), *biases)
         ctx.set_materialize_grads(False)
         return *ys, ctx.known
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
+from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn_core import order
+from syncbn_core.backends.cuda.operations import CudaOperations
 from syncbn_core.exchange import Exchange
 from syncbn_core.steps import Affine, Operations, RunningStatistics
 from syncbn_torch._torch_private import backward_task, is_watched, like
@@ -56,8 +59,7 @@ def call_of(layer: LayerState, x: Any, mask: Any) -> Call | None:
     ):
         return None
     parameters, buffers = own["_parameters"], own["_buffers"]  # nn.Module's lookup takes 1 us each
-    state = [parameters.get(name) for name in _NAMES[:2]]
-    state += [buffers.get(name) for name in _NAMES[2:]]
+    state = [*map(parameters.get, _NAMES[:2]), *map(buffers.get, _NAMES[2:])]
     key = (
         kind,
         torch.is_grad_enabled(),
@@ -65,7 +67,7 @@ def call_of(layer: LayerState, x: Any, mask: Any) -> Call | None:
         layer.training,
         layer.num_features,
         layer.track_running_stats,
-        *[t is None for t in state],
+        *map(is_, state, repeat(None)),
     )
     return key, [t for t in (x, *state) if t is not None], state
 
@@ -94,7 +96,7 @@ def planned(
         running = RunningStatistics(mean, var, counter, layer.momentum)
         if processes is None:
             running = unwatched(running)
-    if mask is not None:  # it may change before backward
+    if mask is not None:  # of a host; it may change before backward
         own = checked_mask(mask, x).as_subclass(Tensor).numpy().copy()
     part = order.Part(x, Affine(weight, bias), running, own)
     return plan.steps, part, processes
@@ -116,9 +118,18 @@ def host_steps(part: order.Part) -> Operations:
     return host.TensorSteps(part.x, part.affine, part.running, masked)  # type: ignore[no-any-return]
 
 
-def kept_steps(layer: LayerState, part: order.Part) -> Operations:
-    """`host_steps`, which the layer keeps as a plan if calls like this one can be known."""
-    steps, call = host_steps(part), call_of(layer, part.x, part.mask)
+def kept_steps(layer: LayerState, part: order.Part, steps: Operations | None) -> Operations:
+    """The steps for calls like this one, which the layer keeps as a plan if they can be known.
+
+    `steps`: as `forward.checked_part` gives them.
+    """
+    if steps is None:
+        steps = host_steps(part)
+    elif not isinstance(steps, CudaOperations) or part.mask is not None:
+        return steps  # look at each call; masks of devices fill x
+    else:
+        steps = steps.for_calls_like(part.x, part.affine, part.running)
+    call = call_of(layer, part.x, part.mask)
     if call is not None:
         plan = Plan(call[0], like(call[1]), steps)
         layer.__dict__["_plans"] = (plan, *layer._plans[: KEPT - 1])

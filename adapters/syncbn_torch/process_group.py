@@ -103,21 +103,21 @@ class _GroupTransport:
             return _by_arrays(local.all_reduce, values, call)
         total = self._wire(values).contiguous()
         self._run(_reduce, call, total, group)
-        return _like(total, values)
+        return total if total is values else _like(total, values)
 
     def connect(self, call: CollectiveCall) -> None:
         self._local_for(None, self._alive(call), call)
 
     @profiled("syncbn.exchange")
-    def gather_in_place(self, rows: Tensor, call: CollectiveCall) -> Tensor:
-        self._run(_gather, call, rows.view(-1), rows[self.rank], self._alive(call))
-        return rows
+    def gather_in_place(self, rows: Tensor, row: Tensor, call: CollectiveCall) -> None:
+        self._run(_gather, call, rows, row, self._alive(call))
 
     def _gathered(self, values: Values, group: Any, call: CollectiveCall) -> Values:
         """`all_gather` by the group's own backend."""
         tensor = self._wire(values)
         rows = tensor.new_zeros(self.size * tensor.numel())  # gloo may fill only a part of them
-        self._run(_gather, call, rows, tensor, group)
+        # gloo checks that the axes fit
+        self._run(_gather, call, rows, tensor.contiguous().view(-1), group)
         return _like(rows.view(self.size, *tensor.shape), values)
 
     def _local_for(self, values: Values, group: Any, call: CollectiveCall) -> LocalTransport | None:
@@ -139,7 +139,7 @@ class _GroupTransport:
 
     def _wire(self, values: Values) -> Tensor:
         """`values` as a tensor on a device that the group's backend supports."""
-        tensor = _tensor_of(values)
+        tensor = values if isinstance(values, Tensor) else _tensor_of(values)
         if not self._types or tensor.device.type in self._types:
             return tensor
         # messages are small, so copying them there and back is cheap
@@ -191,7 +191,7 @@ def _backends_of(group: Any) -> str:
 def _gather(rows: Tensor, tensor: Tensor, group: Any) -> None:
     # newer torch has renamed this function and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, tensor.contiguous().view(-1), group=group)  # gloo checks that the axes fit
+    gather(rows, tensor, group=group)
 
 
 def _reduce(total: Tensor, group: Any) -> None:
@@ -206,9 +206,9 @@ def _by_arrays(collective: Any, values: Values, call: CollectiveCall) -> Values:
     return torch.from_numpy(collective(own.numpy(force=True), call)).to(values)
 
 
-def _tensor_of(values: Values) -> Tensor:
-    """`values` as a tensor, which shares memory with a C-contiguous, writable array."""
-    if not isinstance(values, Tensor) and not values.flags.carray:
+def _tensor_of(values: np.ndarray[Any, Any]) -> Tensor:
+    """A tensor, which shares memory with a C-contiguous, writable array."""
+    if not values.flags.carray:
         values = np.array(values, order="C")
     return as_tensor(values)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from syncbn_core.comm import Communicator
 from syncbn_core.exchange import Exchange
+from syncbn_torch.arrays import NAMES
 from syncbn_torch.layer_state import LayerState
 from syncbn_torch.module_names import LAYER_NAMES, name_of
 from syncbn_torch.process_group import communicator_for
@@ -24,5 +25,4 @@ def processes_of(layer: LayerState, x: Tensor) -> Exchange | None:
     communicator = communicator_for(layer.process_group) if layer.training else None
     if communicator is None:
         return None
-    dtype = str(x.dtype).removeprefix("torch.")  # as NumPy calls it
-    return exchange_of(layer._original, communicator, dtype)
+    return exchange_of(layer._original, communicator, NAMES[x.dtype])

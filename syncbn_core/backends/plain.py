@@ -93,7 +93,12 @@ class PlainOperations(Operations):
         return Statistics(table, total.count)
 
     def forward(
-        self, x: Array, norm: Norm, running: RunningStatistics | None = None, out: Any = None
+        self,
+        x: Array,
+        norm: Norm,
+        running: RunningStatistics | None = None,
+        out: Any = None,
+        total: Moments | None = None,
     ) -> Array:
         statistics, affine, rule = norm
         deviations, rest = self._deviations(x, statistics)

@@ -140,14 +140,12 @@ class _NCCLTransport:
 
         own = cupy.ascontiguousarray(cupy.asarray(values))
         rows = cupy.empty((self.size, *own.shape), own.dtype)
-        rows[self.rank] = own
-        return self._like(self.gather_in_place(rows, call), values)
+        self.gather_in_place(rows, own, call)
+        return self._like(rows, values)
 
-    def gather_in_place(self, rows: Array, call: CollectiveCall) -> Array:
-        own = rows[self.rank]
-        arguments = own.data.ptr, rows.data.ptr, own.size, self._code(own, call)
+    def gather_in_place(self, rows: Array, row: Array, call: CollectiveCall) -> None:
+        arguments = row.data.ptr, rows.data.ptr, row.size, self._code(row, call)
         self._call(self._comm.allGather, call, *arguments)
-        return rows
 
     def all_reduce(self, values: Array, call: CollectiveCall) -> Array:
         import cupy

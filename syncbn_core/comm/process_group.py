@@ -33,8 +33,8 @@ class Transport(Protocol):
     raises a `CommError` that names `call`. For unsupported arrays it raises `DeviceError` or
     `DTypeError` before anything is sent.
 
-    One with `on_device` also has `gather_in_place(rows, call)`: it fills `rows` `(size, n)` of a
-    device, whose row `rank` is this rank's, and returns them.
+    One with `on_device` also has `gather_in_place(rows, row, call)`: it fills `rows` `(size, n)` of
+    a device, a part of which is `row` `(1, n)`, this rank's.
     """
 
     @property
@@ -100,10 +100,10 @@ class ProcessCommunicator:
         call = self._begin(call or CollectiveCall.plain("all_gather", values))
         return self._run(self.transport.all_gather, values, call)
 
-    def gather_in_place(self, rows: Array, call: CollectiveCall) -> None:
-        """`all_gather` on a device into `rows` `(size, n)`, of which `rows[rank]` is the input."""
+    def gather_in_place(self, rows: Array, row: Array, call: CollectiveCall) -> None:
+        """`all_gather` on a device into `rows` `(size, n)`; `row`: this rank's part of it."""
         transport: Any = self.transport
-        self._run(transport.gather_in_place, rows, self._begin(call))
+        self._run(transport.gather_in_place, rows, row, self._begin(call))
 
     def all_reduce(self, values: Array, call: CollectiveCall | None = None) -> Array:
         """As in `Communicator`; the transport chooses the order of addition."""
@@ -155,15 +155,10 @@ class ProcessCommunicator:
             self._failure = str(error)
             raise error
 
-    def _run(
-        self,
-        collective: Callable[[Array, CollectiveCall], Array],
-        values: Array,
-        call: CollectiveCall,
-    ) -> Array:
+    def _run(self, collective: Callable[..., Array], *arguments: Any) -> Array:
         try:
             with self.lock:
-                return collective(values, call)
+                return collective(*arguments)
         except (DeviceError, DTypeError):  # nothing has been sent
             self.calls -= 1
             raise

@@ -430,10 +430,8 @@ class Recorder:
     def scratch(self, size):
         return "partials", None
 
-    partial_sums = scratch
-
-    def block_counters(self, size):
-        return "block_counters", None
+    def shared_sums(self, partials, counters):
+        return "partials", "block_counters"
 
 
 @pytest.mark.parametrize("kind", ["planes", "rows"])
@@ -443,7 +441,8 @@ def test_each_argument_is_launched_under_its_name(kind):
     fields = ("outer", "channels", "inner")
     sizes = dict(zip(fields, shape, strict=True))
     x, y, dy, dx = (
-        SimpleNamespace(pointer=name, offset=4, dtype="float32", **sizes) for name in names
+        SimpleNamespace(pointer=name, offset=4, sizes=cuda.Sizes("float32", **sizes))
+        for name in names
     )
     parameters = cuda.Parameters("weight", "weight_code", "bias", "bias_code")
     running = cuda.Running("running_mean", "running_var", "running_code", "tracked", "factor")
@@ -462,13 +461,13 @@ def test_each_argument_is_launched_under_its_name(kind):
     cuda.merge_parts(run, "parts", 5, 24, "moments", check)
     sizes |= {"total": prod(shape), "rows": shape[0], "num_parts": 5, "clamp": 1}
     if kind == "planes":
-        walk = cuda._walk(cuda.THREADS, 132, x)
+        walk = cuda._walk(cuda.THREADS, 132, x.sizes, [x.offset])
         sizes |= {"skew": 1, "slots": walk.slots, "splits": walk.splits}
     else:
-        tiles = cuda._tiles(cuda.THREADS, cuda.REDUCTION_WIDTH, x)
+        tiles = cuda._tiles(cuda.THREADS, cuda.REDUCTION_WIDTH, x.sizes, [x.offset])
         plan = cuda._row_splits(132, tiles, shape[0])
         sizes |= {"splits": plan.splits, "group": plan.group}
-        wider = cuda._tiles(cuda.THREADS, cuda.ELEMENTWISE_WIDTH, x)
+        wider = cuda._tiles(cuda.THREADS, cuda.ELEMENTWISE_WIDTH, x.sizes, [x.offset])
         sizes |= {"width": wider.width, "piece": cuda._row_piece(wider, shape[0])[0]}
         assert wider.width == tiles.width  # so that both kinds of kernels can be compared below
     assert set(run.launches) == {f"{kind}_{step}" for step in STEPS} | {"merge_parts"}

@@ -30,9 +30,10 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import syncbn_torch  # noqa: E402
+from syncbn_core.arrays import DeviceArrays  # noqa: E402
 from syncbn_core.backends.cuda import kernels  # noqa: E402
 from syncbn_core.backends.cuda.driver import DriverError  # noqa: E402
-from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, Launcher  # noqa: E402
+from syncbn_core.backends.cuda.launcher import BLOCK_COUNTERS, PARTIALS, Launcher  # noqa: E402
 from syncbn_core.backends.cuda.operations import CudaOperations  # noqa: E402
 from syncbn_core.errors import BackendError  # noqa: E402
 from syncbn_torch.arrays import FLOATS  # noqa: E402
@@ -180,15 +181,14 @@ class GpuArrays(TensorArrays):
     def zeros(self, shape, dtype, index):
         return torch.zeros(shape, dtype=getattr(torch, dtype))
 
-    def lasting_zeros(self, size, index, stream):
-        return self.zeros((size,), "int32", index)
+    lasting_zeros = DeviceArrays.lasting_zeros
 
 
 class Operations(CudaOperations):
     """The steps whose launches are noted, and after which counters have to be zeros."""
 
     def launcher(self, index):
-        arrays, counters = self.arrays, self.counters
+        arrays, scratch = self.arrays, self.scratch
 
         class Noted(Launcher):
             __slots__ = ()
@@ -198,10 +198,14 @@ class Operations(CudaOperations):
                 arrays.gpu.keys.append(source.key)
                 with arrays.gpu.memory_of(arguments):
                     super().launch(source, grid, *arguments)
-                    left = [key for key, zeros in counters.items() if zeros.any()]
+                    left = [key for key, own in scratch.items() if counters_of(own).any()]
                 assert not left, f"{source.key} leaves counters behind in {left}"
 
-        return Noted(arrays, index, self)
+        return Noted(arrays, index, scratch)
+
+
+def counters_of(scratch):
+    return scratch.owner[-scratch.sizes[1] :]
 
 
 def _range(start: int, end: int, tensor: torch.Tensor, *, written: bool = True) -> Range:
@@ -603,27 +607,29 @@ def test_every_stream_has_counters_of_its_own(channels_last, gpu):
     for stream in (0, 5, 6, 5):
         gpu.here.stream = stream
         step(channels_last)
-    assert list(gpu.operations.counters) == [(0, stream) for stream in (0, 5, 6)]
-    for held in (gpu.operations.counters, gpu.operations.partials):
-        assert len({memory.data_ptr() for memory in held.values()}) == 3
+    assert list(gpu.operations.scratch) == [(0, stream) for stream in (0, 5, 6)]
+    assert len({own.owner.data_ptr() for own in gpu.operations.scratch.values()}) == 3
 
 
 def test_a_captured_graph_has_counters_of_its_own(gpu):
     gpu.here.stream, gpu.here.captures = 5, True
     step()
-    assert not gpu.operations.counters
+    assert not gpu.operations.scratch
     assert splits(gpu) > 1
 
 
 def test_counters_grow(gpu):
     run = gpu.operations.launcher(0)
-    few, _ = run.block_counters(10)
-    assert run.block_counters(20)[0] == few
-    many, keep = run.block_counters(BLOCK_COUNTERS + 1)
-    assert many != few
-    assert keep.numel() > BLOCK_COUNTERS
-    assert not keep.any()
-    assert run.block_counters(10)[0] == many
+    few = run.shared_sums(10, 10)
+    assert run.shared_sums(20, 20) is few
+    many = run.shared_sums(10, BLOCK_COUNTERS + 1)
+    assert many is not few
+    assert len(counters_of(many)) > BLOCK_COUNTERS
+    assert not many.owner.any()
+    assert run.shared_sums(PARTIALS, 10) is many
+    more = run.shared_sums(PARTIALS + 1, 10)
+    assert more.counters - more.partials > 8 * PARTIALS
+    assert more.sizes[1] == many.sizes[1]
 
 
 def test_a_launch_makes_its_device_current(gpu):
@@ -635,7 +641,7 @@ def test_a_launch_makes_its_device_current(gpu):
     assert [name for _, names in gpu.switches for name in names] == ran
     assert gpu.here.current == 0
     assert {device for key, device in kernels._machine.launches if "merge_parts" not in key} == {1}
-    assert list(gpu.operations.counters) == [(1, 7)]
+    assert list(gpu.operations.scratch) == [(1, 7)]
 
 
 def fails(monkeypatch, gpu, at):

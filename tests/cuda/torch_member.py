@@ -18,6 +18,7 @@ from test_torch_on_cuda import on_kernels
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from syncbn_core.arrays import arrays_of
 from syncbn_core.comm import local
 from syncbn_core.errors import CommError, ProtocolError
 from syncbn_core.exchange import Exchange
@@ -75,7 +76,7 @@ with (
     on_kernels(device) as gpu,
     pytest.MonkeyPatch.context() as patch,
 ):
-    patch.setattr("syncbn_core.exchange._stays_on_device", lambda group, values: True)
+    patch.setattr(Exchange, "_on_its_device", lambda _, values: (arrays_of(values), -1))
     if without and rank == 1:
         patch.setattr("syncbn_torch.forward.operations_for", lambda x: plain.OPERATIONS)
     for _ in range(2):

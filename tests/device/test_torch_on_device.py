@@ -330,16 +330,16 @@ def test_capture_in_a_graph(dtype, channels_last, momentum, device, only_cuda):
 
 def test_block_counters_are_in_no_pool_of_the_user(device, only_cuda):
     layer, x = layer_for(8, device), batch((16, 8, 40, 40), "float32", device)
-    cuda.OPERATIONS.counters.clear()
+    cuda.OPERATIONS.scratch.clear()
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         layer(x)
     torch.cuda.synchronize()
-    (kept,) = cuda.OPERATIONS.counters.values()
+    (kept,) = cuda.OPERATIONS.scratch.values()
     pools = [
         segment["segment_pool_id"]
         for segment in torch.cuda.memory_snapshot()
-        if 0 <= kept.data_ptr() - segment["address"] < segment["total_size"]
+        if 0 <= kept.counters - segment["address"] < segment["total_size"]
     ]
     assert pools == [], "not torch's memory at all"
 

@@ -112,7 +112,9 @@ def as_on_a_device() -> Iterator[None]:
     """Tensors go the way of those of a device without our kernels."""
     with (
         patch.object(compiled_exchange, "_on_host", lambda *_: False),
-        patch.object(exchange, "_stays_on_device", lambda *_: True),
+        patch.object(
+            exchange.Exchange, "_on_its_device", lambda _, own: (exchange.arrays_of(own), -1)
+        ),
         patch.object(forward, "operations_for", lambda x: plain.OPERATIONS),
     ):
         yield

@@ -25,7 +25,7 @@ def test_arrays_of_a_check_go_to_the_device_and_back(dtype: str) -> None:
     values = np.array([0.0, 1.0, -7.0, 96.0])
     tensor = ARRAYS.from_host(values, ARRAYS.empty((1,), dtype, -1))
     assert tensor.dtype is getattr(torch, dtype)
-    assert ARRAYS.dtype_name(tensor) == dtype
+    assert ARRAYS.dtype_name(tensor.dtype) == dtype
     found = ARRAYS.to_host(ARRAYS.cast(tensor, ARRAYS.widest(tensor)))
     assert found.dtype == np.float64
     assert found.tolist() == values.tolist()

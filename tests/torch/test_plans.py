@@ -608,7 +608,7 @@ NOTICED_BY = {
     "layer.training,": "alone, then eval",
     "layer.num_features,": "num_features of a bare layer",
     "layer.track_running_stats,": "tracks after all",
-    "*[t is None for t in state],": "no bias",
+    "*map(is_, state, repeat(None)),": "no bias",
 }
 
 

@@ -320,6 +320,14 @@ def test_current_raw_stream_gives_the_stream_of_kernels() -> None:
             assert private.current_raw_stream(torch.cuda.current_device()) == current
 
 
+def test_current_device_is_that_of_launches() -> None:
+    """Without it, kernels might be launched on another device than that of their tensors."""
+    if torch.backends.cuda.is_built():
+        assert private.current_device is not None
+    if torch.cuda.is_available():
+        assert private.current_device() == torch.cuda.current_device()
+
+
 def test_current_stream_number_tells_streams_of_others() -> None:
     """Without it, two streams may count in the same numbers, and sums may be wrong."""
     if torch.backends.cuda.is_built():

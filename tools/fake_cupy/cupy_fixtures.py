@@ -41,7 +41,7 @@ def cupy(gpu):
             yield module
         finally:
             fake_cupy.install()
-            backend.OPERATIONS.counters.clear()
+            backend.OPERATIONS.scratch.clear()
             del sys.modules[BACKEND], syncbn_core.backends.cuda.cupy, sys.modules[ARRAYS]
             syncbn_core.backends._operations_for_type.cache_clear()
             arrays._arrays_of_type.cache_clear()
@@ -50,14 +50,15 @@ def cupy(gpu):
 @pytest.fixture(autouse=True)
 def no_faults(cupy, gpu):
     """Each test begins without records, and ends without faults or used counters."""
-    counters = sys.modules[BACKEND].OPERATIONS.counters
-    counters.clear()
+    scratch = sys.modules[BACKEND].OPERATIONS.scratch
+    scratch.clear()
     log.reset()
     gpu.launches.clear()
     gpu.fault, gpu.schedule = None, Schedule()
     yield
     assert gpu.fault is None
-    assert not any(array._a.any() for array in counters.values()), "kernels leave counters behind"
+    left = [own.owner[-own.sizes[1] :]._a.any() for own in scratch.values()]
+    assert not any(left), "kernels leave counters behind"
 
 
 @pytest.fixture

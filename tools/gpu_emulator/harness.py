@@ -98,6 +98,10 @@ class View:
     def dtype(self) -> str:
         return self.buffer.dtype
 
+    @property
+    def sizes(self) -> cuda.Sizes:
+        return cuda.Sizes(self.dtype, self.outer, self.channels, self.inner)
+
     def values(self) -> Array:
         """What a kernel sees, as float64."""
         return self.buffer.values().reshape(self.outer, self.channels, self.inner)
@@ -168,11 +172,9 @@ class Bench:
         buffer = self.empty(size, "float64", name="partial sums")
         return buffer.pointer, buffer
 
-    partial_sums = scratch
-
-    def block_counters(self, size: int) -> tuple[int, Buffer]:
-        assert size <= self.counters.array.size
-        return self.counters.pointer, self.counters
+    def shared_sums(self, partials: int, counters: int) -> tuple[int, int]:
+        assert counters <= self.counters.array.size
+        return self.scratch(partials)[0], self.counters.pointer
 
     @property
     def last(self) -> Launch:

@@ -146,20 +146,20 @@ class Large:
     def reductions(self) -> None:
         """Partial sums of the blocks at the edges; nothing else is read."""
         x, dy = self.view("x"), self.view("dy")
-        rows = cuda.channels_innermost(x)
+        rows = cuda.channels_innermost(x.sizes)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda, "_reduction", cuda._reduction.__wrapped__)  # no cache
             walk = cuda._walk
             patch.setattr(cuda, "_walk", lambda *views: replace(walk(*views), splits=SPLITS))
             plan = cuda._Splits(SPLITS, 1, SPLITS)
             patch.setattr(cuda, "_row_splits", lambda multiprocessors, cut, rows: plan)
-            patch.setattr(self.bench, "block_counters", self._block_counters)
+            patch.setattr(self.bench, "shared_sums", self._shared_sums)
             if rows:
-                cut = cuda._tiles(THREADS, cuda.REDUCTION_WIDTH, x)
+                cut = cuda._tiles(THREADS, cuda.REDUCTION_WIDTH, x.sizes, [x.offset])
                 slots, lanes, span = self.outer, 1, cut.width * cut.lanes
                 assert cut.tiles == 1
             else:
-                shape = walk(cuda.THREADS, 132, x)
+                shape = walk(cuda.THREADS, 132, x.sizes, [x.offset])
                 slots, lanes, span = self.outer * shape.slots, shape.lanes, 1
             per = self.channels if rows else lanes
             at_edges = {edge // per * SPLITS // slots for edge in EDGES}
@@ -196,9 +196,9 @@ class Large:
                     bound = np.abs(numbers).sum(0) * arithmetic
                     within(side, numbers.sum(0), bound, f"partial sums of block {k}")
 
-    def _block_counters(self, size: int) -> tuple[int, Buffer]:
-        buffer = self.bench.of(np.zeros(size), "int32")
-        return buffer.pointer, buffer
+    def _shared_sums(self, partials: int, counters: int) -> tuple[int, int]:
+        zeros = self.bench.of(np.zeros(counters), "int32")
+        return self.bench.scratch(partials)[0], zeros.pointer
 
     def _partials(self, chosen: list[int], span: int) -> list[Array]:
         """What the chosen blocks have stored for the last one, `[2, span]` each."""
@@ -212,13 +212,13 @@ class Large:
 
     def _pieces(self, x: View) -> tuple[list[tuple[int, int]], set[int]]:
         """Numbers in the pieces of an elementwise kernel, and the blocks that have these pieces."""
-        if cuda.channels_innermost(x):
-            cut = cuda._tiles(THREADS, cuda.ELEMENTWISE_WIDTH, x)
+        if cuda.channels_innermost(x.sizes):
+            cut = cuda._tiles(THREADS, cuda.ELEMENTWISE_WIDTH, x.sizes, [x.offset])
             piece, count = cuda._row_piece(cut, self.outer)
             assert cut.tiles == 1
             size = piece * self.channels
         else:
-            lanes = cuda._plane_lanes(x)
+            lanes = cuda._plane_lanes(x.sizes, [x.offset])
             size = THREADS * UNROLL * lanes
             count = cuda._pieces(THREADS, lanes, self.total)
         edges = {*EDGES, self.inner, self.total - 1 - size, self.total - 1}

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import filterfalse
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +20,14 @@ from torch.autograd.graph import increment_version
 from syncbn_core.arrays import LEGACY_STREAMS, DeviceArrays, register_arrays
 from syncbn_core.backends.cuda import kernels
 from syncbn_core.layout import Layout, layout_of_strides
-from syncbn_torch._torch_private import current_raw_stream, current_stream_number
-from syncbn_torch.arrays import PLAIN_CLASSES, as_tensor
+from syncbn_torch._torch_private import (
+    current_device,
+    current_raw_stream,
+    current_stream_number,
+)
+from syncbn_torch.arrays import NAMES, PLAIN_CLASSES, as_tensor
 
-_NAMES = {
-    own: str(own).removeprefix("torch.")
-    for own in vars(torch).values()
-    if isinstance(own, torch.dtype)
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 
 
@@ -36,21 +36,13 @@ def _device(index: int) -> torch.device:
     return torch.device("cpu") if index < 0 else torch.device("cuda", index)
 
 
-class _Counters(NamedTuple):
-    """Device memory that no tensor owns."""
-
-    address: int
-    shape: tuple[int, ...]
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class TensorArrays(DeviceArrays):
     """`DeviceArrays` of torch, without autograd: it overwrites temporary tensors.
 
     On GPUs, torch's kernels mix 16-bit and float32 operands without converted copies.
     """
+
+    pointer: Any = staticmethod(Tensor.data_ptr)
 
     def device_of(self, array: Tensor) -> int:
         return array.device.index if array.is_cuda else -1
@@ -135,7 +127,7 @@ class TensorArrays(DeviceArrays):
         return mean.to(wide), var.to(wide) * count
 
     def is_current(self, index: int) -> bool:
-        return index < 0 or torch.cuda.current_device() == index
+        return index < 0 or current_device() == index
 
     def on_device(self, index: int) -> AbstractContextManager[Any]:
         return _NO_SWITCH if self.is_current(index) else torch.cuda.device(index)
@@ -154,11 +146,8 @@ class TensorArrays(DeviceArrays):
         # torch never destroys its own streams; the number of any other stream is its handle
         return bool(current_stream_number(torch.cuda.current_device()) != stream)
 
-    def pointer(self, array: Tensor) -> Any:
-        return array.data_ptr()
-
-    def dtype_name(self, array: Tensor) -> str:
-        return _NAMES[array.dtype]
+    def dtype_name(self, dtype: torch.dtype) -> str:
+        return NAMES[dtype]
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
         return torch.empty(shape, dtype=_DTYPES[dtype], device=_device(index))
@@ -166,26 +155,30 @@ class TensorArrays(DeviceArrays):
     def zeros(self, shape: tuple[int, ...], dtype: str, index: int) -> Tensor:
         return torch.zeros(shape, dtype=_DTYPES[dtype], device=_device(index))
 
-    def lasting_zeros(self, size: int, index: int, stream: int) -> _Counters | None:
+    def lasting_zeros(self, size: int, index: int, stream: int) -> tuple[int, Any] | None:
         # not torch.zeros: in `use_mem_pool`, or while torch.compile warms up a CUDA graph, it
         # allocates from a temporary pool, whose memory is used again later
         address = kernels.lasting_zeros(index, size, stream)
-        return None if address is None else _Counters(address, (size,))
+        return None if address is None else (address, None)
 
     def is_contiguous(self, array: Tensor) -> bool:
         return array.is_contiguous()
 
     def layout(self, array: Tensor) -> Layout | None:
-        if array.is_neg() or type(array) not in PLAIN_CLASSES:
+        if array.is_neg() or array._is_zerotensor() or type(array) not in PLAIN_CLASSES:
             return None
         return layout_of_strides(array.shape, array.stride())
+
+    def form(self, array: Tensor) -> tuple[Any, ...]:
+        lazy = array.is_neg() or array._is_zerotensor()
+        return array.shape, array.stride(), array.dtype, lazy or type(array) not in PLAIN_CLASSES
 
     def empty_like(self, dense: Tensor, layout: Layout) -> Tensor:
         return torch.empty_like(dense)
 
     def mark_written(self, arrays: Sequence[Tensor]) -> None:
         # autograd must notice if a graph has saved one; of inference tensors there are no versions
-        increment_version([array for array in arrays if not array.is_inference()])
+        increment_version([*filterfalse(Tensor.is_inference, arrays)])
 
     def page_locked(self, like: Tensor) -> Tensor:
         with torch.inference_mode(False):  # it is written in other modes too

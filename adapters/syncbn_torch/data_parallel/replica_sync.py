@@ -113,8 +113,9 @@ class ReplicaSync:
             # before x is saved, where a checkpoint may end
             if running is not None and self.is_master:
                 do.update_running(running, norm.statistics)
-            statistics = do.statistics(norm.statistics.as_moments(), norm.rule)
-            y = do.forward(own, Norm(statistics, affine, norm.rule))
+            total = norm.statistics.as_moments()
+            here = Norm(do.statistics(total, norm.rule), affine, norm.rule)
+            y = do.forward(own, here, None, None, total)
             y = order.zeroed(do, y, part.mask)
         x = SaveInput.apply(x, [])
         with without_dispatch_modes():

@@ -14,7 +14,7 @@ passed in the order of `syncbn_core/_kernels/cuda/signatures.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
@@ -39,6 +39,7 @@ __all__ = [
     "CODES",
     "NO_CHECK",
     "NO_LABEL",
+    "NO_PARAMETERS",
     "NO_RUNNING",
     "SIZES",
     "THREADS",
@@ -46,6 +47,7 @@ __all__ = [
     "Parameters",
     "Runner",
     "Running",
+    "Sizes",
     "View",
     "backward_input",
     "backward_reduce",
@@ -90,25 +92,21 @@ _FILES = tuple(
 )
 
 
+class Sizes(NamedTuple):
+    """The dtype of a dense activation, and its sizes as `[outer, channels, inner]`."""
+
+    dtype: str
+    outer: int
+    channels: int
+    inner: int
+
+
 class View(Protocol):
-    """A dense activation: pointer, dtype, and sizes `[outer, channels, inner]`."""
+    """A dense activation."""
 
     pointer: Pointer
     offset: int  # bytes by which the pointer exceeds a multiple of 16
-    dtype: str
-    outer: int
-    channels: int
-    inner: int
-
-
-class _Sizes(NamedTuple):
-    """What the cut of a view depends on; a `View` without a pointer."""
-
-    offset: int
-    dtype: str
-    outer: int
-    channels: int
-    inner: int
+    sizes: Sizes
 
 
 class Runner(Protocol):
@@ -123,15 +121,15 @@ class Runner(Protocol):
     def scratch(self, size: int) -> tuple[Pointer, Any]:
         """A pointer to `size` float64 for the next launches, and the array that owns them."""
 
-    def partial_sums(self, size: int) -> tuple[Pointer, Any]:
-        """The same for the next launch alone: a later one of the stream may use them too."""
+    def shared_sums(self, partials: int, counters: int) -> tuple[Any, ...]:
+        """Pointers to `partials` float64 and `counters` int32 zeros, and what keeps them.
 
-    def block_counters(self, size: int) -> tuple[Pointer, Any]:
-        """A pointer to `size` int32 zeros, which kernels reset to zero, and their array."""
+        For the next launch alone: a later one of the stream may use them too. Kernels reset the
+        counters to zero.
+        """
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(NamedTuple):
     """Pointers to weight and bias, 0 if there is none, and the `CODES` of their dtypes."""
 
     weight: Pointer = 0
@@ -140,8 +138,7 @@ class Parameters:
     bias_code: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(NamedTuple):
     """Pointers to running statistics, 0 if there are none, and how to update them.
 
     Attributes:
@@ -159,6 +156,7 @@ class Running:
     factor: float = 0.0
 
 
+NO_PARAMETERS = Parameters()
 NO_RUNNING = Running()
 PLAIN_RULE = NormRule()
 NO_LABEL = nan
@@ -184,11 +182,9 @@ class _Step(NamedTuple):
     planes: str
     rows: str
 
-    def of(self, rule: NormRule) -> _Step:
-        """The kernels with the activation of `rule`."""
-        if rule.activation is None:
-            return self
-        return _Step(*(f"{name}+{rule.activation}" for name in self))
+    def of(self, activation: str | None) -> _Step:
+        """The kernels with this activation."""
+        return self if activation is None else _Step(*(f"{name}+{activation}" for name in self))
 
 
 _MOMENTS = _Step("planes_moments", "rows_moments")
@@ -261,8 +257,8 @@ def variant_of(kernel: Source) -> Variant:
     return Variant(name, dtype, int(lanes), bool(ragged))
 
 
-def _aligned(*views: View | _Sizes) -> bool:
-    return all(view.offset % VECTOR == 0 for view in views)
+def _aligned(offsets: Sequence[int]) -> bool:
+    return not any(offset % VECTOR for offset in offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +272,10 @@ class _Walk:
     splits: int  # blocks per channel
 
 
-def _walk(threads: int, multiprocessors: int, x: View | _Sizes, *others: View | _Sizes) -> _Walk:
+def _walk(threads: int, multiprocessors: int, x: Sizes, offsets: Sequence[int]) -> _Walk:
     size = SIZES[x.dtype]
     lanes = lanes_of(x.dtype)
-    skews = {view.offset // size % lanes for view in (x, *others)}
+    skews = {offset // size % lanes for offset in offsets}
     ragged = skews != {0} or x.inner % lanes != 0
     if x.inner < 2 * lanes or len(skews) > 1:
         lanes, ragged, skews = 1, False, {0}
@@ -303,11 +299,9 @@ class _Tiles:
     tiles: int
 
 
-def _tiles(
-    threads: int, widths: dict[bool, int], x: View | _Sizes, *others: View | _Sizes
-) -> _Tiles:
+def _tiles(threads: int, widths: dict[bool, int], x: Sizes, offsets: Sequence[int]) -> _Tiles:
     lanes = lanes_of(x.dtype)
-    if x.channels % lanes or not _aligned(x, *others):
+    if x.channels % lanes or not _aligned(offsets):
         lanes = 1
     vectors = x.channels // lanes
     tiles = -(-vectors // max(1, min(widths[lanes == 1], threads // lanes)))
@@ -352,13 +346,12 @@ def _pieces(threads: int, lanes: int, total: int) -> int:
     return -(-total // (threads * UNROLL * lanes))
 
 
-def _plane_lanes(*views: View | _Sizes) -> int:
+def _plane_lanes(x: Sizes, offsets: Sequence[int]) -> int:
     """Numbers per load in an elementwise kernel over planes."""
-    lanes = lanes_of(views[0].dtype)
-    return lanes if views[0].inner >= MIN_INNER and _aligned(*views) else 1
+    return lanes_of(x.dtype) if x.inner >= MIN_INNER and _aligned(offsets) else 1
 
 
-def channels_innermost(x: View | _Sizes) -> bool:
+def channels_innermost(x: Sizes) -> bool:
     """Whether the kernels for rows are used: channels are adjacent in memory, or x is empty."""
     return x.inner <= 1 or x.outer == 0
 
@@ -367,81 +360,64 @@ class _Cut(NamedTuple):
     """How a kernel is launched over views.
 
     `source`: the kernel; `grid`: of blocks; `sizes`: its arguments that say how the views are cut.
-    `partials`, `counters`: how many pairs of partial sums and block counters a reduction needs.
+    `needs`: how many partial sums and block counters a reduction needs, None for none.
     """
 
     source: Source
     grid: tuple[int, int]
     sizes: tuple[int, ...]
-    partials: int = 0
-    counters: int = 0
-
-
-def _cut_reduction(step: _Step, run: Runner, *views: View) -> _Cut:
-    """For a reduction over the channels of views, which must not be empty."""
-    x, device = views[0], (run.threads, run.multiprocessors)
-    offsets = tuple([view.offset for view in views])
-    return _reduction(step, *device, offsets, x.dtype, x.outer, x.channels, x.inner)
-
-
-def _cut_elementwise(step: _Step, threads: int, *views: View) -> _Cut:
-    """For an elementwise kernel over views."""
-    x, offsets = views[0], tuple([view.offset for view in views])
-    return _elementwise(step, threads, offsets, x.dtype, x.outer, x.channels, x.inner)
+    needs: tuple[int, int] | None = None
 
 
 @lru_cache(maxsize=4096)
 def _reduction(
-    step: _Step, threads: int, multiprocessors: int, offsets: tuple[int, ...], *shape: Any
+    step: _Step,
+    activation: str | None,
+    threads: int,
+    multiprocessors: int,
+    x: Sizes,
+    *offsets: int,
 ) -> _Cut:
-    views = [_Sizes(offset, *shape) for offset in offsets]
-    x = views[0]
+    """For a reduction over the channels of views, which must not be empty."""
+    step = step.of(activation)
     if channels_innermost(x):
-        tiles = _tiles(threads, REDUCTION_WIDTH, *views)
+        tiles = _tiles(threads, REDUCTION_WIDTH, x, offsets)
         plan = _row_splits(multiprocessors, tiles, x.outer)
         kernel = source(step.rows, x.dtype, tiles.lanes, False, threads)
         sizes: tuple[int, ...] = (x.outer, x.channels, tiles.width, plan.splits, plan.group)
         pairs = tiles.tiles * plan.places * tiles.width * tiles.lanes
         grid, counters = (tiles.tiles, plan.splits), tiles.tiles * plan.counters
     else:
-        walk = _walk(threads, multiprocessors, *views)
+        walk = _walk(threads, multiprocessors, x, offsets)
         kernel = source(step.planes, x.dtype, walk.lanes, walk.ragged, threads)
         sizes = (walk.skew, x.outer, x.channels, x.inner, walk.slots, walk.splits)
         pairs = x.channels * walk.splits
         grid, counters = (x.channels, walk.splits), x.channels
-    needs = (pairs, counters) if grid[1] > 1 else (0, 0)
-    return _Cut(kernel, grid, sizes, *needs)
+    return _Cut(kernel, grid, sizes, (2 * pairs, counters) if grid[1] > 1 else None)
 
 
 @lru_cache(maxsize=4096)
-def _elementwise(step: _Step, threads: int, offsets: tuple[int, ...], *shape: Any) -> _Cut:
-    views = [_Sizes(offset, *shape) for offset in offsets]
-    x = views[0]
+def _elementwise(
+    step: _Step, activation: str | None, threads: int, x: Sizes, *offsets: int
+) -> _Cut:
+    """For an elementwise kernel over views."""
+    step = step.of(activation)
     if channels_innermost(x):
-        tiles = _tiles(threads, ELEMENTWISE_WIDTH, *views)
+        tiles = _tiles(threads, ELEMENTWISE_WIDTH, x, offsets)
         piece, pieces = _row_piece(tiles, x.outer)
         kernel = source(step.rows, x.dtype, tiles.lanes, False, threads)
         return _Cut(
             kernel, (tiles.tiles, pieces), (x.outer * x.inner, x.channels, tiles.width, piece)
         )
-    lanes, total = _plane_lanes(*views), x.outer * x.channels * x.inner
+    lanes, total = _plane_lanes(x, offsets), x.outer * x.channels * x.inner
     kernel = source(step.planes, x.dtype, lanes, x.inner % lanes != 0, threads)
     return _Cut(kernel, (_pieces(threads, lanes, total), 1), (total, x.channels, x.inner))
 
 
-def _shared_sums(run: Runner, cut: _Cut) -> tuple[Pointer, Pointer, list[Any]]:
-    """Partial sums and block counters of a reduction: two pointers, and what keeps them."""
-    if not cut.partials:
-        return 0, 0, []
-    partials, kept = run.partial_sums(2 * cut.partials)
-    counters, kept_too = run.block_counters(cut.counters)
-    return partials, counters, [kept, kept_too]
-
-
 def moments(run: Runner, x: View, into: Pointer, label: float = 0.0) -> None:
     """Write the packed moments of x, with this label, to `into`; x must not be empty."""
-    cut = _cut_reduction(_MOMENTS, run, x)
-    partials, counters, _kept = _shared_sums(run, cut)
+    cut = _reduction(_MOMENTS, None, run.threads, run.multiprocessors, x.sizes, x.offset)
+    partials, counters, *_kept = run.shared_sums(*cut.needs) if cut.needs else (0, 0)
     run.launch(cut.source, cut.grid, x.pointer, *cut.sizes, partials, counters, label, into)
 
 
@@ -464,33 +440,27 @@ def normalize(
     (eval) the running statistics normalize x and are not updated. An empty x is allowed.
     `check`: of the labels of the parts.
     """
-    if x.channels == 0:
+    sizes, keep = x.sizes, None
+    channels = sizes.channels
+    if channels == 0:
         return
-    keep = None
     if num_parts > MAX_PARTS:
-        one, keep = run.scratch(2 * x.channels + 2)
-        merge_parts(run, parts, num_parts, x.channels, one, check)
+        one, keep = run.scratch(2 * channels + 2)
+        merge_parts(run, parts, num_parts, channels, one, check)
         parts, num_parts, check = one, 1, NO_CHECK
-    cut = _cut_elementwise(_NORMALIZE.of(rule), run.threads, x, y)
+    cut = _elementwise(_NORMALIZE, rule.activation, run.threads, sizes, x.offset, y.offset)
     run.launch(
         cut.source,
         cut.grid,
         x.pointer,
         y.pointer,
         *cut.sizes,
-        parameters.weight,
-        parameters.weight_code,
-        parameters.bias,
-        parameters.bias_code,
+        *parameters,
         parts,
         num_parts,
         rule.eps,
         int(rule.clamps),
-        running.mean,
-        running.var,
-        running.code,
-        running.tracked,
-        running.factor,
+        *running,
         *check,
         into,
         *(() if rule.activation is None else (rule.negative_slope,)),
@@ -517,8 +487,9 @@ def backward_reduce(
     `code`: the dtype of those gradients, one of `CODES`. `label` is written behind the sums. x and
     dy must not be empty.
     """
-    cut = _cut_reduction(_BACKWARD_REDUCE.of(rule), run, x, dy)
-    partials, counters, _kept = _shared_sums(run, cut)
+    device, offsets = (run.threads, run.multiprocessors), (x.offset, dy.offset)
+    cut = _reduction(_BACKWARD_REDUCE, rule.activation, *device, x.sizes, *offsets)
+    partials, counters, *_kept = run.shared_sums(*cut.needs) if cut.needs else (0, 0)
     run.launch(
         cut.source,
         cut.grid,
@@ -555,9 +526,10 @@ def backward_input(
 
     `check`: of the number behind the sums; if it is another, dx becomes NaN.
     """
-    if x.outer * x.channels * x.inner == 0:
+    if 0 in x.sizes:
         return
-    cut = _cut_elementwise(_BACKWARD_INPUT.of(rule), run.threads, x, dy, dx)
+    offsets = (x.offset, dy.offset, dx.offset)
+    cut = _elementwise(_BACKWARD_INPUT, rule.activation, run.threads, x.sizes, *offsets)
     run.launch(
         cut.source,
         cut.grid,

@@ -181,9 +181,7 @@ def _load(source: Source, device: int) -> Launch:
     kinds = tuple(_KINDS[code] for code in source.codes + (source.extras or ""))
 
     def launch(grid: tuple[int, int], stream: int, *arguments: int | float) -> None:
-        if (
-            tuple(map(type, arguments)) != kinds
-        ):  # a kernel would take the bits of an int for a float
+        if tuple(map(type, arguments)) != kinds:  # bits of an int would be taken for a float
             arguments = tuple([kind(each) for kind, each in zip(kinds, arguments, strict=True)])
         try:
             start(grid, stream, *arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncbn_core._kernels.cuda.constants import THREADS
 from syncbn_core.arrays import LEGACY_STREAMS, DeviceArrays
@@ -15,8 +15,20 @@ Array = Any  # of the library
 Pointer = Any  # an int on a device
 
 BLOCK_COUNTERS = 4096  # the first allocation; a reduction needs one per channel or tile
-PARTIALS = 1 << 16  # the first allocation; a reduction needs four per block
+PARTIALS = 1 << 15  # the first allocation; a reduction needs two per block
 PER_THREAD_STREAM = 2  # the same handle in all threads, but a different stream in each
+
+
+class Scratch(NamedTuple):
+    """Addresses of partial sums and of block counters; how many of each; what owns both."""
+
+    partials: Pointer
+    counters: Pointer
+    sizes: tuple[int, int]
+    owner: Any
+
+
+Held = dict[tuple[int, int], Scratch]  # by device and stream
 
 
 class Launcher:
@@ -26,11 +38,11 @@ class Launcher:
 
     threads = THREADS
 
-    def __init__(self, arrays: DeviceArrays, index: int, held: Any) -> None:
+    def __init__(self, arrays: DeviceArrays, index: int, held: Held) -> None:
         self.arrays: DeviceArrays = arrays
         self.index: int = index
         self.stream: Any = arrays.stream(index)
-        self.held: Any = held  # `counters` and `partials`, by device and stream
+        self.held: Held = held
         self.multiprocessors: int = multiprocessor_count(index)
 
     def launch(self, source: Source, grid: tuple[int, int], *arguments: Any) -> None:
@@ -45,35 +57,31 @@ class Launcher:
         array = self.arrays.empty((size,), "float64", self.index)
         return self.arrays.pointer(array), array
 
-    def partial_sums(self, size: int) -> tuple[Pointer, Array]:
-        """Address of `size` float64 for the next launch alone, and the array that owns them."""
-        known = self._of_stream(self.held.partials, 2 * size, PARTIALS)
-        return self.scratch(size) if known is None else (self.arrays.pointer(known), known)
+    def shared_sums(self, partials: int, counters: int) -> Scratch:
+        """`partials` float64 and `counters` int32 zeros for the next launch alone.
 
-    def block_counters(self, size: int) -> tuple[Pointer, Array]:
-        """Address of `size` int32 zeros, which kernels reset to zero, and what owns them."""
-        known = self._of_stream(self.held.counters, size, BLOCK_COUNTERS)
-        if known is None:
-            known = self.arrays.zeros((size,), "int32", self.index)
-        return self.arrays.pointer(known), known
-
-    def _of_stream(self, held: dict[tuple[int, int], Array], size: int, least: int) -> Array | None:
-        """`size` int32 for the next launch, of those that each stream holds; they begin as zeros.
-
-        Each stream that lives as long as the process has its own. Not so a captured graph, which
-        may run at the same time as the stream on which it was captured, and another stream, whose
-        handle may come to mean a stream that runs at the same time: for them None.
+        Kernels reset the counters to zero. Each stream that lives as long as the process has its
+        own. Not so a captured graph, which may run at the same time as the stream on which it was
+        captured, and another stream, whose handle may come to mean a stream that runs at the same
+        time: for them they are new.
         """
         arrays, stream, index = self.arrays, self.stream, self.index
-        if stream not in LEGACY_STREAMS and (
-            stream == PER_THREAD_STREAM
-            or not arrays.keeps_stream(stream)
-            or arrays.is_captured(index)
-        ):
-            return None
-        known = held.get((index, stream))
-        if known is None or known.shape[0] < size:
-            known = arrays.lasting_zeros(max(size, least), index, stream)
-            if known is not None:
-                held[index, stream] = known
-        return known
+        lasts = stream in LEGACY_STREAMS or (
+            stream != PER_THREAD_STREAM
+            and arrays.keeps_stream(stream)
+            and not arrays.is_captured(index)
+        )
+        known = self.held.get((index, stream)) if lasts else None
+        has = (0, 0) if known is None else known.sizes
+        if known is not None and has[0] >= partials and has[1] >= counters:
+            return known
+        if lasts:
+            sizes = max(PARTIALS, has[0], partials), max(BLOCK_COUNTERS, has[1], counters)
+            made = arrays.lasting_zeros(2 * sizes[0] + sizes[1], index, stream)
+            if made is not None:
+                found = Scratch(made[0], made[0] + 8 * sizes[0], sizes, made[1])
+                self.held[index, stream] = found
+                return found
+        first, owner = self.scratch(partials)
+        zeros = arrays.zeros((counters,), "int32", index)
+        return Scratch(first, arrays.pointer(zeros), (partials, counters), (owner, zeros))

@@ -9,33 +9,92 @@ after one run without capture.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from copy import copy
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
+from syncbn_core._kernels.cuda.constants import VECTOR
 from syncbn_core.arrays import DeviceArrays
 from syncbn_core.backends.cuda import grid
-from syncbn_core.backends.cuda.launcher import Launcher
+from syncbn_core.backends.cuda.launcher import Held, Launcher
 from syncbn_core.backends.cuda.usable import usable
-from syncbn_core.backends.cuda.view import DeviceView
 from syncbn_core.backends.plain import PlainOperations
+from syncbn_core.errors import StateError
 from syncbn_core.labels import Labels
-from syncbn_core.layout import Layout
 from syncbn_core.moments import Moments, NormRule, Statistics, total_count
 from syncbn_core.steps import Affine, Norm, Operations, RunningStatistics, Sums
 
 __all__ = ["CudaOperations"]
 
 Array = Any
+_NO_VECTORS = RunningStatistics(None, None)
 
 
-class _Pair(NamedTuple):
-    """A dense x, its layout, dy in that layout, and the views of both."""
+class Kind:
+    """What is decided once for all calls whose arrays are like these. It keeps none of them.
 
-    dense: Array
-    layout: Layout
-    grad: Array
-    x: DeviceView
-    dy: DeviceView
+    Attributes:
+        index: of the device.
+        form: `(shape, strides, dtype)` of x.
+        layout: that of x, or of the copy that kernels read; `is_dense`: whether they read x itself.
+        sizes: how kernels see x.
+        copies: whether weight or bias is copied for kernels.
+        in_kernel: whether a kernel can update the running statistics; `code`: their dtype.
+    """
+
+    def __init__(
+        self, arrays: DeviceArrays, x: Array, affine: Affine, running: RunningStatistics | None
+    ) -> None:
+        self.index: int = arrays.device_of(x)
+        self.form = arrays.form(x)
+        layout: Any
+        layout, dtype = arrays.layout(x), arrays.dtype_name(x.dtype)
+        self.is_dense = layout is not None
+        layout = layout or arrays.layout(arrays.empty(x.shape, dtype, self.index))
+        self.layout = layout
+        self.sizes = grid.Sizes(dtype, layout.outer, layout.channels, layout.inner)
+        self.copies = not all(own is None or arrays.is_contiguous(own) for own in affine)
+        mean, var, counter, momentum = running or _NO_VECTORS
+        vectors = [own for own in (mean, var, counter) if own is not None]
+        names = {arrays.dtype_name(own.dtype) for own in (mean, var) if own is not None}
+        self.in_kernel = (
+            (mean is None) == (var is None)
+            and (momentum is not None or counter is not None)
+            and all(arrays.device_of(o) == self.index and arrays.is_contiguous(o) for o in vectors)
+            and (counter is None or arrays.dtype_name(counter.dtype) == "int64")
+            and (not names or (len(names) == 1 and names <= grid.CODES.keys()))
+        )
+        self.code = grid.CODES[names.pop()] if self.in_kernel and names else 0
+
+
+class Taken:
+    """x or an array like it, as kernels see it in one call: a `grid.View`."""
+
+    __slots__ = ("array", "kind", "offset", "pointer", "run", "sizes")
+
+    def __init__(self, kind: Kind, run: Launcher, array: Array) -> None:
+        self.kind, self.run, self.array = kind, run, array
+        self.sizes: grid.Sizes = kind.sizes
+        self.pointer: Any = run.arrays.pointer(array) or _none(0 in self.sizes)
+        self.offset: int = self.pointer % VECTOR
+
+
+class Vectors(NamedTuple):
+    """Weight and bias, as kernels read them, of a call of this kind."""
+
+    weight: Array | None
+    bias: Array | None
+    kind: Kind
+
+
+def _none(is_empty: bool) -> int:
+    """The address of an empty array; of any other it may not be 0, which stands for no array."""
+    if not is_empty:
+        raise StateError(
+            "expected arrays with their values, got one whose memory was freed; if a wrapper such "
+            "as FSDP freed it, call the wrapped model"
+        )
+    return 0
 
 
 def _check(labels: Labels | None) -> grid.Check:
@@ -45,54 +104,91 @@ def _check(labels: Labels | None) -> grid.Check:
 
 
 def _launching(step: Callable[..., Any]) -> Any:
-    """A step, which gets a `Launcher` first, whose device is current.
+    """A step that launches kernels: on the device of its first argument, which is made current.
 
     It must write nothing that its caller sees before its last kernel has been launched.
     """
 
     @wraps(step)
-    def launched(self: CudaOperations, first: Any, *arguments: Any, **settings: Any) -> Any:
-        arrays, own = self.arrays, first[0].rows if type(first) is list else first
-        index = arrays.device_of(own)
-        if arrays.is_current(index):
-            return step(self, self.launcher(index), first, *arguments, **settings)
-        with arrays.on_device(index):
-            return step(self, self.launcher(index), first, *arguments, **settings)
+    def launched(self: CudaOperations, x: Taken, *arguments: Any, **settings: Any) -> Any:
+        if self.arrays.is_current(x.kind.index):
+            return step(self, x, *arguments, **settings)
+        with self.arrays.on_device(x.kind.index):
+            return step(self, x, *arguments, **settings)
 
     return launched
 
 
 class CudaOperations(Operations):
-    """The steps on CUDA devices for one array library, by kernels."""
+    """The steps on CUDA devices for one array library, by kernels.
+
+    `kind`: of all calls, see `for_calls_like`; None: each call is looked at.
+    """
+
+    kind: Kind | None = None
 
     def __init__(self, arrays: DeviceArrays) -> None:
         self.arrays, self.plain = arrays, PlainOperations(arrays)
-        self.counters: dict[tuple[int, int], Array] = {}
-        self.partials: dict[tuple[int, int], Array] = {}
+        self.code_of = cache(lambda dtype: grid.CODES[arrays.dtype_name(dtype)])
+        self.scratch: Held = {}
 
     def on(self, array: Array) -> Operations:
         return self if usable(self, self.arrays.device_of(array)) else self.plain
 
-    def contiguous(self, array: Array) -> Array:
-        """The array, or a row-major copy of it."""
-        return array if self.arrays.is_contiguous(array) else self.arrays.copy(array)
+    def for_calls_like(
+        self, x: Array, affine: Affine, running: RunningStatistics | None
+    ) -> CudaOperations:
+        """These steps, for arrays of the same kind, at which they do not look again."""
+        steps = copy(self)
+        steps.kind = Kind(self.arrays, x, affine, running)
+        return steps
 
     def launcher(self, index: int) -> Launcher:
-        """A launcher for device number `index`, which must be the current device."""
-        return Launcher(self.arrays, index, self)
+        """A launcher for device number `index`, on its current stream."""
+        return Launcher(self.arrays, index, self.scratch)
+
+    def take(
+        self, x: Array, affine: Affine, running: RunningStatistics | None, mask: Any = None
+    ) -> tuple[Taken, Vectors, RunningStatistics | None]:
+        kind = self.kind or Kind(self.arrays, x, affine, running)
+        # detached from parameters, whose memory may be replaced before backward
+        weight, bias = [None if own is None else self.arrays.constant(own) for own in affine]
+        if kind.copies:
+            weight, bias = self.contiguous(weight), self.contiguous(bias)
+        return self._taken(kind, x), Vectors(weight, bias, kind), running
+
+    def take_pair(self, x: Array, dy: Array, affine: Any = None) -> tuple[Taken, Taken]:
+        arrays, kind = self.arrays, affine.kind
+        if arrays.form(x) != kind.form:  # not what forward has saved
+            kind = Kind(arrays, x, Affine(), None)
+        own = self._taken(kind, x)
+        if arrays.form(dy) != kind.form or not kind.is_dense:
+            layout, given = kind.layout, dy
+            if dy.dtype != x.dtype or arrays.layout(dy) != layout:
+                dy = arrays.empty_like(own.array, layout)
+                dy[...] = given
+        return own, Taken(kind, own.run, dy)
+
+    def _taken(self, kind: Kind, x: Array) -> Taken:
+        run = self.launcher(kind.index)
+        return Taken(kind, run, x if kind.is_dense else self.arrays.copy(x))
+
+    def contiguous(self, array: Array | None) -> Any:
+        """The array, or a row-major copy of it."""
+        if array is None or self.arrays.is_contiguous(array):
+            return array
+        return self.arrays.copy(array)
 
     @_launching
-    def moments(self, run: Launcher, x: Array, labels: Labels | None = None) -> Moments:
-        arrays = self.arrays
-        channels = x.shape[1]
-        rows, label = self._row(labels, channels, run.index)
-        if 0 in x.shape:
+    def moments(self, x: Taken, labels: Labels | None = None) -> Moments:
+        (_, outer, channels, inner), arrays = x.sizes, self.arrays
+        rows, label = self._row(labels, channels, x.kind.index)
+        if 0 in x.sizes:
             rows[:, :-1] = 0
             rows[:, -1:] = label
-            return Moments(rows, 0)
-        dense, layout = self._dense(x)
-        grid.moments(run, DeviceView(arrays, dense, layout), arrays.pointer(rows), label)
-        return Moments(rows, layout.outer * layout.inner)
+        else:
+            grid.moments(x.run, x, arrays.pointer(rows), label)
+        return Moments(rows, outer * inner)
 
     def _row(self, labels: Labels | None, channels: int, index: int) -> tuple[Array, float]:
         """Memory for the moments of one part, and the label to write there."""
@@ -100,127 +196,118 @@ class CudaOperations(Operations):
             return labels.row, labels.own
         return self.arrays.empty((1, 2 * channels + 2), "float64", index), 0.0
 
-    @_launching
-    def merge(
-        self, run: Launcher, parts: Sequence[Moments], labels: Labels | None = None
-    ) -> Moments:
-        arrays = self.arrays
+    def merge(self, parts: Sequence[Moments], labels: Labels | None = None) -> Moments:
+        arrays, first = self.arrays, parts[0].rows
         if len(parts) == 1:
             return parts[0]
-        first = parts[0].rows
-        rows = arrays.xp.concatenate([arrays.near(part.rows, first) for part in parts])
-        channels = parts[0].num_features
-        one, label = self._row(labels, channels, run.index)
-        places = arrays.pointer(rows), len(parts), channels, arrays.pointer(one)
-        grid.merge_parts(run, *places, grid.Check(label))
+        channels, index = parts[0].num_features, arrays.device_of(first)
+        with arrays.on_device(index):
+            rows = arrays.xp.concatenate([arrays.near(part.rows, first) for part in parts])
+            one, label = self._row(labels, channels, index)
+            places = arrays.pointer(rows), len(parts), channels, arrays.pointer(one)
+            grid.merge_parts(self.launcher(index), *places, grid.Check(label))
         return Moments(one, total_count(parts))
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
-        rows = self.contiguous(total.rows)
-        index = self.arrays.device_of(rows)
+        index = self.arrays.device_of(total.rows)
         table = self.arrays.empty((3 * total.num_features + 1,), "float64", index)
-        return Statistics(table, total.count, rows, total.labels)  # `forward` fills the table
+        return Statistics(table, total.count)  # `forward` fills the table
 
     @_launching
     def forward(
         self,
-        run: Launcher,
-        x: Array,
+        x: Taken,
         norm: Norm,
         running: RunningStatistics | None = None,
         out: Any = None,
+        total: Any = None,
     ) -> Array:
-        statistics, affine, rule = norm
-        arrays = self.arrays
-        rows: Any = statistics.rows
-        dense, layout = self._dense(x)
-        view = DeviceView(arrays, dense, layout)
-        in_kernel = None if running is None else self._in_kernel(running, run.index)
-        y = self._target(dense, layout, out)
-        parameters, _kept = self._parameters(affine)
-        grid.normalize(
-            run,
-            view,
-            view.beside(arrays, y),
-            parameters,
-            arrays.pointer(rows),
-            rows.shape[0],
-            arrays.pointer(statistics.table),
-            rule=rule,
-            running=in_kernel or grid.NO_RUNNING,
-            check=_check(statistics.labels),
-        )
-        if running is not None and in_kernel is None:
-            self.update_running(running, statistics)
-        elif running is not None:
-            arrays.mark_written([own for own in running[:3] if own is not None])
-            if running.momentum is None:
-                counter: Any = running.num_batches_tracked
-                counter += 1  # not in the kernel, where many blocks read it
-        return _in_place_of(y, out)
+        in_kernel, numbers = x.kind.in_kernel, grid.NO_RUNNING
+        if running is not None and in_kernel:
+            numbers = self._running(running, x.kind)
+        y = self._normalized(x, norm, out, numbers, total)
+        if running is None:
+            return y
+        if not in_kernel:
+            self.update_running(running, norm.statistics)
+            return y
+        self.arrays.mark_written([own for own in running[:3] if own is not None])
+        if running.momentum is None:
+            counter: Any = running.num_batches_tracked
+            counter += 1  # not in the kernel, where many blocks read it
+        return y
 
     @_launching
     def forward_eval(
         self,
-        run: Launcher,
-        x: Array,
+        x: Taken,
         running: RunningStatistics,
-        affine: Affine,
+        affine: Any,
         rule: NormRule,
         out: Array | None = None,
     ) -> tuple[Array, Statistics]:
-        arrays = self.arrays
+        arrays, kind = self.arrays, x.kind
         mean, var = running.mean, running.var
-        given = RunningStatistics(mean, var, None, 0.0)
-        if self._in_kernel(given, run.index) is None:
+        code = kind.code
+        if not kind.in_kernel:
             wide = (arrays.cast(own, arrays.widest(own)) for own in (mean, var))
             mean, var = (self.contiguous(own) for own in wide)
-        code = grid.CODES[arrays.dtype_name(mean)]
+            code = self.code_of(mean.dtype)
         constant = grid.Running(arrays.pointer(mean), arrays.pointer(var), code)
-        dense, layout = self._dense(x)
-        view, y = DeviceView(arrays, dense, layout), self._target(dense, layout, out)
-        table = arrays.empty((3 * x.shape[1] + 1,), "float64", run.index)
-        parameters, _kept = self._parameters(affine)
+        table = arrays.empty((3 * x.sizes.channels + 1,), "float64", kind.index)
+        norm = Norm(Statistics(table, None), affine, rule)
+        return self._normalized(x, norm, out, constant), norm.statistics
+
+    def _normalized(
+        self,
+        x: Taken,
+        norm: Norm,
+        out: Array | None,
+        running: grid.Running,
+        total: Moments | None = None,
+    ) -> Array:
+        """y; fills the table from the moments `total`, or from constant running statistics."""
+        arrays, y, (statistics, affine, rule) = self.arrays, self._target(x, out), norm
+        parts, check = (0, 0), grid.NO_CHECK
+        if total is not None:
+            rows, check = self.contiguous(total.rows), _check(total.labels)
+            parts = arrays.pointer(rows), rows.shape[0]
         grid.normalize(
-            run,
-            view,
-            view.beside(arrays, y),
-            parameters,
-            0,
-            0,
-            arrays.pointer(table),
+            x.run,
+            x,
+            y,
+            self._parameters(affine),
+            *parts,
+            arrays.pointer(statistics.table),
             rule=rule,
-            running=constant,
+            running=running,
+            check=check,
         )
-        return _in_place_of(y, out), Statistics(table, None)
+        return _in_place_of(y.array, out)
 
     @_launching
     def backward_reduce(
-        self, run: Launcher, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
+        self, x: Taken, dy: Taken, norm: Norm, labels: Labels | None = None
     ) -> Sums:
         statistics, affine, rule = norm
-        arrays = self.arrays
-        if 0 in x.shape:
-            dtype = arrays.dtype_name(x if affine.weight is None else affine.weight)
-            exchange = arrays.zeros((2, x.shape[1]), "float64", run.index)
+        arrays, (dtype, _, channels, _), index = self.arrays, x.sizes, x.kind.index
+        if affine.weight is not None:
+            dtype = arrays.dtype_name(affine.weight.dtype)
+        size = (2, channels) if labels is None else (2 * channels + 1,)
+        if 0 in x.sizes:
+            exchange = arrays.zeros(size, "float64", index)
             if labels is not None:
-                exchange = arrays.zeros((2 * x.shape[1] + 1,), "float64", run.index)
                 exchange[-1:] = labels.own
-            return Sums(exchange, *arrays.zeros((2, x.shape[1]), dtype, run.index))
-        pair = self._pair(x, dy)
-        parameters, _kept = self._parameters(affine if rule.activation else affine[:1])
-        shape = (2, pair.x.channels)
-        dtype = pair.x.dtype if affine.weight is None else arrays.dtype_name(affine.weight)
-        size = shape if labels is None else (2 * pair.x.channels + 1,)
-        exchange = arrays.empty(size, "float64", run.index)
-        gradients = arrays.empty(shape, dtype, run.index)
+            return Sums(exchange, *arrays.zeros((2, channels), dtype, index))
+        exchange = arrays.empty(size, "float64", index)
+        gradients = arrays.empty((2, channels), dtype, index)
         grad_weight, grad_bias = gradients[0], gradients[1]
         grid.backward_reduce(
-            run,
-            pair.x,
-            pair.dy,
+            x.run,
+            x,
+            dy,
             arrays.pointer(statistics.table),
-            parameters,
+            self._parameters(affine),
             arrays.pointer(exchange),
             arrays.pointer(grad_weight),
             arrays.pointer(grad_bias),
@@ -233,9 +320,8 @@ class CudaOperations(Operations):
     @_launching
     def backward_input(
         self,
-        run: Launcher,
-        x: Array,
-        dy: Array,
+        x: Taken,
+        dy: Taken,
         norm: Norm,
         total: Array | None,
         out: Any = None,
@@ -243,99 +329,59 @@ class CudaOperations(Operations):
     ) -> Array:
         statistics, affine, rule = norm
         arrays = self.arrays
-        pair = self._pair(x, dy)
-        parameters, _kept = self._parameters(affine if rule.activation else affine[:1])
-        total = None if total is None else self.contiguous(total)
         if total is None or len(total.shape) == 2:
-            labels = None  # compared before
-        if 0 in x.shape and labels is not None:
+            labels, total = None, self.contiguous(total)  # compared before
+        if 0 in x.sizes and labels is not None:
             labels.check_total(total)  # no kernel runs
-        dx = self._target(pair.dense, pair.layout, out, pair.grad)
+        dx = self._target(x, out, dy)
         grid.backward_input(
-            run,
-            pair.x,
-            pair.dy,
-            pair.x.beside(arrays, dx),
+            x.run,
+            x,
+            dy,
+            dx,
             arrays.pointer(statistics.table),
-            parameters,
+            self._parameters(affine),
             0 if total is None else arrays.pointer(total),
             rule=rule,
             check=_check(labels),
         )
-        return _in_place_of(dx, out)
+        return _in_place_of(dx.array, out)
 
     def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
         with self.arrays.at(statistics.table):
             self.plain.update_running(running, statistics)
 
-    def _pair(self, x: Array, dy: Array) -> _Pair:
-        arrays, (dense, layout) = self.arrays, self._dense(x)
-        grad = dy
-        if dy.dtype != dense.dtype or arrays.layout(dy) != layout:
-            grad = arrays.empty_like(dense, layout)
-            grad[...] = dy
-        view = DeviceView(arrays, dense, layout)
-        return _Pair(dense, layout, grad, view, view.beside(arrays, grad))
+    def _target(self, x: Taken, out: Array | None, *operands: Taken) -> Taken:
+        """Where to write: `out` if possible, else a new array like x.
 
-    def _dense(self, x: Array) -> tuple[Array, Layout]:
-        """x, or a copy of it that kernels can read, and its layout."""
-        layout = self.arrays.layout(x)
-        if layout is None:
-            x = self.arrays.copy(x)
-            layout = self.arrays.layout(x)
-            assert layout is not None
-        return x, layout
-
-    def _target(self, dense: Array, layout: Layout, out: Array | None, *operands: Array) -> Array:
-        """The array to write to: `out` if possible, else a new array like `dense`.
-
-        `out` must have the dtype and layout of `dense`, and overlap no operand unless it is the
-        same arrays.
+        `out` must have the dtype and layout of x, and overlap no operand unless it is the same.
         """
-        arrays, pointer, size = self.arrays, self.arrays.pointer, dense.nbytes
-        if (
-            out is None
-            or out.dtype != dense.dtype
-            or arrays.layout(out) != layout
-            or any(0 < abs(pointer(out) - pointer(own)) < size for own in (dense, *operands))
-        ):
-            return arrays.empty_like(dense, layout)
-        return out
+        arrays, layout, size = self.arrays, x.kind.layout, x.array.nbytes
+        if out is not None and out.dtype == x.array.dtype and arrays.layout(out) == layout:
+            given = Taken(x.kind, x.run, out)
+            if not any(0 < abs(given.pointer - o.pointer) < size for o in (x, *operands)):
+                return given
+        return Taken(x.kind, x.run, arrays.empty_like(x.array, layout))
 
-    def _parameters(self, affine: Sequence[Array | None]) -> tuple[grid.Parameters, list[Array]]:
-        """Pointers to weight and bias, and the contiguous arrays that must stay alive for them."""
-        arrays, kept, arguments = self.arrays, [], []
-        for own in affine:
-            if own is None:
-                arguments += [0, 0]
-            else:
-                array = self.contiguous(own)
-                kept.append(array)
-                arguments += [arrays.pointer(array), grid.CODES[arrays.dtype_name(array)]]
-        return grid.Parameters(*arguments), kept
+    def _parameters(self, affine: Vectors) -> grid.Parameters:
+        weight, bias, kind = affine
+        pointer, is_empty = self.arrays.pointer, not kind.sizes.channels
+        first = second = (0, 0)
+        if weight is not None:
+            first = pointer(weight) or _none(is_empty), self.code_of(weight.dtype)
+        if bias is not None:
+            second = pointer(bias) or _none(is_empty), self.code_of(bias.dtype)
+        return grid.Parameters(*first, *second)
 
-    def _in_kernel(self, running: RunningStatistics, index: int) -> grid.Running | None:
-        """The arguments with which the kernel updates running statistics; None if it can't."""
-        arrays = self.arrays
+    def _running(self, running: RunningStatistics, kind: Kind) -> grid.Running:
+        """The arguments with which a kernel updates running statistics."""
         mean, var, counter, momentum = running
-        if (mean is None) != (var is None) or (momentum is None and counter is None):
-            return None
-        for own in (mean, var, counter):
-            if own is not None and (
-                arrays.device_of(own) != index or not arrays.is_contiguous(own)
-            ):
-                return None
-        if counter is not None and arrays.dtype_name(counter) != "int64":
-            return None
+        pointer, is_empty = self.arrays.pointer, not kind.sizes.channels
+        places = [
+            0 if own is None else pointer(own) or _none(is_empty) for own in (mean, var, counter)
+        ]
         factor = -1.0 if momentum is None else float(momentum)
-        tracked = 0 if counter is None else arrays.pointer(counter)
-        if mean is None or var is None:
-            return grid.Running(tracked=tracked, factor=factor)
-        name = arrays.dtype_name(mean)
-        if name not in grid.CODES or arrays.dtype_name(var) != name:
-            return None
-        pointers = (arrays.pointer(mean), arrays.pointer(var))
-        return grid.Running(*pointers, grid.CODES[name], tracked, factor)
+        return grid.Running(places[0], places[1], kind.code, places[2], factor)
 
 
 def _in_place_of(result: Array, out: Array | None) -> Array:

@@ -148,12 +148,15 @@ def _step(
     weight, bias, mean, var = (
         made(values, "float32") for values in random.uniform(0.5, 2, (4, channels))
     )
-    part = steps.moments(x)
+    running = RunningStatistics(mean, var, None, 0.25)
+    own, affine, running = steps.take(x, Affine(weight, bias), running)
+    part = steps.moments(own)
     total = steps.merge([part, part])
     statistics = steps.statistics(total, rule)
-    norm = Norm(statistics, Affine(weight, bias), rule)
-    y = steps.forward(x, norm, RunningStatistics(mean, var, None, 0.25))
-    sums = steps.backward_reduce(x, dy, norm)
+    norm = Norm(statistics, affine, rule)
+    y = steps.forward(own, norm, running, None, total)
+    pair = steps.take_pair(x, dy, affine)
+    sums = steps.backward_reduce(*pair, norm)
     return {
         "mean": total.mean,
         "m2": total.m2,
@@ -164,5 +167,5 @@ def _step(
         "sums": sums.exchange,
         "gradient of weight": sums.grad_weight,
         "gradient of bias": sums.grad_bias,
-        "dx": steps.backward_input(x, dy, norm, sums.exchange),
+        "dx": steps.backward_input(*pair, norm, sums.exchange),
     }

@@ -39,11 +39,11 @@ def test_channels_over_several_blocks_on_streams_side_by_side(rng):
 def test_the_counters_of_the_default_stream_are_kept(rng, gpu):
     x, _ = pair(rng, "planes")
     functional.batch_norm_forward(x)
-    (counters,) = sys.modules[BACKEND].OPERATIONS.counters.values()
+    (scratch,) = sys.modules[BACKEND].OPERATIONS.scratch.values()
     gpu.launches.clear()
     _, saved = functional.batch_norm_forward(x)
     functional.batch_norm_backward(x, saved)
-    assert sum(counters.data.ptr in launch.stored_bytes for launch in gpu.launches) == 2
+    assert sum(scratch.partials in launch.stored_bytes for launch in gpu.launches) == 2
 
 
 def test_nothing_is_kept_of_streams_that_may_end_nor_of_graphs(rng):
@@ -54,4 +54,4 @@ def test_nothing_is_kept_of_streams_that_may_end_nor_of_graphs(rng):
         with captured(current):
             _, saved = functional.batch_norm_forward(x)
             functional.batch_norm_backward(x, saved)
-    assert not sys.modules[BACKEND].OPERATIONS.counters
+    assert not sys.modules[BACKEND].OPERATIONS.scratch

@@ -1,0 +1,107 @@
+"""Layers whose steps are kernels, with plans of their calls; see `tests/torch/test_plans.py`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from emulated_device import emulated  # noqa: E402
+from test_torch_on_cuda import on_kernels  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+
+import test_plans as plans  # noqa: E402
+
+from syncbn_core._kernels.cuda.signatures import EXTRAS, SIGNATURES  # noqa: E402
+from syncbn_core.arrays import arrays_of  # noqa: E402
+from syncbn_core.comm import ProcessCommunicator  # noqa: E402
+from syncbn_core.exchange import Exchange  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ADDRESSES = {
+    *("x", "y", "dy", "dx", "weight", "bias", "parts", "statistics", "moments", "sums"),
+    *("running_mean", "running_var", "tracked", "grad_weight", "grad_bias", "partials"),
+    *("block_counters", "alarm"),
+}
+IN_PLACE = ("nothing", "data, strided", "data, negative", "no parameters", "x, channels_last")
+
+
+class TwiceOnDevice(plans.Twice):
+    """A transport for a rank beside which another one has the same batch, without the host."""
+
+    on_device = True
+
+    def gather_in_place(self, rows, row, call):
+        self.labels.append(float(row[0, -1]))
+        rows[...] = row
+
+
+@pytest.fixture(autouse=True)
+def gpu(arch, monkeypatch):
+    monkeypatch.setattr(plans, "group", lambda: ProcessCommunicator(TwiceOnDevice()))
+    # tensors of the CPU are those of a device
+    monkeypatch.setattr(Exchange, "_on_its_device", lambda _, own: (arrays_of(own), -1))
+    with emulated(arch) as device, on_kernels(device) as gpu:
+        yield gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [*((name, "ranks") for name in plans.CHANGES), *((name, "in place") for name in IN_PLACE)],
+)
+def test_a_plan_gives_what_a_new_decision_gives(name, where, gpu, monkeypatch):
+    if "shortened" in name or "unaligned" in name:
+        pytest.skip("torch's own kernels do not check that either")
+    by_plan, launched = plans.outcome(name, where), noted(gpu)
+    plans.decided_anew(monkeypatch)
+    assert by_plan == plans.outcome(name, where)
+    assert launched == noted(gpu)
+
+
+def noted(gpu):
+    """The launches since the last call, with their arguments; of addresses the offset."""
+    found = []
+    for key, launch in zip(gpu.keys, gpu.device.launches, strict=True):
+        base = key.partition("-")[0].partition("+")[0]
+        names = SIGNATURES[base] + EXTRAS.get(base.partition("_")[2], ())
+        own = [
+            (number % 16, number > 0) if name in ADDRESSES else number
+            for name, number in zip(names, launch.arguments, strict=False)
+        ]
+        found.append((key, launch.grid, launch.stream, own))
+    gpu.keys.clear()
+    gpu.device.launches.clear()
+    return found
+
+
+def test_a_plan_keeps_no_tensor_and_no_address(gpu):
+    layer = plans.a_layer()
+    for _ in range(2):
+        layer(plans.an_x())
+    (plan,) = layer._plans
+    held = repr(vars(plan.steps.kind))
+    assert "tensor(" not in held
+    for tensor in layer.state_dict().values():
+        assert str(tensor.data_ptr()) not in held
+
+
+# what a new call must notice on a device, by the element of the key, see `plans.NOTICED_BY`
+NOTICED_BY = {
+    own: name
+    for own, name in plans.NOTICED_BY.items()
+    if own in ("backward_task() != -1", "is_watched()", "kind,", "not _holds_its_tensors(kind)")
+}
+
+
+@pytest.mark.parametrize("left_out", NOTICED_BY)
+def test_without_an_element_of_the_key_a_change_goes_wrong(left_out, gpu, monkeypatch):
+    plans.test_without_an_element_of_the_key_a_change_goes_wrong(left_out, monkeypatch)
+
+
+def test_what_the_tensors_of_a_plan_are_like_is_compared(gpu, monkeypatch):
+    monkeypatch.setattr(plans.plan, "like", lambda tensors: lambda *others: True)
+    mutated = plans.outcome("data, strided")
+    plans.decided_anew(monkeypatch)
+    assert mutated != plans.outcome("data, strided")
