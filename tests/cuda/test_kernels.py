@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from math import prod
@@ -34,7 +35,7 @@ from harness import (
 )
 
 from ptx_emulator.machine import Schedule
-from syncbn_core._kernels.cuda.signatures import EXTRAS, SIGNATURES, codes_of
+from syncbn_core._kernels.cuda.signatures import SIGNATURES, codes_of, signature_of
 from syncbn_core.backends.cuda import grid as cuda
 from syncbn_core.labels import KINDS, differ, label_of
 from syncbn_core.moments import NormRule, merged
@@ -406,12 +407,24 @@ def test_activations_where_they_are_defined_by_cases(dtype, activation, bench):
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_table_of_signatures_names_the_arguments_of_each_kernel(name):
     kernel = cuda.source(name, "float32", 4, False, cuda.THREADS).build()
-    extras = ("act",) if name.partition("_")[2] in EXTRAS else ()
-    assert tuple(inspect.signature(kernel).parameters) == (*SIGNATURES[name], *extras)
+    groups = re.findall(r"\([^)]*\)|\w+", signature_of(name))
+    parameters = inspect.signature(kernel).parameters
+    assert len(parameters) == len(groups)
+    unpacked = inspect.getsource(kernel)
+    for parameter, group in zip(parameters, groups, strict=True):
+        names = re.findall(r"\w+", group)
+        if group.startswith("("):
+            found = re.search(rf" ([\w, ]+) = {parameter}\n", unpacked)
+            assert found is None or found[1].strip().split(", ") == names
+        else:
+            assert parameter == group
     floats = {"eps", "factor", "label", "place"}
-    assert codes_of(SIGNATURES[name]) == "".join(
-        "d" if n in floats else "q" for n in SIGNATURES[name]
-    )
+    letters = "".join("d" if n in floats else "q" for n in names_of(name))
+    assert re.sub(r"\W", "", codes_of(SIGNATURES[name])) == letters
+
+
+def names_of(kernel):
+    return re.findall(r"\w+", SIGNATURES[kernel])
 
 
 class Recorder:
@@ -425,7 +438,7 @@ class Recorder:
 
     def launch(self, source, grid, *arguments):
         name = source.key.partition("-")[0]
-        self.launches[name] = dict(zip(SIGNATURES[name], arguments, strict=True))
+        self.launches[name] = dict(zip(names_of(name), arguments, strict=True))
 
     def scratch(self, size):
         return "partials", None
@@ -472,4 +485,4 @@ def test_each_argument_is_launched_under_its_name(kind):
         assert wider.width == tiles.width  # so that both kinds of kernels can be compared below
     assert set(run.launches) == {f"{kind}_{step}" for step in STEPS} | {"merge_parts"}
     for name, arguments in run.launches.items():
-        assert arguments == {n: sizes.get(n, n) for n in SIGNATURES[name]}, name
+        assert arguments == {n: sizes.get(n, n) for n in names_of(name)}, name

@@ -1,5 +1,6 @@
 """Layers whose steps are kernels, with plans of their calls; see `tests/torch/test_plans.py`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 
 import test_plans as plans  # noqa: E402
 
-from syncbn_core._kernels.cuda.signatures import EXTRAS, SIGNATURES  # noqa: E402
+from syncbn_core._kernels.cuda.signatures import signature_of  # noqa: E402
 from syncbn_core.arrays import arrays_of  # noqa: E402
 from syncbn_core.comm import ProcessCommunicator  # noqa: E402
 from syncbn_core.exchange import Exchange  # noqa: E402
@@ -64,11 +65,10 @@ def noted(gpu):
     """The launches since the last call, with their arguments; of addresses the offset."""
     found = []
     for key, launch in zip(gpu.keys, gpu.device.launches, strict=True):
-        base = key.partition("-")[0].partition("+")[0]
-        names = SIGNATURES[base] + EXTRAS.get(base.partition("_")[2], ())
+        names = re.findall(r"\w+", signature_of(key.partition("-")[0]))
         own = [
             (number % 16, number > 0) if name in ADDRESSES else number
-            for name, number in zip(names, launch.arguments, strict=False)
+            for name, number in zip(names, launch.arguments, strict=True)
         ]
         found.append((key, launch.grid, launch.stream, own))
     gpu.keys.clear()

@@ -42,7 +42,7 @@ class Functions(NamedTuple):
         applied: `(z, act)`: y of one value.
         incoming: `(dy, x, rounded_mean, z)`: the gradient by z of one value.
         value: `(x, z)`: what a number of x stands for: itself, except in place.
-        of_channel: `(c, channels, statistics, weight, weight_code, act)`: the `z` of channel `c`.
+        of_channel: `(c, channels, statistics, weight, act)`: the `z` of channel `c`.
         shared, local: make tables for several channels, of a block or of a thread.
         hold: `(tables, i, z)`: keep the `z` of a channel in place `i`.
         held: `(tables, i, act)`: the `z` in place `i`.
@@ -234,7 +234,7 @@ def _in_place(work, lanes):
         return x * z[0] if x <= work(0) else x
 
     @device
-    def of_channel(c, channels, statistics, weight, weight_code, act):
+    def of_channel(c, channels, statistics, weight, act):
         return work(1.0 / act[2]), work(act[2])
 
     @device
@@ -263,12 +263,12 @@ def _with(function, slope, work, lanes, places):
         return x
 
     @device
-    def of_channel(c, channels, statistics, weight, weight_code, act):
+    def of_channel(c, channels, statistics, weight, act):
         bias, bias_code, negative_slope = act
         mean = load_f64(statistics, 1 + c)
         scale = load_f64(statistics, 1 + 2 * channels + c)
-        if given(weight):
-            scale *= load_parameter(weight_code, weight, c)
+        if given(weight[0]):
+            scale *= load_parameter(weight[1], weight[0], c)
         shift = (float64(work(mean)) - mean) * scale
         if given(bias):
             shift += load_parameter(bias_code, bias, c)

@@ -161,8 +161,9 @@ def _next_slot(start, slot, slots, start_on, slots_on, plane_on):
 
 
 @device
-def _is_last_split(partials, block_counters, c, k, splits, tid, first, second, firsts):
+def _is_last_split(scratch, c, k, splits, tid, first, second, firsts):
     """Store the sums of thread 0 for split `k` of channel `c`; True if it is the last split."""
+    partials, block_counters = scratch
     if tid == 0:
         at = (c * splits + k) * 2
         store_f64(partials, at, first)
@@ -241,9 +242,8 @@ def planes_moments(dtype, lanes, ragged, threads):
             s1 += d3 * d3
         return f + (f0 + f1), s + (s0 + s1)
 
-    def kernel(
-        x, skew, outer, channels, inner, slots, splits, partials, block_counters, label, moments
-    ):
+    def kernel(x, sizes, scratch, label, moments):
+        skew, outer, channels, inner, slots, splits = sizes
         firsts = cuda.shared.array(threads, float64)
         seconds = cuda.shared.array(threads, float64)
         tid = int64(cuda.threadIdx.x)
@@ -310,15 +310,13 @@ def planes_moments(dtype, lanes, ragged, threads):
         line = tid, tid, int64(1), int64(threads), firsts, seconds
         first, second = add_up(first, second, *line)
         if splits > 1:
-            if not _is_last_split(
-                partials, block_counters, c, k, splits, tid, first, second, firsts
-            ):
+            if not _is_last_split(scratch, c, k, splits, tid, first, second, firsts):
                 return
-            first, second = _sum_splits(partials, c, splits, tid, int64(threads))
+            first, second = _sum_splits(scratch[0], c, splits, tid, int64(threads))
             first, second = add_up(first, second, *line)
         if tid == 0:
             if splits > 1:
-                reset(block_counters, c)
+                reset(scratch[1], c)
             count = float64(outer * inner)
             write_moments(label, moments, channels, c, count, pivot, first, second)
 
@@ -344,34 +342,15 @@ def planes_backward_reduce(dtype, lanes, ragged, threads, activation=""):
             )
         return f, s
 
-    def kernel(
-        x,
-        dy,
-        skew,
-        outer,
-        channels,
-        inner,
-        slots,
-        splits,
-        partials,
-        block_counters,
-        statistics,
-        weight,
-        weight_code,
-        gradient_code,
-        label,
-        sums,
-        grad_weight,
-        grad_bias,
-        act,
-    ):
+    def kernel(x, dy, sizes, scratch, statistics, weight, results, act):
+        skew, outer, channels, inner, slots, splits = sizes
         firsts = cuda.shared.array(threads, float64)
         seconds = cuda.shared.array(threads, float64)
         tid = int64(cuda.threadIdx.x)
         c = int64(cuda.blockIdx.x)
         k = int64(cuda.blockIdx.y)
         rounded_mean = work(load_f64(statistics, 1 + c))
-        z = of_channel(c, channels, statistics, weight, weight_code, act)
+        z = of_channel(c, channels, statistics, weight, act)
         j, stop, start, slot, start_on, slots_on = _first_slot(
             tid, int64(threads), outer, channels, inner, slots, c, k, splits
         )
@@ -409,28 +388,15 @@ def planes_backward_reduce(dtype, lanes, ragged, threads, activation=""):
         line = tid, tid, int64(1), int64(threads), firsts, seconds
         first, second = add_up(first, second, *line)
         if splits > 1:
-            if not _is_last_split(
-                partials, block_counters, c, k, splits, tid, first, second, firsts
-            ):
+            if not _is_last_split(scratch, c, k, splits, tid, first, second, firsts):
                 return
-            first, second = _sum_splits(partials, c, splits, tid, int64(threads))
+            first, second = _sum_splits(scratch[0], c, splits, tid, int64(threads))
             first, second = add_up(first, second, *line)
         if tid == 0:
             if splits > 1:
-                reset(block_counters, c)
-            of_weight, into = (weight, weight_code, gradient_code), (grad_weight, grad_bias)
-            write_sums(
-                c,
-                channels,
-                float64(rounded_mean),
-                first,
-                second,
-                statistics,
-                of_weight,
-                label,
-                sums,
-                into,
-            )
+                reset(scratch[1], c)
+            mean = float64(rounded_mean)
+            write_sums(c, channels, mean, first, second, statistics, weight, results)
 
     return kernel
 
@@ -476,34 +442,8 @@ def planes_normalize(dtype, lanes, ragged, threads, activation=""):
         i, left = _plane_of(position, inner)
         store(y, at, results(v, left, i, rounded_means, scales, shifts, act))
 
-    def kernel(
-        x,
-        y,
-        total,
-        channels,
-        inner,
-        weight,
-        weight_code,
-        bias,
-        bias_code,
-        parts,
-        num_parts,
-        eps,
-        clamp,
-        running_mean,
-        running_var,
-        running_code,
-        tracked,
-        factor,
-        label,
-        alarm,
-        place,
-        statistics,
-        act,
-    ):
-        affine = weight, weight_code, bias, bias_code
-        running = running_mean, running_var, running_code, tracked, factor
-        check = label, alarm, place
+    def kernel(x, y, sizes, affine, parts, rule, running, check, statistics, act):
+        total, channels, inner = sizes
         rounded_means = cuda.shared.array(TABLE, work)
         scales = cuda.shared.array(TABLE, work)
         shifts = cuda.shared.array(TABLE, work)
@@ -523,18 +463,7 @@ def planes_normalize(dtype, lanes, ragged, threads, activation=""):
             # true in one block: that with the first number of the channel
             writes = (plane + i) * inner >= begin and plane + i < channels
             rounded_mean, scale, shift = normalize_coefficients(
-                work,
-                c,
-                writes,
-                channels,
-                affine,
-                parts,
-                num_parts,
-                eps,
-                clamp,
-                running,
-                check,
-                statistics,
+                work, c, writes, channels, affine, parts, rule, running, check, statistics
             )
             rounded_means[i] = rounded_mean
             scales[i] = scale
@@ -607,25 +536,8 @@ def planes_backward_input(dtype, lanes, ragged, threads, activation=""):
         tables = rounded_means, dy_scales, x_scales, shifts
         store(dx, at, results(v, g, left, i, *tables, more, act))
 
-    def kernel(
-        x,
-        dy,
-        dx,
-        total,
-        channels,
-        inner,
-        statistics,
-        weight,
-        weight_code,
-        sums,
-        label,
-        alarm,
-        place,
-        eps,
-        clamp,
-        act,
-    ):
-        check = label, alarm, place
+    def kernel(x, dy, dx, sizes, statistics, weight, sums, check, rule, act):
+        total, channels, inner = sizes
         rounded_means = cuda.shared.array(TABLE, work)
         dy_scales = cuda.shared.array(TABLE, work)
         x_scales = cuda.shared.array(TABLE, work)
@@ -646,13 +558,13 @@ def planes_backward_input(dtype, lanes, ragged, threads, activation=""):
         while (plane + i) * inner < end:
             c = (plane + i) - quotient(plane + i, channels) * channels
             rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
-                work, c, channels, statistics, weight, weight_code, sums, check, eps, clamp
+                work, c, channels, statistics, weight, sums, check, rule
             )
             rounded_means[i] = rounded_mean
             dy_scales[i] = dy_scale
             x_scales[i] = x_scale
             shifts[i] = shift
-            hold(more, i, of_channel(c, channels, statistics, weight, weight_code, act))
+            hold(more, i, of_channel(c, channels, statistics, weight, act))
             i += threads
         barrier()
         ahead = begin - plane * inner

@@ -92,19 +92,7 @@ def _add_partials(partials, number, size, span, tid, threads, firsts, seconds):
 
 @device
 def _sum_splits(
-    partials,
-    block_counters,
-    tile,
-    k,
-    splits,
-    group,
-    span,
-    tid,
-    threads,
-    first,
-    second,
-    firsts,
-    seconds,
+    scratch, tile, k, splits, group, span, tid, threads, first, second, firsts, seconds
 ):
     """`(is_last, first, second)`: sums over all splits of a tile, in the last block.
 
@@ -112,6 +100,7 @@ def _sum_splits(
     Splits are added up in groups, by the last block of each group; groups by the last of those
     blocks. One block alone would take as long for all splits as all blocks took for the activation.
     """
+    partials, block_counters = scratch
     groups = small_quotient(splits + group - 1, group)
     base = tile * (splits + groups)  # of the partial sums of this tile
     counter = tile * (groups + 1)
@@ -185,7 +174,8 @@ def rows_moments(dtype, lanes, threads):
     zeros = zeros_of(lanes, work)
     numbers = threads * lanes
 
-    def kernel(x, rows, channels, width, splits, group, partials, block_counters, label, moments):
+    def kernel(x, sizes, scratch, label, moments):
+        rows, channels, width, splits, group = sizes
         firsts = cuda.shared.array(numbers, float64)
         seconds = cuda.shared.array(numbers, float64)
         own_firsts = cuda.local.array(lanes, float64)
@@ -263,9 +253,7 @@ def rows_moments(dtype, lanes, threads):
         span = width * lanes
         if splits > 1:
             block = span, tid, int64(threads), first, second, firsts, seconds
-            is_last, first, second = _sum_splits(
-                partials, block_counters, tile, k, splits, group, *block
-            )
+            is_last, first, second = _sum_splits(scratch, tile, k, splits, group, *block)
             if not is_last:
                 return
         c = tile * span + tid
@@ -300,26 +288,8 @@ def rows_backward_reduce(dtype, lanes, threads, activation=""):
     # written out: loops would keep their tables in memory
     through, values = each_lane(lanes, gradient), each_lane(lanes, standing_for)
 
-    def kernel(
-        x,
-        dy,
-        rows,
-        channels,
-        width,
-        splits,
-        group,
-        partials,
-        block_counters,
-        statistics,
-        weight,
-        weight_code,
-        gradient_code,
-        label,
-        sums,
-        grad_weight,
-        grad_bias,
-        act,
-    ):
+    def kernel(x, dy, sizes, scratch, statistics, weight, results, act):
+        rows, channels, width, splits, group = sizes
         firsts = cuda.shared.array(numbers, float64)
         seconds = cuda.shared.array(numbers, float64)
         own_firsts = cuda.local.array(lanes, float64)
@@ -342,7 +312,7 @@ def rows_backward_reduce(dtype, lanes, threads, activation=""):
         if active:
             for v in range(lanes):
                 rounded_means[v] = work(load_f64(statistics, 1 + base + v))
-                z = of_channel(base + v, channels, statistics, weight, weight_code, act)
+                z = of_channel(base + v, channels, statistics, weight, act)
                 hold(more, v, z)
             stop = quotient(rows * (k + 1), splits)
             r = quotient(rows * k, splits) + row
@@ -379,18 +349,13 @@ def rows_backward_reduce(dtype, lanes, threads, activation=""):
         span = width * lanes
         if splits > 1:
             block = span, tid, int64(threads), first, second, firsts, seconds
-            is_last, first, second = _sum_splits(
-                partials, block_counters, tile, k, splits, group, *block
-            )
+            is_last, first, second = _sum_splits(scratch, tile, k, splits, group, *block)
             if not is_last:
                 return
         c = tile * span + tid
         if tid < span and c < channels:
             rounded_mean = float64(work(load_f64(statistics, 1 + c)))
-            of_weight, into = (weight, weight_code, gradient_code), (grad_weight, grad_bias)
-            write_sums(
-                c, channels, rounded_mean, first, second, statistics, of_weight, label, sums, into
-            )
+            write_sums(c, channels, rounded_mean, first, second, statistics, weight, results)
 
     return kernel
 
@@ -434,35 +399,8 @@ def rows_normalize(dtype, lanes, threads, activation=""):
 
     picks = each_lane(lanes, pick)
 
-    def kernel(
-        x,
-        y,
-        rows,
-        channels,
-        width,
-        piece,
-        weight,
-        weight_code,
-        bias,
-        bias_code,
-        parts,
-        num_parts,
-        eps,
-        clamp,
-        running_mean,
-        running_var,
-        running_code,
-        tracked,
-        factor,
-        label,
-        alarm,
-        place,
-        statistics,
-        act,
-    ):
-        affine = weight, weight_code, bias, bias_code
-        running = running_mean, running_var, running_code, tracked, factor
-        check = label, alarm, place
+    def kernel(x, y, sizes, affine, parts, rule, running, check, statistics, act):
+        rows, channels, width, piece = sizes
         rounded_means = cuda.shared.array(threads, work)
         scales = cuda.shared.array(threads, work)
         shifts = cuda.shared.array(threads, work)
@@ -479,18 +417,7 @@ def rows_normalize(dtype, lanes, threads, activation=""):
         c = tile * span + tid
         if tid < span and c < channels:
             rounded_mean, scale, shift = normalize_coefficients(
-                work,
-                c,
-                k == 0,
-                channels,
-                affine,
-                parts,
-                num_parts,
-                eps,
-                clamp,
-                running,
-                check,
-                statistics,
+                work, c, k == 0, channels, affine, parts, rule, running, check, statistics
             )
             rounded_means[tid] = rounded_mean
             scales[tid] = scale
@@ -540,26 +467,8 @@ def rows_backward_input(dtype, lanes, threads, activation=""):
 
     picks = each_lane(lanes, pick)
 
-    def kernel(
-        x,
-        dy,
-        dx,
-        rows,
-        channels,
-        width,
-        piece,
-        statistics,
-        weight,
-        weight_code,
-        sums,
-        label,
-        alarm,
-        place,
-        eps,
-        clamp,
-        act,
-    ):
-        check = label, alarm, place
+    def kernel(x, dy, dx, sizes, statistics, weight, sums, check, rule, act):
+        rows, channels, width, piece = sizes
         rounded_means = cuda.shared.array(threads, work)
         dy_scales = cuda.shared.array(threads, work)
         x_scales = cuda.shared.array(threads, work)
@@ -577,13 +486,13 @@ def rows_backward_input(dtype, lanes, threads, activation=""):
         c = tile * span + tid
         if tid < span and c < channels:
             rounded_mean, dy_scale, x_scale, shift = gradient_coefficients(
-                work, c, channels, statistics, weight, weight_code, sums, check, eps, clamp
+                work, c, channels, statistics, weight, sums, check, rule
             )
             rounded_means[tid] = rounded_mean
             dy_scales[tid] = dy_scale
             x_scales[tid] = x_scale
             shifts[tid] = shift
-            hold(more, tid, of_channel(c, channels, statistics, weight, weight_code, act))
+            hold(more, tid, of_channel(c, channels, statistics, weight, act))
         barrier()
         if r >= stop:
             return
@@ -603,15 +512,15 @@ def rows_backward_input(dtype, lanes, threads, activation=""):
 def merge_parts(dtype, lanes, threads):
     """Merges `num_parts` packed moments into one; grid (channels / threads, 1)."""
 
-    def kernel(parts, num_parts, channels, label, alarm, place, moments):
+    def kernel(parts, channels, check, moments):
         c = int64(cuda.blockIdx.x) * threads + int64(cuda.threadIdx.x)
         if c < channels:
-            if given(alarm):
-                compare_labels(parts, num_parts, channels, c, label, alarm, place)
-            count, mean, m2 = merged(parts, num_parts, channels, c)
+            if given(check[1]):
+                compare_labels(parts, channels, c, check)
+            count, mean, m2 = merged(parts, channels, c)
             if c == 0:
                 store_f64(moments, 0, count)
-                store_f64(moments, 1 + 2 * channels, label)
+                store_f64(moments, 1 + 2 * channels, check[0])
             store_f64(moments, 1 + c, mean)
             store_f64(moments, 1 + channels + c, m2)
 

@@ -37,7 +37,7 @@ float64, int32, int64 = types.float64, types.int32, types.int64
 
 
 @device
-def merged(parts, num_parts, channels, c):
+def merged(parts, channels, c):
     """`(count, mean, m2)` of channel `c` over packed moments, in the order of the parts.
 
         mean = sum(n_i / n * mean_i)
@@ -46,12 +46,9 @@ def merged(parts, num_parts, channels, c):
     The same as `merged` in `syncbn_core/moments.py`, with the same roundings and so the same bits.
     A single part stays as it is.
     """
+    parts, num_parts = parts
     if num_parts == 1:
-        return (
-            load_f64(parts, 0),
-            load_f64(parts, 1 + c),
-            load_f64(parts, 1 + channels + c),
-        )
+        return load_f64(parts, 0), load_f64(parts, 1 + c), load_f64(parts, 1 + channels + c)
     stride = 2 * channels + 2
     count = 0.0
     for p in range(num_parts):
@@ -93,11 +90,12 @@ def sound(alarm, place):
 
 
 @device
-def compare_labels(parts, num_parts, channels, c, label, alarm, place):
+def compare_labels(parts, channels, c, check):
     """Sound the alarm if a part has a label that differs from `label`.
 
     Thread `c` of `channels` looks at every `channels`-th part.
     """
+    (parts, num_parts), (label, alarm, place) = parts, check
     p = c
     while p < num_parts:
         if differ(label, load_f64(parts, p * (2 * channels + 2) + 2 * channels + 1)):
@@ -107,16 +105,18 @@ def compare_labels(parts, num_parts, channels, c, label, alarm, place):
 
 
 @device
-def is_clamped(var, eps, clamp):
+def is_clamped(var, rule):
     """Whether "clamp" makes invstd the constant `1 / sqrt(eps)`, which has no gradient."""
+    eps, clamp = rule
     return clamp != 0 and var < eps
 
 
 @device
-def inverse_deviation(count, m2, eps, clamp):
+def inverse_deviation(count, m2, rule):
     """`1 / sqrt(var + eps)`, or with `clamp` `1 / sqrt(max(var, eps))`; NaN stays NaN."""
+    eps, clamp = rule
     var = m2 / count if count > 0.0 else 0.0
-    if is_clamped(var, eps, clamp):
+    if is_clamped(var, rule):
         var = eps
     elif clamp == 0:
         var += eps
@@ -124,12 +124,13 @@ def inverse_deviation(count, m2, eps, clamp):
 
 
 @device
-def update_running(running_mean, running_var, code, tracked, factor, c, count, mean, m2):
+def update_running(running, c, count, mean, m2):
     """Blend the batch into the running statistics of channel `c`; an empty batch changes nothing.
 
     `factor` is the share of the batch; below zero the share is `1 / (tracked + 1)`, so that
     running statistics are the average over all batches.
     """
+    running_mean, running_var, code, tracked, factor = running
     if count > 0.0:
         share = factor
         if share < 0.0:
@@ -142,9 +143,9 @@ def update_running(running_mean, running_var, code, tracked, factor, c, count, m
 
 
 @device
-def weight_of(weight, code, c):
-    """The weight of channel `c` as float64; 1 without weights."""
-    return load_parameter(code, weight, c) if given(weight) else 1.0
+def weight_of(weight, c):
+    """The weight of channel `c` as float64; 1 without weights. `weight`: and its code."""
+    return load_parameter(weight[1], weight[0], c) if given(weight[0]) else 1.0
 
 
 @device
@@ -168,40 +169,37 @@ def normalized(x, rounded_mean, scale, shift):
 
 @device
 def normalize_coefficients(
-    work, c, writes, channels, affine, parts, num_parts, eps, clamp, running, check, statistics
+    work, c, writes, channels, affine, parts, rule, running, check, statistics
 ):
     """`(rounded_mean, scale, shift)` of channel `c`, for `normalized`.
 
     Statistics are those of the merged parts; without parts they are the running ones. One thread
     of the grid `writes` the statistics of the channel, updates its running ones, compares labels.
-    `affine`, `running`, `check`: arguments of kernels from `weight`, `running_mean`, `label` on.
     """
-    weight, weight_code, bias, bias_code = affine
+    _, _, bias, bias_code = affine
     running_mean, running_var, running_code, tracked, factor = running
-    label, alarm, place = check
+    num_parts = parts[1]
     if num_parts == 0:
         count = 1.0
         mean = load_parameter(running_code, running_mean, c)
         m2 = load_parameter(running_code, running_var, c)
     else:
-        count, mean, m2 = merged(parts, num_parts, channels, c)
-    invstd = inverse_deviation(count, m2, eps, clamp)
-    scale = invstd * weight_of(weight, weight_code, c)
+        count, mean, m2 = merged(parts, channels, c)
+    invstd = inverse_deviation(count, m2, rule)
+    scale = invstd * weight_of(affine, c)
     rounded_mean, shift = around_rounded_mean(work, mean, scale)
     if given(bias):
         shift += load_parameter(bias_code, bias, c)
     if writes:
-        if given(alarm):
-            compare_labels(parts, num_parts, channels, c, label, alarm, place)
+        if given(check[1]):
+            compare_labels(parts, channels, c, check)
         if c == 0:
             store_f64(statistics, 0, count)
         store_f64(statistics, 1 + c, mean)
         store_f64(statistics, 1 + channels + c, m2)
         store_f64(statistics, 1 + 2 * channels + c, invstd)
         if num_parts > 0 and given(running_mean):
-            update_running(
-                running_mean, running_var, running_code, tracked, factor, c, count, mean, m2
-            )
+            update_running(running, c, count, mean, m2)
         if c == 0 and given(tracked) and factor >= 0.0:
             write_count(tracked, read_count(tracked) + 1)
     return rounded_mean, work(scale), work(shift)
@@ -217,9 +215,7 @@ def input_gradient(x, dy, rounded_mean, dy_scale, x_scale, shift):
 
 
 @device
-def gradient_coefficients(
-    work, c, channels, statistics, weight, weight_code, sums, check, eps, clamp
-):
+def gradient_coefficients(work, c, channels, statistics, weight, sums, check, rule):
     """`(rounded_mean, dy_scale, x_scale, shift)` of channel `c`, for `input_gradient`.
 
     Without `sums` the statistics are constants: no gradient flows through them. Unless `label` is
@@ -235,13 +231,13 @@ def gradient_coefficients(
         if count > 0.0:
             mean_dy = load_f64(sums, c) / count
             var = load_f64(statistics, 1 + channels + c) / count
-            if not is_clamped(var, eps, clamp):
+            if not is_clamped(var, rule):
                 mean_dy_xhat = load_f64(sums, channels + c) / count
         if not math.isnan(label) and load_f64(sums, 2 * channels) != label:
             mean_dy = math.nan
             if c == 0 and given(alarm):
                 sound(alarm, place)
-    dy_scale = invstd * weight_of(weight, weight_code, c)
+    dy_scale = invstd * weight_of(weight, c)
     x_scale = -invstd * invstd * mean_dy_xhat
     rounded_mean, shift = around_rounded_mean(work, mean, x_scale)
     return rounded_mean, work(dy_scale), work(x_scale), work(shift - invstd * mean_dy)
@@ -265,15 +261,14 @@ def write_moments(label, moments, channels, c, count, pivot, first, second):
 
 
 @device
-def write_sums(c, channels, rounded_mean, first, second, statistics, of_weight, label, sums, into):
+def write_sums(c, channels, rounded_mean, first, second, statistics, weight, results):
     """From sums of dy and `dy * (x - rounded_mean)`: gradients of weight and bias, sums for dx.
 
     `sums` are `sum(dy) * weight`, `sum(dy * xhat) * weight`, which the members add up. `label` is
-    written behind them, unless it is NaN. `of_weight`: the weight, and the codes of its dtype and
-    of the gradients `into`.
+    written behind them, unless it is NaN.
     """
-    weight, weight_code, gradient_code = of_weight
-    grad_weight, grad_bias = into
+    gradient_code = weight[2]
+    label, sums, grad_weight, grad_bias = results
     mean = load_f64(statistics, 1 + c)
     invstd = load_f64(statistics, 1 + 2 * channels + c)
     second = (second + (rounded_mean - mean) * first) * invstd
@@ -283,7 +278,7 @@ def write_sums(c, channels, rounded_mean, first, second, statistics, of_weight, 
         store_parameter(gradient_code, grad_bias, c, first)
     if c == 0 and not math.isnan(label):
         store_f64(sums, 2 * channels, label)
-    scale = weight_of(weight, weight_code, c)
+    scale = weight_of(weight, c)
     store_f64(sums, c, first * scale)
     store_f64(sums, channels + c, second * scale)
 

@@ -49,8 +49,8 @@ class Source:
     Attributes:
         key: a unique name that never changes, such as "planes_moments-float32-4-256".
         build: makes the Python function of the kernel.
-        codes: a letter per argument: "q" for an integer or pointer, "d" for a float64.
-        extras: the same for the numbers of a tuple that is the last argument; None for no tuple.
+        codes: a letter per argument: "q" for an integer or pointer, "d" for a float64; those in
+            parentheses are one tuple.
         threads: threads per block.
         min_blocks: blocks that must fit on one multiprocessor; 1 leaves this to the compiler.
         max_registers: registers per thread; 0 leaves this to the compiler.
@@ -62,7 +62,6 @@ class Source:
     build: Callable[[], Callable[..., None]]
     codes: str
     threads: int
-    extras: str | None = None
     min_blocks: int = 1
     max_registers: int = 0
     files: tuple[str, ...] = ()
@@ -138,9 +137,10 @@ def _to_ptx(source: Source, capability: tuple[int, int]) -> str:
         if getattr(cuda, "implementation", "") != "NVIDIA":
             raise ImportError("numba.cuda is not that of the package numba-cuda")
         letters = {"q": numba.types.int64, "d": numba.types.float64}
-        arguments = [letters[letter] for letter in source.codes]
-        if source.extras is not None:
-            arguments.append(numba.types.Tuple([letters[letter] for letter in source.extras]))
+        arguments = [
+            letters.get(code) or numba.types.Tuple([letters[own] for own in code[1:-1]])
+            for code in re.findall(r"\([qd]*\)|[qd]", source.codes)
+        ]
         with _capability_given(capability):
             ptx: str
             ptx, _ = cuda.compile(
@@ -271,7 +271,7 @@ def cache_file(source: Source, capability: tuple[int, int]) -> Path | None:
     if folder is None:
         return None
     digests = [hashlib.sha256(text).hexdigest() for text in sources]
-    options = (source.codes, source.extras, source.threads, source.min_blocks, source.max_registers)
+    options = (source.codes, source.threads, source.min_blocks, source.max_registers)
     name = repr((source.key, *options, capability, versions(), digests))
     return folder / f"{hashlib.sha256(name.encode()).hexdigest()}.kernel"
 

@@ -31,7 +31,7 @@ from syncbn_core._kernels.cuda.constants import (
     VECTOR,
     lanes_of,
 )
-from syncbn_core._kernels.cuda.signatures import EXTRAS, SIGNATURES, codes_of
+from syncbn_core._kernels.cuda.signatures import codes_of, signature_of
 from syncbn_core.backends.cuda.compiler import Source
 from syncbn_core.moments import NormRule
 
@@ -223,19 +223,16 @@ def source(name: str, dtype: str, lanes: int, ragged: bool, threads: int) -> Sou
     def build() -> Callable[..., None]:
         module = import_module(f"syncbn_core._kernels.cuda.{'planes' if planes else 'rows'}")
         options: tuple[Any, ...] = (ragged, threads) if planes else (threads,)
-        with_activation = (activation,) if step in EXTRAS else ()
+        with_activation = () if step in ("moments", "parts") else (activation,)
         kernel: Callable[..., None]
         kernel = getattr(module, base)(dtype, lanes, *options, *with_activation)
         return kernel
 
-    extras = codes_of(EXTRAS[step] if activation else ()) if step in EXTRAS else None
-
     return Source(
         key=f"{name}-{dtype}-{lanes}{'-ragged' if ragged else ''}-{threads}",
         build=build,
-        codes=codes_of(SIGNATURES[base]),
+        codes=codes_of(signature_of(name)),
         threads=threads,
-        extras=extras,
         min_blocks=_min_blocks(base, lanes, ragged, bool(activation)),
         files=_FILES,
         oldest=(8, 0) if dtype == "bfloat16" else (7, 0),  # the instruction that rounds to bfloat16

@@ -178,7 +178,7 @@ def _load(source: Source, device: int) -> Launch:
             ) from error
         machine.loaded[source.key, capability] = loaded
     start = machine.driver.launcher(loaded, device, source.threads)
-    kinds = tuple(_KINDS[code] for code in source.codes + (source.extras or ""))
+    kinds = tuple(_KINDS[code] for code in source.codes if code in _KINDS)
 
     def launch(grid: tuple[int, int], stream: int, *arguments: int | float) -> None:
         if tuple(map(type, arguments)) != kinds:  # bits of an int would be taken for a float
