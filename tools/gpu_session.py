@@ -55,12 +55,14 @@ PYTEST += [word for setting in SETTINGS for word in ("-o", setting)]
 RANKS = [*PYTEST, "tests/device/test_ranks_on_device.py"]
 ONE_TEST = ["tests/device/test_processes_on_device.py", "-k", "over_torch and float32"]
 EACH_KERNEL = [*PYTEST, "tests/device/test_torch_on_device.py", "-k", "sanitized"]
+PLANS = ["benchmarks/gpu_plans.py", "--seconds", "SECONDS", "--json", "JSON"]
 PROCESSES = ["benchmarks/gpu_processes.py", "--seconds", "SECONDS", "--json", "JSON"]
 BENCHMARK = ["benchmarks/gpu.py", "--seconds", "SECONDS", "--json", "JSON"]
 DOCTOR = ["-m", "syncbn_torch", "doctor", "--json"]
 # JSON: the file for the result; XML: that of pytest; SECONDS: a little less than the limit
 STAGES = {
     "compile": Stage(20, 90, ["-c", "import gpu_session; gpu_session.compile_kernels()"]),
+    "plans": Stage(120, 360, PLANS, [*PLANS, "--dry-run"]),
     "tests": Stage(
         130, 250, [*PYTEST, "tests/device", "--ignore", RANKS[-1]], [*PYTEST, *ONE_TEST]
     ),

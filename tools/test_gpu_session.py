@@ -47,7 +47,7 @@ def results(folder: Path) -> Any:
 
 
 def test_a_call_goes_on_where_the_one_before_ended(folder: Path) -> None:
-    names = "compile tests ranks processes benchmark memcheck racecheck initcheck doctor"
+    names = "compile plans tests ranks processes benchmark memcheck racecheck initcheck doctor"
     assert status(folder) == dict.fromkeys(names.split(), 0)
     assert (folder / "ranks.log").read_text() == "of the first call"
 
@@ -60,6 +60,10 @@ def test_the_json_of_all_has_each_result(folder: Path) -> None:
     for name in ("tests", "ranks"):
         assert session[name] == {"passed": 1, "failed": 0, "skipped": 0, "failures": []}
     assert {row["verdict"] for row in session["doctor"]["findings"]} == {"ok"}
+    rows = [row for group in session["plans"] for row in group["rows"]]
+    assert {row["what"] for row in rows} == {"bits", "streams", "host", "told"}
+    assert all(row["equal"] for row in rows if row["what"] == "bits")
+    assert all("different ones" in row["told"] for row in rows if row["what"] == "told")
     (group,) = session["processes"]
     for row in group["rows"]:
         assert row["found"]["ours"]["wall"] > 0

@@ -187,8 +187,9 @@ class GpuArrays(TensorArrays):
 class Operations(CudaOperations):
     """The steps whose launches are noted, and after which counters have to be zeros."""
 
-    def launcher(self, index):
-        arrays, scratch = self.arrays, self.scratch
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        scratch = self.scratch
 
         class Noted(Launcher):
             __slots__ = ()
@@ -201,7 +202,7 @@ class Operations(CudaOperations):
                     left = [key for key, own in scratch.items() if counters_of(own).any()]
                 assert not left, f"{source.key} leaves counters behind in {left}"
 
-        return Noted(arrays, index, scratch)
+        self.launcher = lambda index, stream: Noted(arrays, index, stream, scratch)
 
 
 def counters_of(scratch):
@@ -619,7 +620,7 @@ def test_a_captured_graph_has_counters_of_its_own(gpu):
 
 
 def test_counters_grow(gpu):
-    run = gpu.operations.launcher(0)
+    run = gpu.operations.launcher(0, 0)
     few = run.shared_sums(10, 10)
     assert run.shared_sums(20, 20) is few
     many = run.shared_sums(10, BLOCK_COUNTERS + 1)

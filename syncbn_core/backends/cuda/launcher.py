@@ -32,16 +32,16 @@ Held = dict[tuple[int, int], Scratch]  # by device and stream
 
 
 class Launcher:
-    """Launches kernels on the current stream of device `index`, which must be current."""
+    """Launches kernels on a stream of device `index`, which must be current then."""
 
     __slots__ = ("arrays", "held", "index", "multiprocessors", "stream")
 
     threads = THREADS
 
-    def __init__(self, arrays: DeviceArrays, index: int, held: Held) -> None:
+    def __init__(self, arrays: DeviceArrays, index: int, stream: int, held: Held) -> None:
         self.arrays: DeviceArrays = arrays
         self.index: int = index
-        self.stream: Any = arrays.stream(index)
+        self.stream: int = stream
         self.held: Held = held
         self.multiprocessors: int = multiprocessor_count(index)
 

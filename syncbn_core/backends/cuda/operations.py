@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, NamedTuple
 
 from syncbn_core._kernels.cuda.constants import VECTOR
@@ -70,10 +70,11 @@ class Kind:
 class Taken:
     """x or an array like it, as kernels see it in one call: a `grid.View`."""
 
-    __slots__ = ("array", "kind", "offset", "pointer", "run", "sizes")
+    __slots__ = ("array", "here", "kind", "offset", "pointer", "run", "sizes")
 
-    def __init__(self, kind: Kind, run: Launcher, array: Array) -> None:
+    def __init__(self, kind: Kind, run: Launcher, array: Array, here: bool = True) -> None:
         self.kind, self.run, self.array = kind, run, array
+        self.here: bool = here  # whether its device is current
         self.sizes: grid.Sizes = kind.sizes
         self.pointer: Any = run.arrays.pointer(array) or _none(0 in self.sizes)
         self.offset: int = self.pointer % VECTOR
@@ -111,7 +112,7 @@ def _launching(step: Callable[..., Any]) -> Any:
 
     @wraps(step)
     def launched(self: CudaOperations, x: Taken, *arguments: Any, **settings: Any) -> Any:
-        if self.arrays.is_current(x.kind.index):
+        if x.here:
             return step(self, x, *arguments, **settings)
         with self.arrays.on_device(x.kind.index):
             return step(self, x, *arguments, **settings)
@@ -130,7 +131,10 @@ class CudaOperations(Operations):
     def __init__(self, arrays: DeviceArrays) -> None:
         self.arrays, self.plain = arrays, PlainOperations(arrays)
         self.code_of = cache(lambda dtype: grid.CODES[arrays.dtype_name(dtype)])
-        self.scratch: Held = {}
+        held: Held = {}
+        self.scratch = held
+        self.launcher: Callable[[int, int], Launcher]  # for a device and a stream
+        self.launcher = lru_cache(64)(lambda index, stream: Launcher(arrays, index, stream, held))
 
     def on(self, array: Array) -> Operations:
         return self if usable(self, self.arrays.device_of(array)) else self.plain
@@ -142,10 +146,6 @@ class CudaOperations(Operations):
         steps = copy(self)
         steps.kind = Kind(self.arrays, x, affine, running)
         return steps
-
-    def launcher(self, index: int) -> Launcher:
-        """A launcher for device number `index`, on its current stream."""
-        return Launcher(self.arrays, index, self.scratch)
 
     def take(
         self, x: Array, affine: Affine, running: RunningStatistics | None, mask: Any = None
@@ -170,8 +170,9 @@ class CudaOperations(Operations):
         return own, Taken(kind, own.run, dy)
 
     def _taken(self, kind: Kind, x: Array) -> Taken:
-        run = self.launcher(kind.index)
-        return Taken(kind, run, x if kind.is_dense else self.arrays.copy(x))
+        arrays, index = self.arrays, kind.index
+        run, here = self.launcher(index, arrays.stream(index)), arrays.is_current(index)
+        return Taken(kind, run, x if kind.is_dense else arrays.copy(x), here)
 
     def contiguous(self, array: Array | None) -> Any:
         """The array, or a row-major copy of it."""
@@ -205,7 +206,8 @@ class CudaOperations(Operations):
             rows = arrays.xp.concatenate([arrays.near(part.rows, first) for part in parts])
             one, label = self._row(labels, channels, index)
             places = arrays.pointer(rows), len(parts), channels, arrays.pointer(one)
-            grid.merge_parts(self.launcher(index), *places, grid.Check(label))
+            run = self.launcher(index, arrays.stream(index))
+            grid.merge_parts(run, *places, grid.Check(label))
         return Moments(one, total_count(parts))
 
     def statistics(self, total: Moments, rule: NormRule) -> Statistics:
@@ -270,7 +272,8 @@ class CudaOperations(Operations):
         arrays, y, (statistics, affine, rule) = self.arrays, self._target(x, out), norm
         parts, check = (0, 0), grid.NO_CHECK
         if total is not None:
-            rows, check = self.contiguous(total.rows), _check(total.labels)
+            rows, check = total.rows, _check(total.labels)
+            rows = rows if total.labels is not None else self.contiguous(rows)
             parts = arrays.pointer(rows), rows.shape[0]
         grid.normalize(
             x.run,

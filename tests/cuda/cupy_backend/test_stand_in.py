@@ -25,7 +25,7 @@ def fault(gpu, match):
 def merge(parts, size=1):
     """A launch with the bare address of `parts`: who calls keeps the memory."""
     into = sys.modules["cupy"].empty(8)
-    run = sys.modules[BACKEND].OPERATIONS.launcher(sys.modules["cupy"].cuda.runtime.getDevice())
+    run = sys.modules[BACKEND].OPERATIONS.launcher(sys.modules["cupy"].cuda.runtime.getDevice(), 0)
     cuda.merge_parts(run, parts, size, 3, into.data.ptr)
     return into
 
