@@ -69,7 +69,7 @@ def files(*folders: Path) -> set[Path]:
     ("package", "ceiling"),
     [
         ("core without CUDA", 4562),
-        ("CUDA", 2818),
+        ("CUDA", 2745),
         ("syncbn_torch", 3879),
         ("syncbn_verify", 1568),
         ("syncbn_jax", 226),

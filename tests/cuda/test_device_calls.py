@@ -32,6 +32,6 @@ def test_a_step_makes_no_more_calls_and_two_launches_each_way() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    for what, calls, launches in (("forward", 204, 2), ("both", 424, 4)):
+    for what, calls, launches in (("forward", 204, 2), ("both", 423, 4)):
         assert found[what]["python"] + found[what]["c"] <= calls, found
         assert found[what]["launches"] == launches, found

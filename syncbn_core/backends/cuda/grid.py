@@ -368,12 +368,7 @@ class _Cut(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _reduction(
-    step: _Step,
-    activation: str | None,
-    threads: int,
-    multiprocessors: int,
-    x: Sizes,
-    *offsets: int,
+    step: _Step, activation: str | None, threads: int, multiprocessors: int, x: Sizes, *offsets: int
 ) -> _Cut:
     """For a reduction over the channels of views, which must not be empty."""
     step = step.of(activation)
@@ -446,22 +441,10 @@ def normalize(
         merge_parts(run, parts, num_parts, channels, one, check)
         parts, num_parts, check = one, 1, NO_CHECK
     cut = _elementwise(_NORMALIZE, rule.activation, run.threads, sizes, x.offset, y.offset)
-    run.launch(
-        cut.source,
-        cut.grid,
-        x.pointer,
-        y.pointer,
-        *cut.sizes,
-        *parameters,
-        parts,
-        num_parts,
-        rule.eps,
-        int(rule.clamps),
-        *running,
-        *check,
-        into,
-        *(() if rule.activation is None else (rule.negative_slope,)),
-    )
+    of_x = x.pointer, y.pointer, *cut.sizes
+    numbers = *parameters, parts, num_parts, rule.eps, int(rule.clamps), *running, *check, into
+    last = () if rule.activation is None else (rule.negative_slope,)
+    run.launch(cut.source, cut.grid, *of_x, *numbers, *last)
     del keep
 
 
@@ -487,24 +470,10 @@ def backward_reduce(
     device, offsets = (run.threads, run.multiprocessors), (x.offset, dy.offset)
     cut = _reduction(_BACKWARD_REDUCE, rule.activation, *device, x.sizes, *offsets)
     partials, counters, *_kept = run.shared_sums(*cut.needs) if cut.needs else (0, 0)
-    run.launch(
-        cut.source,
-        cut.grid,
-        x.pointer,
-        dy.pointer,
-        *cut.sizes,
-        partials,
-        counters,
-        statistics,
-        parameters.weight,
-        parameters.weight_code,
-        code,
-        label,
-        into,
-        grad_weight,
-        grad_bias,
-        *_extras(parameters, rule),
-    )
+    of_x = x.pointer, dy.pointer, *cut.sizes, partials, counters, statistics
+    numbers = *parameters[:2], code, label, into, grad_weight, grad_bias
+    last = () if rule.activation is None else (*parameters[2:], rule.negative_slope)
+    run.launch(cut.source, cut.grid, *of_x, *numbers, *last)
 
 
 def backward_input(
@@ -527,29 +496,10 @@ def backward_input(
         return
     offsets = (x.offset, dy.offset, dx.offset)
     cut = _elementwise(_BACKWARD_INPUT, rule.activation, run.threads, x.sizes, *offsets)
-    run.launch(
-        cut.source,
-        cut.grid,
-        x.pointer,
-        dy.pointer,
-        dx.pointer,
-        *cut.sizes,
-        statistics,
-        parameters.weight,
-        parameters.weight_code,
-        sums,
-        *check,
-        rule.eps,
-        int(rule.clamps),
-        *_extras(parameters, rule),
-    )
-
-
-def _extras(parameters: Parameters, rule: NormRule) -> tuple[Any, ...]:
-    """What the kernels of backward take for an activation."""
-    if rule.activation is None:
-        return ()
-    return parameters.bias, parameters.bias_code, rule.negative_slope
+    of_x = x.pointer, dy.pointer, dx.pointer, *cut.sizes, statistics
+    numbers = *parameters[:2], sums, *check, rule.eps, int(rule.clamps)
+    last = () if rule.activation is None else (*parameters[2:], rule.negative_slope)
+    run.launch(cut.source, cut.grid, *of_x, *numbers, *last)
 
 
 def merge_parts(

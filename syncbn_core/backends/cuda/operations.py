@@ -275,17 +275,8 @@ class CudaOperations(Operations):
             rows, check = total.rows, _check(total.labels)
             rows = rows if total.labels is not None else self.contiguous(rows)
             parts = arrays.pointer(rows), rows.shape[0]
-        grid.normalize(
-            x.run,
-            x,
-            y,
-            self._parameters(affine),
-            *parts,
-            arrays.pointer(statistics.table),
-            rule=rule,
-            running=running,
-            check=check,
-        )
+        places = self._parameters(affine), *parts, arrays.pointer(statistics.table)
+        grid.normalize(x.run, x, y, *places, rule=rule, running=running, check=check)
         return _in_place_of(y.array, out)
 
     @_launching
@@ -305,19 +296,10 @@ class CudaOperations(Operations):
         exchange = arrays.empty(size, "float64", index)
         gradients = arrays.empty((2, channels), dtype, index)
         grad_weight, grad_bias = gradients[0], gradients[1]
-        grid.backward_reduce(
-            x.run,
-            x,
-            dy,
-            arrays.pointer(statistics.table),
-            self._parameters(affine),
-            arrays.pointer(exchange),
-            arrays.pointer(grad_weight),
-            arrays.pointer(grad_bias),
-            rule=rule,
-            code=grid.CODES[dtype],
-            label=grid.NO_LABEL if labels is None else labels.own,
-        )
+        table, own = arrays.pointer(statistics.table), self._parameters(affine)
+        results = [arrays.pointer(array) for array in (exchange, grad_weight, grad_bias)]
+        code, label = grid.CODES[dtype], grid.NO_LABEL if labels is None else labels.own
+        grid.backward_reduce(x.run, x, dy, table, own, *results, rule=rule, code=code, label=label)
         return Sums(exchange, grad_weight, grad_bias)
 
     @_launching
@@ -337,17 +319,9 @@ class CudaOperations(Operations):
         if 0 in x.sizes and labels is not None:
             labels.check_total(total)  # no kernel runs
         dx = self._target(x, out, dy)
-        grid.backward_input(
-            x.run,
-            x,
-            dy,
-            dx,
-            arrays.pointer(statistics.table),
-            self._parameters(affine),
-            0 if total is None else arrays.pointer(total),
-            rule=rule,
-            check=_check(labels),
-        )
+        table, own = arrays.pointer(statistics.table), self._parameters(affine)
+        sums = 0 if total is None else arrays.pointer(total)
+        grid.backward_input(x.run, x, dy, dx, table, own, sums, rule=rule, check=_check(labels))
         return _in_place_of(dx.array, out)
 
     def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
