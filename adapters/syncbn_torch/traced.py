@@ -15,8 +15,9 @@ from torch.autograd import Function
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import StateError
+from syncbn_core.labels import Labels
 from syncbn_core.masks import Valid, filled, without_filled
-from syncbn_core.moments import Moments, NormRule
+from syncbn_core.moments import Moments, NormRule, Statistics
 from syncbn_core.steps import Affine, Norm, RunningStatistics
 from syncbn_torch._torch_private import (
     COMPARES_GROUPS_BY_TYPE,
@@ -91,7 +92,7 @@ def _group_for(process_group: Any, dtype: torch.dtype, guarded: int) -> str:
 
 
 class TracedBatchNorm(Function):
-    """Returns y, and the row of moments as `compiled_exchange` describes it.
+    """Returns y, and the table of `Statistics`.
 
     `number`: of the layer, plus a fraction of its own in each place of the graph. `group`: from
     `compiled_exchange.group_for`; "" for a layer alone.
@@ -110,32 +111,32 @@ class TracedBatchNorm(Function):
         *rule: Any,
     ) -> tuple[Tensor, Tensor]:
         operations, affine, settings = plain.TRACED, Affine(weight, bias), NormRule(*rule)
-        moments = operations.moments(x)
+        moments = operations.moments(x, Labels(number, 0, None, 0))  # type: ignore[arg-type]
         if fill is not None:
             moments = without_filled(torch, moments, count, fill)
         total = moments.rows[0]
         if group:
-            total = _exchange(torch.cat([total[:-1], number]), "moments", group)
+            total = _exchange(total, "moments", group)
         statistics = operations.statistics(Moments(total[None], None), settings)
         y: Tensor = operations.forward(x, Norm(statistics, affine, settings))
         # torch 2.11 takes gradients of an earlier operation that returned the same tensor, as `to`
         # may do: they are 0. Inductor copies nothing.
         y = y.clone()
-        ctx.save_for_backward(x, *affine.for_backward(settings), total, number)
+        table = statistics.table
+        ctx.save_for_backward(x, *affine.for_backward(settings), table, total[-1:], number)
         ctx.group, ctx.rule = group, rule
-        ctx.mark_non_differentiable(total)
-        return y, total
+        ctx.mark_non_differentiable(table)
+        return y, table
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
         operations, group, rule = plain.TRACED, ctx.group, NormRule(*ctx.rule)
-        x, weight, bias, total, number = ctx.saved_tensors
-        statistics = operations.statistics(Moments(total[None], None), rule)
-        norm = Norm(statistics, Affine(weight, bias), rule)
+        x, weight, bias, table, call, number = ctx.saved_tensors
+        norm = Norm(Statistics(table, None), Affine(weight, bias), rule)
         sums = operations.backward_reduce(x, dy, norm)
         of_all = sums.exchange
         if group:
-            message = torch.cat([of_all.reshape(-1), total[-1:], number])
+            message = torch.cat([of_all.reshape(-1), call, number])
             of_all = _exchange(message, "sums", group)[:-2].reshape(2, -1)
         dx = operations.backward_input(x, dy, norm, of_all)
         _, by_weight, by_bias, *_ = ctx.needs_input_grad
@@ -160,11 +161,10 @@ def _in_graph(
     else:  # a CUDA graph can't read the layer's number
         number = torch.full((1,), place, dtype=number.dtype, device=x.device)
     y: Tensor
-    y, total = TracedBatchNorm.apply(x, *affine, number, *(valid or (None, None)), group, *rule)
+    y, table = TracedBatchNorm.apply(x, *affine, number, *(valid or (None, None)), group, *rule)
     if running is not None:
         with torch.no_grad():
-            statistics = plain.TRACED.statistics(Moments(total[None], None), rule)
-            plain.TRACED.update_running(running, statistics)
+            plain.TRACED.update_running(running, Statistics(table, None))
     return y
 
 

@@ -48,7 +48,7 @@ class PlainOperations(Operations):
         if count == 0:
             zeros = arrays.sum(x, axes)
             return self.of_one_part(0, zeros, zeros, labels)
-        shift = self._shift(x)
+        (shift,) = self.stored(self._shift(x))
         deviations = arrays.difference(x, column(shift, x))
         mean, m2 = arrays.mean_and_m2(deviations, axes, count)
         return self.of_one_part(count, self._wide(shift) + mean, m2, labels)
@@ -101,17 +101,19 @@ class PlainOperations(Operations):
         total: Moments | None = None,
     ) -> Array:
         statistics, affine, rule = norm
-        deviations, rest = self._deviations(x, statistics)
+        rounded, rest = self._rounded(x, statistics)
         scale = statistics.invstd
         if affine.weight is not None:
             scale = scale * self._wide(affine.weight)
         shift = -rest * scale
         if affine.bias is not None:
             shift = shift + self._wide(affine.bias)
+        rounded, scale, shift = self._columns(x, rounded, scale, shift)
+        deviations = self.arrays.difference(x, rounded)
         if rule.activation is None:
-            y = self._scaled(deviations, scale, shift, x.dtype)
+            y = self.arrays.scaled(deviations, scale, shift, x.dtype)
         else:
-            z = self._scaled(deviations, scale, shift, deviations.dtype)
+            z = self.arrays.scaled(deviations, scale, shift, deviations.dtype)
             y = self._activated(z, rule)
         if running is not None:
             self.update_running(running, statistics)
@@ -136,7 +138,8 @@ class PlainOperations(Operations):
         arrays, axes = self.arrays, axes_of(x)
         dy = self.through_activation(x, dy, norm)
         sum_dy = arrays.sum(dy, axes)
-        deviations, rest = self._deviations(x, statistics)
+        rounded, rest = self._rounded(x, statistics)
+        deviations = arrays.difference(x, *self._columns(x, rounded))
         sum_dy_deviations = arrays.sum(arrays.product(deviations, dy), axes) - rest * sum_dy
         sums = self.xp.stack([sum_dy, sum_dy_deviations * statistics.invstd])
         dtype = x.dtype if affine.weight is None else affine.weight.dtype
@@ -170,9 +173,12 @@ class PlainOperations(Operations):
         if rule.clamps:
             mean_dy_xhat = self.xp.where(statistics.m2 / count < rule.eps, 0.0, mean_dy_xhat)
         slope = mean_dy_xhat * invstd * invstd
-        deviations, rest = self._deviations(x, statistics)
-        values = self._scaled(deviations, -slope, rest * slope - mean_dy * invstd, deviations.dtype)
-        dx = self.arrays.plus_scaled(values, dy, self._column(scale, values), x.dtype)
+        rounded, rest = self._rounded(x, statistics)
+        numbers = rounded, -slope, rest * slope - mean_dy * invstd, scale
+        rounded, slope, shift, scale = self._columns(x, *numbers)
+        deviations = self.arrays.difference(x, rounded)
+        values = self.arrays.scaled(deviations, slope, shift, deviations.dtype)
+        dx = self.arrays.plus_scaled(values, dy, scale, x.dtype)
         return self._result(dx, x, out)
 
     def through_activation(self, x: Array, dy: Array, norm: Norm) -> Array:
@@ -247,20 +253,24 @@ class PlainOperations(Operations):
     def _wide(self, values: Array) -> Array:
         return self.arrays.cast(values, self.arrays.widest(values))
 
-    def _deviations(self, x: Array, statistics: Statistics) -> tuple[Array, Array]:
-        """`x - r` in the working dtype, where r is the rounded mean, and `mean - r` `(C,)`."""
+    def _rounded(self, x: Array, statistics: Statistics) -> tuple[Array, Array]:
+        """The mean, rounded to the working dtype, and what it lacks then; both `(C,)`."""
         mean = statistics.mean
         rounded = self.arrays.constant(self.arrays.cast(mean, self.arrays.working(x)))
-        return self.arrays.difference(x, column(rounded, x)), mean - self._wide(rounded)
+        return rounded, mean - self._wide(rounded)
 
-    def _scaled(self, values: Array, scale: Array, shift: Array, dtype: Any) -> Array:
-        """`values * scale + shift` as `dtype`, with numbers per channel."""
-        scales, shifts = (self._column(each, values) for each in (scale, shift))
-        return self.arrays.scaled(values, scales, shifts, dtype)
+    def _columns(self, x: Array, *values: Array) -> list[Array]:
+        """Numbers per channel in the working dtype, as `column`."""
+        dtype = self.arrays.working(x)
+        rounded = [self.arrays.cast(each, dtype) for each in values]
+        return [column(each, x) for each in self.stored(*rounded)]
 
-    def _column(self, values: Array, like: Array) -> Array:
-        """`column`, in the dtype of `like`."""
-        return column(self.arrays.cast(values, like.dtype), like)
+    def stored(self, *values: Array) -> Sequence[Array]:
+        """Numbers per channel, `(C,)` of one dtype, with which each element of x is computed.
+
+        A compiler may else compute them anew for each element.
+        """
+        return values
 
     def _at_least_one(self, count: Any) -> Any:
         return max(count, 1) if isinstance(count, int) else self.xp.where(count < 1, 1, count)

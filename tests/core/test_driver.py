@@ -115,7 +115,7 @@ def source_of(codes: str = "q", key: str = "kernel", **options: Any) -> Source:
 
 def test_arguments_arrive_as_declared(machine: Machine) -> None:
     """Where a float64 is due, a kernel would take the bits of an int for one."""
-    launch = kernels.launch_of(source_of("qdq", extras="d"), 0)
+    launch = kernels.launch_of(source_of("qdq(d)"), 0)
     launch((34, 5), 7, 2**62, 3, True, 1)
     (found,) = machine.stub.launches
     assert found == (0, 256, (34, 5), 7, 2**62, 3.0, 1, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,19 @@ class TracedArrays(DifferentiableArrays):
     working: Any = TensorArrays.working
 
 
+class TracedOperations(PlainOperations):
+    """The steps that torch.compile traces."""
+
+    def stored(self, *values: Tensor) -> Sequence[Tensor]:
+        # On a CPU, Inductor stores what it concatenates. Other numbers per channel, with their
+        # conversions and divisions in float64, it computes anew for each element.
+        if not values[0].is_cpu:
+            return values
+        if len(values) == 1:
+            return (torch.cat([values[0], values[0].new_zeros(1)])[:-1],)
+        return torch.cat(values).reshape(len(values), -1).unbind()
+
+
 OPERATIONS = PlainOperations(ARRAYS)  # called by the nodes of `autograd`
 DIFFERENTIABLE = PlainOperations(DifferentiableArrays(torch))  # torch differentiates these
-TRACED = PlainOperations(TracedArrays(torch))  # torch.compile traces these
+TRACED = TracedOperations(TracedArrays(torch))
