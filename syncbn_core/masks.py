@@ -68,7 +68,8 @@ def without_filled(xp: Any, part: Moments, count: Any, fill: Array) -> Moments:
     `xp`: the library of the moments and of `fill` `(C,)`. `count`: an int, or an array `()`.
     """
     row = part.rows[0]
-    total, mean, m2, n = row[:1], part.mean, part.m2, row[:1] * 0 + count
+    total, n, channels = row[:1], row[:1] * 0 + count, len(row) // 2 - 1
+    mean, m2 = row[1 : 1 + channels], row[1 + channels : -1]
     with np.errstate(invalid="ignore", over="ignore") if xp is np else nullcontext():
         delta = (mean - fill) * (total / (n + (n == 0)))
         m2 = m2 - n * (total - n) / (total + (total == 0)) * delta * delta

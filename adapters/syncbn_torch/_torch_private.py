@@ -46,6 +46,7 @@ __all__ = [
     "resolve_group",
     "saving_runs_hooks",
     "timeout_of",
+    "traced_graph",
     "transforming",
     "untraced",
     "watch_saving",
@@ -248,6 +249,11 @@ def constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
     # what `torch.compiler.assume_constant_result` does, which imports torch._dynamo: one second
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def traced_graph() -> Any:
+    """What torch.compile keeps of the graph that it traces now; None outside of torch.compile."""
+    return torch._guards.TracingContext.try_get()
 
 
 def default_group() -> Any:

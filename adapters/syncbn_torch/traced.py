@@ -6,8 +6,8 @@ torch.compile traces both directions, and joins the operations with those beside
 from __future__ import annotations
 
 from importlib import import_module
-from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch.autograd import Function
 
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import StateError
-from syncbn_core.labels import Labels
 from syncbn_core.masks import Valid, filled, without_filled
 from syncbn_core.moments import Moments, NormRule, Statistics
 from syncbn_core.steps import Affine, Norm, RunningStatistics
@@ -24,6 +23,7 @@ from syncbn_torch._torch_private import (
     constant_while_tracing,
     default_group,
     exporting,
+    traced_graph,
     untraced,
 )
 from syncbn_torch.activations import activated
@@ -48,7 +48,7 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     has_group = layer.process_group is not None or default_group() is not None
     if layer.training and has_group and not alone:
         group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
-    if not group and not rule.clamps and mask is None:
+    if not group and rule.mode != "clamp" and mask is None:
         return activated(by_torch(layer, x), layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
     check_operands(layer, x, affine, running)
@@ -111,12 +111,12 @@ class TracedBatchNorm(Function):
         *rule: Any,
     ) -> tuple[Tensor, Tensor]:
         operations, affine, settings = plain.TRACED, Affine(weight, bias), NormRule(*rule)
-        moments = operations.moments(x, Labels(number, 0, None, 0))  # type: ignore[arg-type]
+        moments = operations.moments(x)
         if fill is not None:
             moments = without_filled(torch, moments, count, fill)
         total = moments.rows[0]
         if group:
-            total = _exchange(total, "moments", group)
+            total = _exchange(torch.cat([total[:-1], number]), "moments", group)
         statistics = operations.statistics(Moments(total[None], None), settings)
         y: Tensor = operations.forward(x, Norm(statistics, affine, settings))
         # torch 2.11 takes gradients of an earlier operation that returned the same tensor, as `to`
@@ -170,13 +170,18 @@ def _in_graph(
 
 @constant_while_tracing
 def _next_place() -> float:
-    """A fraction, another one in each call: torch merges equal collectives of a graph into one."""
-    return next(_places) * 2**-20 % 1
+    """A fraction, another one in each call: torch merges equal collectives of a graph into one.
+
+    In each graph they begin anew, or Inductor would not find the graph in its cache.
+    """
+    # Not from 0: Inductor drops `number + 0`, and in torch 2.14 then takes the layer's number, an
+    # input of the graph, for a result within a checkpoint.
+    graph = traced_graph() or traced_graph  # none where torch.export traces alone
+    _places[graph] = place = _places.get(graph, 0) + 1
+    return place * 2**-20 % 1
 
 
-# Not from 0: Inductor drops `number + 0`, and in torch 2.14 then takes the layer's number, an input
-# of the graph, for a result within a checkpoint.
-_places = count(1)
+_places: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by graph
 
 
 def _exchange(values: Tensor, direction: str, group: str) -> Tensor:

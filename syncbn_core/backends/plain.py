@@ -87,8 +87,9 @@ class PlainOperations(Operations):
             total.labels.check_rows(total.rows)
         count, mean, m2 = merged_rows(total.rows)
         var = m2 / self._at_least_one(count if total.count is None else total.count)
+        clamps = rule.mode == "clamp"
         # `where`, not `maximum`, whose gradient at var == eps is 1/2
-        var = self.xp.where(var < rule.eps, rule.eps, var) if rule.clamps else var + rule.eps
+        var = self.xp.where(var < rule.eps, rule.eps, var) if clamps else var + rule.eps
         table = self.xp.concatenate([count, mean, m2, 1.0 / self.xp.sqrt(var)])
         return Statistics(table, total.count)
 
@@ -101,8 +102,8 @@ class PlainOperations(Operations):
         total: Moments | None = None,
     ) -> Array:
         statistics, affine, rule = norm
-        rounded, rest = self._rounded(x, statistics)
-        scale = statistics.invstd
+        mean, _, scale = per_channel(statistics)
+        rounded, rest = self._rounded(x, mean)
         if affine.weight is not None:
             scale = scale * self._wide(affine.weight)
         shift = -rest * scale
@@ -135,13 +136,13 @@ class PlainOperations(Operations):
         self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
         statistics, affine, _ = norm
-        arrays, axes = self.arrays, axes_of(x)
+        arrays, axes, (mean, _, invstd) = self.arrays, axes_of(x), per_channel(statistics)
         dy = self.through_activation(x, dy, norm)
         sum_dy = arrays.sum(dy, axes)
-        rounded, rest = self._rounded(x, statistics)
+        rounded, rest = self._rounded(x, mean)
         deviations = arrays.difference(x, *self._columns(x, rounded))
         sum_dy_deviations = arrays.sum(arrays.product(deviations, dy), axes) - rest * sum_dy
-        sums = self.xp.stack([sum_dy, sum_dy_deviations * statistics.invstd])
+        sums = self.xp.stack([sum_dy, sum_dy_deviations * invstd])
         dtype = x.dtype if affine.weight is None else affine.weight.dtype
         exchange = sums if affine.weight is None else sums * self._wide(affine.weight)
         cast = self.arrays.cast
@@ -157,7 +158,7 @@ class PlainOperations(Operations):
         labels: Labels | None = None,
     ) -> Array:
         statistics, affine, rule = norm
-        invstd = statistics.invstd
+        mean, m2, invstd = per_channel(statistics)
         if total is not None and labels is not None and len(total.shape) == 1:
             wrong = labels.check_total(total)
             total = self.xp.where(wrong, math.nan, total[:-1]).reshape(2, -1)
@@ -170,10 +171,10 @@ class PlainOperations(Operations):
             return self._result(self.arrays.multiple(dy, column(of_dy, x)), x, out)
         count = self._at_least_one(_count(statistics))
         mean_dy, mean_dy_xhat = total / count
-        if rule.clamps:
-            mean_dy_xhat = self.xp.where(statistics.m2 / count < rule.eps, 0.0, mean_dy_xhat)
+        if rule.mode == "clamp":
+            mean_dy_xhat = self.xp.where(m2 / count < rule.eps, 0.0, mean_dy_xhat)
         slope = mean_dy_xhat * invstd * invstd
-        rounded, rest = self._rounded(x, statistics)
+        rounded, rest = self._rounded(x, mean)
         numbers = rounded, -slope, rest * slope - mean_dy * invstd, scale
         rounded, slope, shift, scale = self._columns(x, *numbers)
         deviations = self.arrays.difference(x, rounded)
@@ -228,8 +229,9 @@ class PlainOperations(Operations):
         count = _count(statistics)
         if mean is not None and var is not None:
             factor = self._factor(momentum, tracked)
-            unbiased = statistics.m2 / self._at_least_one(count - 1)
-            mean = self._blended(mean, statistics.mean, count, factor)
+            own, m2, _ = per_channel(statistics)
+            unbiased = m2 / self._at_least_one(count - 1)
+            mean = self._blended(mean, own, count, factor)
             var = self._blended(var, unbiased, count, factor)
         new = mean, var, None if tracked is None else tracked + 1
         pairs = [(o, n) for o, n in zip(running, new, strict=False) if o is not None]
@@ -253,9 +255,8 @@ class PlainOperations(Operations):
     def _wide(self, values: Array) -> Array:
         return self.arrays.cast(values, self.arrays.widest(values))
 
-    def _rounded(self, x: Array, statistics: Statistics) -> tuple[Array, Array]:
+    def _rounded(self, x: Array, mean: Array) -> tuple[Array, Array]:
         """The mean, rounded to the working dtype, and what it lacks then; both `(C,)`."""
-        mean = statistics.mean
         rounded = self.arrays.constant(self.arrays.cast(mean, self.arrays.working(x)))
         return rounded, mean - self._wide(rounded)
 
@@ -281,6 +282,13 @@ class PlainOperations(Operations):
             return result
         out[...] = result
         return out
+
+
+def per_channel(statistics: Statistics) -> tuple[Array, Array, Array]:
+    """Mean, m2 and invstd. torch.compile 2.10 traces no properties of tuples."""
+    table, channels = statistics.table, len(statistics.table) // 3
+    end = 1 + 2 * channels
+    return table[1 : 1 + channels], table[1 + channels : end], table[end:]
 
 
 def _count(statistics: Statistics) -> Any:

@@ -7,7 +7,7 @@ import datetime
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from world import (
@@ -31,7 +32,7 @@ from world import (
     whole_batch,
 )
 
-from syncbn_core import exchange
+from syncbn_core import exchange, moments
 from syncbn_core.errors import (
     BatchSizeError,
     CommAborted,
@@ -118,6 +119,48 @@ def as_on_a_device() -> Iterator[None]:
         patch.object(forward, "operations_for", lambda x: plain.OPERATIONS),
     ):
         yield
+
+
+def not_traced(own: property) -> property:
+    def read(self: Any) -> Any:
+        assert not torch.compiler.is_compiling(), "torch 2.10 traces no properties of tuples"
+        return own.fget(self)  # type: ignore[misc]
+
+    return property(read)
+
+
+@on_ranks(2)
+def test_a_graph_reads_no_property_of_a_tuple(rank: int, size: int) -> None:
+    kinds = (moments.Statistics, moments.Moments, moments.NormRule)
+    x, mask = torch.randn(4, 3, 5, 5), torch.tensor([True, False, True, True])
+    with ExitStack() as stack:
+        for kind, own in [(kind, vars(kind)) for kind in kinds]:
+            for name in [name for name, value in own.items() if isinstance(value, property)]:
+                stack.enter_context(patch.object(kind, name, not_traced(own[name])))
+        for mode in ("plus", "clamp"):
+            torch._dynamo.reset()
+            layer = compiled(SynchronizedBatchNorm2d(3, eps_mode=mode))  # type: ignore[arg-type]
+            layer(x, mask).square().mean().backward()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_inductor_finds_a_graph_in_its_cache_after_another_one(rank: int, size: int) -> None:
+    x = torch.randn(4, 3, 5, 5)
+
+    def misses(*models: nn.Module) -> int:
+        """Of the last one, compiled after the others."""
+        torch._dynamo.reset()
+        for model in models:
+            counters.clear()
+            compiled(model, "inductor")(x).square().mean().backward()
+        return int(counters["inductor"]["fxgraph_cache_miss"])
+
+    model, other = (convert_model(own) for own in (Branches(), nn.Sequential(nn.BatchNorm2d(3))))
+    with fresh_cache():
+        assert misses(model) > 0
+        assert misses(other, model) == 0
+        assert counters["inductor"]["fxgraph_cache_hit"] > 0
 
 
 @pytest.mark.slow

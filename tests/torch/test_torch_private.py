@@ -400,6 +400,24 @@ def test_constant_while_tracing_calls_once_and_breaks_no_graph() -> None:
     assert calls == ["four"]
 
 
+def test_traced_graph_is_one_object_in_each_graph() -> None:
+    """Without it, Inductor does not find a graph in its cache that another one came before."""
+    seen: list[Any] = []
+
+    @private.constant_while_tracing
+    def look(_: int) -> int:
+        seen.append(private.traced_graph())
+        return 1
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x * look(1) + look(2), backend="eager")(torch.ones(1))
+    first, second, third, fourth = seen
+    assert first is second is not None
+    assert third is fourth is not first
+    assert private.traced_graph() is None
+
+
 def test_exporting_is_true_for_torch_export_alone() -> None:
     """Without it, export of a layer over processes gives a program with wrong gradients."""
     seen: list[bool] = []
