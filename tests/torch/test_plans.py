@@ -315,6 +315,13 @@ def tracked_again(layer: Layer) -> Call:
     return call
 
 
+def averaged_without_a_counter(layer: Layer) -> None:
+    layer.num_batches_tracked = None
+    for _ in range(2):
+        layer(an_x() * 1)
+    layer.momentum = None
+
+
 def bare(layer: Layer) -> None:
     """Without parameters and statistics only `num_features` says how many channels there are."""
     layer.weight = layer.bias = layer.running_mean = layer.running_var = None
@@ -438,6 +445,7 @@ CHANGES: dict[str, Change] = {
     "mode of all layers": does(lambda layer: set_sbn_eps_mode("clamp")),
     "momentum": attribute("momentum", 0.7),
     "momentum None": attribute("momentum", None),
+    "momentum None without a counter": averaged_without_a_counter,
     "another group": in_another_group,
     "a group without references": attribute("process_group", lambda _: UserGroup()),
     "no group": attribute("process_group", None),

@@ -35,11 +35,11 @@ class Kind:
 
     Attributes:
         index: of the device.
-        form: `(shape, strides, dtype)` of x.
+        form: what `DeviceArrays.form` gives of x.
         layout: that of x, or of the copy that kernels read; `is_dense`: whether they read x itself.
         sizes: how kernels see x.
         copies: whether weight or bias is copied for kernels.
-        in_kernel: whether a kernel can update the running statistics; `code`: their dtype.
+        in_kernel: whether a kernel can write to the running statistics; `code`: their dtype.
     """
 
     def __init__(
@@ -54,12 +54,11 @@ class Kind:
         self.layout = layout
         self.sizes = grid.Sizes(dtype, layout.outer, layout.channels, layout.inner)
         self.copies = not all(own is None or arrays.is_contiguous(own) for own in affine)
-        mean, var, counter, momentum = running or _NO_VECTORS
+        mean, var, counter, _ = running or _NO_VECTORS
         vectors = [own for own in (mean, var, counter) if own is not None]
         names = {arrays.dtype_name(own.dtype) for own in (mean, var) if own is not None}
         self.in_kernel = (
             (mean is None) == (var is None)
-            and (momentum is not None or counter is not None)
             and all(arrays.device_of(o) == self.index and arrays.is_contiguous(o) for o in vectors)
             and (counter is None or arrays.dtype_name(counter.dtype) == "int64")
             and (not names or (len(names) == 1 and names <= grid.CODES.keys()))
@@ -234,8 +233,8 @@ class CudaOperations(Operations):
             self.update_running(running, norm.statistics)
             return y
         self.arrays.mark_written([own for own in running[:3] if own is not None])
-        if running.momentum is None:
-            counter: Any = running.num_batches_tracked
+        counter: Any = running.num_batches_tracked
+        if running.momentum is None and counter is not None:
             counter += 1  # not in the kernel, where many blocks read it
         return y
 
@@ -357,7 +356,8 @@ class CudaOperations(Operations):
         places = [
             0 if own is None else pointer(own) or _none(is_empty) for own in (mean, var, counter)
         ]
-        factor = -1.0 if momentum is None else float(momentum)
+        average = 0.0 if counter is None else -1.0
+        factor = average if momentum is None else float(momentum)
         return grid.Running(places[0], places[1], kind.code, places[2], factor)
 
 
