@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,41 @@ def test_a_plan_keeps_no_tensor_and_no_address(gpu):
     assert "tensor(" not in held
     for tensor in layer.state_dict().values():
         assert str(tensor.data_ptr()) not in held
+
+
+def test_a_plan_runs_on_the_stream_of_each_call(gpu):
+    layer, x = plans.a_layer(), torch.randn(8, plans.C, 32, 32)
+    layer.momentum = 0.0
+    expected, streams = layer(x), []
+    for stream, captures in ((0, False), (5, False), (5, True), (6, False)):
+        gpu.here.stream, gpu.here.captures = stream, captures
+        gpu.device.launches.clear()
+        assert torch.equal(layer(x), expected)
+        moments, _ = gpu.device.launches
+        assert moments.grid[1] > 1
+        held = gpu.operations.scratch.get((0, stream))
+        assert (held is None or held.partials not in moments.stored_bytes) == captures
+        streams += [launch.stream for launch in gpu.device.launches]
+    assert streams == [0, 0, 5, 5, 5, 5, 6, 6]
+    assert len(layer._plans) == 1
+
+
+def test_threads_share_a_plan_on_one_stream(gpu):
+    layer, xs = plans.a_layer(), [torch.randn(8, plans.C, 32, 32) for _ in range(2)]
+    layer.momentum = 0.0
+    expected, found = [layer(x) for x in xs], [[], []]
+
+    def run(number):
+        gpu.here.stream = 0
+        for _ in range(5):
+            found[number].append(torch.equal(layer(xs[number]), expected[number]))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[True] * 5] * 2
 
 
 # what a new call must notice on a device, by the element of the key, see `plans.NOTICED_BY`
