@@ -72,6 +72,11 @@ class RunningStatistics(NamedTuple):
     num_batches_tracked: Array | None = None
     momentum: float | None = 0.1
 
+    @property
+    def held(self) -> list[Array]:
+        """Mean, var and counter, as far as there are."""
+        return [array for array in self[:3] if array is not None]
+
 
 class Sums(NamedTuple):
     """The results of `backward_reduce`, over this member's part.

@@ -1,11 +1,17 @@
-"""A layer in a graph of torch.compile: plain operations and two collectives.
+"""A layer in a graph of torch.compile: passes over x, and a collective in each direction.
 
-torch.compile traces both directions, and joins the operations with those beside the layer.
+torch.compile traces both directions, and joins the passes with the operations beside the layer.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
 from importlib import import_module
+from inspect import getfile
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+import syncbn_core
+from syncbn_core.backends.plain import column
 from syncbn_core.comm import SingleCommunicator
 from syncbn_core.errors import StateError
-from syncbn_core.masks import Valid, filled, without_filled
+from syncbn_core.masks import filled, without_filled
 from syncbn_core.moments import Moments, NormRule, Statistics
 from syncbn_core.steps import Affine, Norm, RunningStatistics
 from syncbn_torch._torch_private import (
@@ -47,7 +55,9 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
     group, rule = "", layer._rule
     has_group = layer.process_group is not None or default_group() is not None
     if layer.training and has_group and not alone:
-        group = _group_for(layer.process_group, x.dtype, _guarded(layer.process_group))
+        settings = x.dtype, (rule.eps, rule.mode), layer.momentum
+        own = layer.process_group
+        group = _group_for(own, x.is_cpu, settings, _guarded(own))
     if not group and rule.mode != "clamp" and mask is None:
         return activated(by_torch(layer, x), layer._activation)
     affine, running = Affine(layer.weight, layer.bias), checked_running(layer)
@@ -60,12 +70,13 @@ def traced_batch_norm(layer: LayerState, x: Tensor, mask: Tensor | None = None) 
         )
     if not group and x.numel() <= x.shape[1]:
         return _of_one_value(layer, x, mask)
-    if mask is None:
-        return _in_graph(x, None, affine, running, rule, layer._graph_number, group)
-    mask = checked_mask(mask, x)
-    x, valid = filled(plain.TRACED.arrays, x, mask)
-    y = _in_graph(x, valid, affine, running, rule, layer._graph_number, group)
-    return torch.where(mask, y, 0)
+    known, state = (None, None), tuple(running or RunningStatistics(None, None))
+    if mask is not None:
+        mask = checked_mask(mask, x)
+        x, known = filled(plain.TRACED.arrays, x, mask)
+    given = x, *affine, layer._graph_number, *known, group
+    y = _node(*given, state, tuple(rule), _allow_in_graph())
+    return y if mask is None else torch.where(mask, y, 0)
 
 
 # What torch.compile can't trace, and why.
@@ -84,109 +95,141 @@ def _guarded(process_group: Any) -> int:
 
 
 @constant_while_tracing
-def _group_for(process_group: Any, dtype: torch.dtype, guarded: int) -> str:
-    """`compiled_exchange.group_for`, a constant in the graph."""
-    # imported on first use: there are builds of torch without process groups
-    name: str = import_module("syncbn_torch.compiled_exchange").group_for(process_group, dtype)
-    return name
+def _group_for(process_group: Any, on_cpu: bool, settings: tuple[Any, ...], _: int) -> str:
+    """`compiled_exchange.group_for`, a constant in the graph.
 
-
-class TracedBatchNorm(Function):
-    """Returns y, and the table of `Statistics`.
-
-    `number`: of the layer, plus a fraction of its own in each place of the graph. `group`: from
-    `compiled_exchange.group_for`; "" for a layer alone.
+    Its place is another one in each call, since torch merges equal collectives of a graph into
+    one. Places begin anew in each graph, or Inductor would not find the graph in its cache.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        number: Tensor,
-        count: Tensor | None,
-        fill: Tensor | None,
-        group: str,
-        *rule: Any,
-    ) -> tuple[Tensor, Tensor]:
-        operations, affine, settings = plain.TRACED, Affine(weight, bias), NormRule(*rule)
-        moments = operations.moments(x)
-        if fill is not None:
-            moments = without_filled(torch, moments, count, fill)
-        total = moments.rows[0]
-        if group:
-            total = _exchange(torch.cat([total[:-1], number]), "moments", group)
-        statistics = operations.statistics(Moments(total[None], None), settings)
-        y: Tensor = operations.forward(x, Norm(statistics, affine, settings))
-        # torch 2.11 takes gradients of an earlier operation that returned the same tensor, as `to`
-        # may do: they are 0. Inductor copies nothing.
-        y = y.clone()
-        table = statistics.table
-        ctx.save_for_backward(x, *affine.for_backward(settings), table, total[-1:], number)
-        ctx.group, ctx.rule = group, rule
-        ctx.mark_non_differentiable(table)
-        return y, table
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
-        operations, group, rule = plain.TRACED, ctx.group, NormRule(*ctx.rule)
-        x, weight, bias, table, call, number = ctx.saved_tensors
-        norm = Norm(Statistics(table, None), Affine(weight, bias), rule)
-        sums = operations.backward_reduce(x, dy, norm)
-        of_all = sums.exchange
-        if group:
-            message = torch.cat([of_all.reshape(-1), call, number])
-            of_all = _exchange(message, "sums", group)[:-2].reshape(2, -1)
-        dx = operations.backward_input(x, dy, norm, of_all)
-        _, by_weight, by_bias, *_ = ctx.needs_input_grad
-        grad_weight = sums.grad_weight if by_weight else None
-        grad_bias = sums.grad_bias if by_bias else None
-        return dx, grad_weight, grad_bias, None, None, None, None, *(None for _ in rule)
-
-
-def _in_graph(
-    x: Tensor,
-    valid: Valid | None,
-    affine: Affine,
-    running: RunningStatistics | None,
-    rule: NormRule,
-    number: Tensor,
-    group: str,
-) -> Tensor:
-    """y; updates `running` if given. `valid`: of a mask. `number`: that of the layer."""
-    place = _next_place()
-    if x.is_cpu:
-        number = number + place
-    else:  # a CUDA graph can't read the layer's number
-        number = torch.full((1,), place, dtype=number.dtype, device=x.device)
-    y: Tensor
-    y, table = TracedBatchNorm.apply(x, *affine, number, *(valid or (None, None)), group, *rule)
-    if running is not None:
-        with torch.no_grad():
-            plain.TRACED.update_running(running, Statistics(table, None))
-    return y
-
-
-@constant_while_tracing
-def _next_place() -> float:
-    """A fraction, another one in each call: torch merges equal collectives of a graph into one.
-
-    In each graph they begin anew, or Inductor would not find the graph in its cache.
-    """
-    # Not from 0: Inductor drops `number + 0`, and in torch 2.14 then takes the layer's number, an
-    # input of the graph, for a result within a checkpoint.
     graph = traced_graph() or traced_graph  # none where torch.export traces alone
     _places[graph] = place = _places.get(graph, 0) + 1
-    return place * 2**-20 % 1
+    # imported on first use: there are builds of torch without process groups
+    group_for = import_module("syncbn_torch.compiled_exchange").group_for
+    return group_for(process_group, on_cpu, place, *settings)  # type: ignore[no-any-return]
 
 
+ON_HOST = "host "  # the begin of a group's name: the exchange computes what is per channel
 _places: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by graph
 
 
-def _exchange(values: Tensor, direction: str, group: str) -> Tensor:
-    """Send `values`, see `compiled_exchange`."""
+@constant_while_tracing
+def _allow_in_graph() -> str:
+    """Let torch.compile call `_node`; returns a digest of what it runs.
+
+    Within a checkpoint, torch finds a graph in its cache by the name of `_node` and what it is
+    given, so another version must be given another digest.
+    """
+    torch.compiler.allow_in_graph(_node)  # it imports torch._dynamo, which takes a second
+    return _digest()
+
+
+@cache
+def _digest() -> str:
+    folders = [Path(getfile(each)).parent for each in (syncbn_core, TracedBatchNorm)]
+    sources = [path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return sha256(b"".join(sources)).hexdigest()
+
+
+def _node(*given: Any) -> Tensor:
+    """One call in torch.compile's graph: to trace bytecode takes longer than to trace operations.
+
+    Returns y; updates the running statistics.
+    """
+    *call, running, rule, _ = given
+    held = RunningStatistics(*running)
+    y: Tensor
+    y, *new = TracedBatchNorm.apply(*call, held, NormRule(*rule))
+    with torch.no_grad():
+        plain.TRACED.arrays.assign(held.held, new)
+    return y
+
+
+class TracedBatchNorm(Function):
+    """Returns y and the new running statistics, as many as there are.
+
+    `number`: of the layer. `valid`, `fill`: what is known of an x that a mask has filled. `group`:
+    from `compiled_exchange.group_for`; "" for a layer alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, ...]:
+        x, weight, bias, number, valid, fill, group, running, rule = call
+        do, shape = plain.TRACED, x.shape
+        count = math.prod((shape[0], *shape[2:]))
+        shift = do.shift(x) if count else x.new_zeros(shape[1], dtype=do.arrays.working(x))
+        deviations = do.arrays.difference(x, column(shift, x))
+        affine = _or_constant(weight, 1, shift), _or_constant(bias, 0, shift)
+        rows = [shift, *do.two_sums(x, deviations, shift), *affine]
+        if group.startswith(ON_HOST):
+            counts = shift.new_full((2,), count, dtype=torch.float64)
+            if fill is not None:
+                rows, counts = [*rows, fill], torch.stack([counts[0], valid])
+            layer = number if x.is_cpu else torch.zeros(1, device=x.device)
+            sent = _joined(*rows, counts, layer), shift.new_empty((3, shape[1])), *running.held
+            message, numbers, *new = _exchanged(f"forward {group}", sent)
+        else:
+            own = do.moments_of_sums(count, *rows[:3])
+            if fill is not None:
+                own = without_filled(torch, own, valid, fill)
+            total, last = _moments_of_all(own, group)
+            statistics = do.statistics(total, rule)
+            new, message = do.updated(running, statistics), _joined(statistics.table, last)
+            numbers = do.of_forward(Norm(statistics, Affine(*affine), rule), shift.dtype)
+        ctx.save_for_backward(x, weight, numbers, message)
+        ctx.group, ctx.rule = group, rule
+        ctx.mark_non_differentiable(*new)
+        return do.normalized(x, numbers, rule), *new
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+        do, group, rule = plain.TRACED, ctx.group, ctx.rule
+        x, weight, numbers, message = ctx.saved_tensors
+        if rule.activation is not None:
+            dy = do.through_activation(x, dy, numbers, rule)
+        mean = numbers[0]
+        two, scale = do.two_sums(x, dy, mean), _or_constant(weight, 1, mean)
+        table, call = message[: 3 * len(mean) + 1], message[-1:]
+        if group.startswith(ON_HOST):
+            sent = _joined(*two, scale, table, call), numbers.new_empty((4, len(mean)))
+            gradients, numbers = _exchanged(f"backward {group}", sent)
+            gradients = gradients[: 2 * len(mean)].reshape(2, -1)
+        else:
+            norm = Norm(Statistics(table, None), Affine(scale), rule)
+            gradients = do.of_sums(norm, *two, mean.dtype)
+            total = _sums_of_all(gradients * scale, call, group)
+            numbers = do.of_backward(norm, total, mean.dtype)
+        by_bias, by_weight = gradients.to((x if weight is None else weight).dtype)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_affine = by_weight if needs_weight else None, by_bias if needs_bias else None
+        return do.gradient(x, dy, numbers), *of_affine, *(None,) * 6
+
+
+def _or_constant(values: Tensor | None, constant: float, like: Tensor) -> Tensor:
+    """`values`, or as many of a constant."""
+    return torch.full_like(like, constant) if values is None else values
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    return torch.cat([part.to(torch.float64) for part in parts])
+
+
+def _exchanged(name: str, values: Sequence[Tensor]) -> list[Tensor]:
+    """What `compiled_exchange` puts in place of `values`."""
     collectives = torch.ops._c10d_functional
-    name = f"{direction} {group}"
-    result: Tensor = collectives.wait_tensor(collectives.all_reduce(values, "sum", name))
-    return result
+    own = collectives.all_reduce_coalesced([*values], "sum", name)
+    return [*map(collectives.wait_tensor, own)]
+
+
+def _moments_of_all(own: Moments, group: str) -> tuple[Moments, Tensor]:
+    row = own.rows[0]
+    if group:
+        (row,) = _exchanged(f"moments {group}", [row])
+        own = Moments(row[None], None)
+    return own, row[-1:]
+
+
+def _sums_of_all(sums: Tensor, call: Tensor, group: str) -> Tensor:
+    if not group:
+        return sums
+    (total,) = _exchanged(f"sums {group}", [_joined(sums.reshape(-1), call)])
+    return total[:-1].reshape(sums.shape)

@@ -48,12 +48,18 @@ class PlainOperations(Operations):
         if count == 0:
             zeros = arrays.sum(x, axes)
             return self.of_one_part(0, zeros, zeros, labels)
-        (shift,) = self.stored(self._shift(x))
+        shift = self.shift(x)
         deviations = arrays.difference(x, column(shift, x))
         mean, m2 = arrays.mean_and_m2(deviations, axes, count)
-        return self.of_one_part(count, self._wide(shift) + mean, m2, labels)
+        return self.of_one_part(count, self.wide(shift) + mean, m2, labels)
 
-    def _shift(self, x: Array) -> Array:
+    def moments_of_sums(self, count: Any, shift: Array, sum_: Array, squares: Array) -> Moments:
+        """Those of `count` values: given the sums of `values - shift`, and of their squares."""
+        mean, squares = self.wide(sum_) / self.at_least_one(count), self.wide(squares)
+        m2 = squares - count * mean * mean
+        return self.of_one_part(count, self.wide(shift) + mean, self.xp.where(m2 < 0, 0.0, m2))
+
+    def shift(self, x: Array) -> Array:
         """A number near the mean of each channel, `(C,)` in the working dtype.
 
         The mean of the first n/16 of n values. It is at most 4 standard deviations from the mean,
@@ -86,10 +92,9 @@ class PlainOperations(Operations):
         if total.labels is not None:
             total.labels.check_rows(total.rows)
         count, mean, m2 = merged_rows(total.rows)
-        var = m2 / self._at_least_one(count if total.count is None else total.count)
-        clamps = rule.mode == "clamp"
+        var = m2 / self.at_least_one(count if total.count is None else total.count)
         # `where`, not `maximum`, whose gradient at var == eps is 1/2
-        var = self.xp.where(var < rule.eps, rule.eps, var) if clamps else var + rule.eps
+        var = self.xp.where(var < rule.eps, rule.eps, var) if rule.clamps else var + rule.eps
         table = self.xp.concatenate([count, mean, m2, 1.0 / self.xp.sqrt(var)])
         return Statistics(table, total.count)
 
@@ -101,24 +106,29 @@ class PlainOperations(Operations):
         out: Any = None,
         total: Moments | None = None,
     ) -> Array:
-        statistics, affine, rule = norm
-        mean, _, scale = per_channel(statistics)
-        rounded, rest = self._rounded(x, mean)
-        if affine.weight is not None:
-            scale = scale * self._wide(affine.weight)
-        shift = -rest * scale
-        if affine.bias is not None:
-            shift = shift + self._wide(affine.bias)
-        rounded, scale, shift = self._columns(x, rounded, scale, shift)
-        deviations = self.arrays.difference(x, rounded)
-        if rule.activation is None:
-            y = self.arrays.scaled(deviations, scale, shift, x.dtype)
-        else:
-            z = self.arrays.scaled(deviations, scale, shift, deviations.dtype)
-            y = self._activated(z, rule)
+        y = self.normalized(x, self.of_forward(norm, self.arrays.working(x)), norm.rule)
         if running is not None:
-            self.update_running(running, statistics)
+            self.update_running(running, norm.statistics)
         return self._result(y, x, out)
+
+    def of_forward(self, norm: Norm, dtype: Any) -> Array:
+        """Numbers a, b, c of each channel, `(3, C)` of `dtype`: `z = (x - a) * b + c`."""
+        rounded, rest = self._rounded(norm, dtype)
+        scale, bias = self._scale(norm), norm.affine.bias
+        shift = -rest * scale
+        if bias is not None:
+            shift = shift + self.wide(bias)
+        return self._stacked(dtype, rounded, scale, shift)
+
+    def normalized(self, x: Array, numbers: Array, rule: NormRule) -> Array:
+        """y, given the numbers of `of_forward`."""
+        dtype = x.dtype if rule.activation is None else numbers.dtype
+        return self._activated(self._line(x, numbers, dtype), rule)
+
+    def _line(self, x: Array, numbers: Array, dtype: Any) -> Array:
+        """`(x - a) * b + c` as `dtype`."""
+        mean, scale, shift = [column(numbers[n], x) for n in range(3)]
+        return self.arrays.scaled(self.arrays.difference(x, mean), scale, shift, dtype)
 
     def forward_eval(
         self,
@@ -128,25 +138,33 @@ class PlainOperations(Operations):
         rule: NormRule,
         out: Array | None = None,
     ) -> tuple[Array, Statistics]:
-        mean, var = self._wide(running.mean), self._wide(running.var)
+        mean, var = self.wide(running.mean), self.wide(running.var)
         statistics = self.statistics(self.of_one_part(1, mean, var), rule)
         return self.forward(x, Norm(statistics, affine, rule), None, out), statistics
 
     def backward_reduce(
         self, x: Array, dy: Array, norm: Norm, labels: Labels | None = None
     ) -> Sums:
-        statistics, affine, _ = norm
-        arrays, axes, (mean, _, invstd) = self.arrays, axes_of(x), per_channel(statistics)
-        dy = self.through_activation(x, dy, norm)
-        sum_dy = arrays.sum(dy, axes)
-        rounded, rest = self._rounded(x, mean)
-        deviations = arrays.difference(x, *self._columns(x, rounded))
-        sum_dy_deviations = arrays.sum(arrays.product(deviations, dy), axes) - rest * sum_dy
-        sums = self.xp.stack([sum_dy, sum_dy_deviations * invstd])
-        dtype = x.dtype if affine.weight is None else affine.weight.dtype
-        exchange = sums if affine.weight is None else sums * self._wide(affine.weight)
-        cast = self.arrays.cast
-        return Sums(exchange, cast(sums[1], dtype), cast(sums[0], dtype))
+        working, weight = self.arrays.working(x), norm.affine.weight
+        rounded, _ = self._rounded(norm, working)
+        dy = self._through_activation(x, dy, norm)
+        sums = self.of_sums(norm, *self.two_sums(x, dy, rounded), working)
+        exchange = sums if weight is None else sums * self.wide(weight)
+        grad_bias, grad_weight = self.arrays.cast(sums, (x if weight is None else weight).dtype)
+        return Sums(exchange, grad_weight, grad_bias)
+
+    def two_sums(self, x: Array, dy: Array, mean: Array) -> tuple[Array, Array]:
+        """`sum(dy)` and `sum(dy * (x - mean))`, `(C,)`; the mean is rounded."""
+        arrays, axes = self.arrays, axes_of(x)
+        deviations = arrays.difference(x, column(mean, x))
+        return arrays.sum(dy, axes), arrays.sum(arrays.product(deviations, dy), axes)
+
+    def of_sums(self, norm: Norm, sum_dy: Array, sum_dy_deviations: Array, dtype: Any) -> Array:
+        """`sum(dy)` and `sum(dy * xhat)`, `(2, C)`, of `two_sums` with a mean of `dtype`."""
+        _, rest = self._rounded(norm, dtype)
+        sum_dy = self.wide(sum_dy)
+        sum_dy_deviations = self.wide(sum_dy_deviations) - rest * sum_dy
+        return self._stacked(rest.dtype, sum_dy, sum_dy_deviations * norm.statistics.invstd)
 
     def backward_input(
         self,
@@ -157,38 +175,46 @@ class PlainOperations(Operations):
         out: Any = None,
         labels: Labels | None = None,
     ) -> Array:
-        statistics, affine, rule = norm
-        mean, m2, invstd = per_channel(statistics)
+        working = self.arrays.working(x)
         if total is not None and labels is not None and len(total.shape) == 1:
             wrong = labels.check_total(total)
             total = self.xp.where(wrong, math.nan, total[:-1]).reshape(2, -1)
-        dy = self.through_activation(x, dy, norm)
-        scale = invstd
-        if affine.weight is not None:
-            scale = scale * self._wide(affine.weight)
+        dy = self._through_activation(x, dy, norm)
         if total is None:
-            of_dy = self.arrays.cast(scale, self.arrays.working(x))
+            of_dy = self.arrays.cast(self._scale(norm), working)
             return self._result(self.arrays.multiple(dy, column(of_dy, x)), x, out)
-        count = self._at_least_one(_count(statistics))
-        mean_dy, mean_dy_xhat = total / count
-        if rule.mode == "clamp":
-            mean_dy_xhat = self.xp.where(m2 / count < rule.eps, 0.0, mean_dy_xhat)
-        slope = mean_dy_xhat * invstd * invstd
-        rounded, rest = self._rounded(x, mean)
-        numbers = rounded, -slope, rest * slope - mean_dy * invstd, scale
-        rounded, slope, shift, scale = self._columns(x, *numbers)
-        deviations = self.arrays.difference(x, rounded)
-        values = self.arrays.scaled(deviations, slope, shift, deviations.dtype)
-        dx = self.arrays.plus_scaled(values, dy, scale, x.dtype)
+        dx = self.gradient(x, dy, self.of_backward(norm, total, working))
         return self._result(dx, x, out)
 
-    def through_activation(self, x: Array, dy: Array, norm: Norm) -> Array:
-        """The gradient by `z = xhat * weight + bias`, the input of the activation."""
-        rule = norm.rule
-        if rule.activation is None:
+    def of_backward(self, norm: Norm, total: Array, dtype: Any) -> Array:
+        """Numbers of each channel, `(4, C)` of `dtype`: `dx = (x - a) * b + c + dy * d`.
+
+        `total`: the sums of all members, `(2, C)`.
+        """
+        statistics, _, rule = norm
+        invstd, count = statistics.invstd, self.at_least_one(_count(statistics))
+        mean_dy, mean_dy_xhat = total / count
+        if rule.clamps:
+            mean_dy_xhat = self.xp.where(statistics.m2 / count < rule.eps, 0.0, mean_dy_xhat)
+        slope = mean_dy_xhat * invstd * invstd
+        rounded, rest = self._rounded(norm, dtype)
+        shift = rest * slope - mean_dy * invstd
+        return self._stacked(dtype, rounded, -slope, shift, self._scale(norm))
+
+    def gradient(self, x: Array, dy: Array, numbers: Array) -> Array:
+        """dx, given the numbers of `of_backward`."""
+        values = self._line(x, numbers, numbers.dtype)
+        return self.arrays.plus_scaled(values, dy, column(numbers[3], x), x.dtype)
+
+    def _through_activation(self, x: Array, dy: Array, norm: Norm) -> Array:
+        if norm.rule.activation is None:
             return dy
-        wide = self.arrays.cast(x, self.arrays.working(x))
-        z = self.forward(wide, norm._replace(rule=rule._replace(activation=None)))
+        numbers = self.of_forward(norm, self.arrays.working(x))
+        return self.through_activation(x, dy, numbers, norm.rule)
+
+    def through_activation(self, x: Array, dy: Array, numbers: Array, rule: NormRule) -> Array:
+        """The gradient by z, given the numbers of `of_forward`."""
+        z = self._line(x, numbers, numbers.dtype)
         return self.arrays.product(self._slope(z, rule), dy)
 
     def _activated(self, z: Array, rule: NormRule) -> Array:
@@ -225,56 +251,54 @@ class PlainOperations(Operations):
         return one
 
     def update_running(self, running: RunningStatistics, statistics: Statistics) -> None:
+        self.arrays.assign(running.held, self.updated(running, statistics))
+
+    def updated(self, running: RunningStatistics, statistics: Statistics) -> list[Array]:
+        """The new running statistics, as many as are held."""
         mean, var, tracked, momentum = running
-        count = _count(statistics)
+        count, new = _count(statistics), []
         if mean is not None and var is not None:
             factor = self._factor(momentum, tracked)
-            own, m2, _ = per_channel(statistics)
-            unbiased = m2 / self._at_least_one(count - 1)
-            mean = self._blended(mean, own, count, factor)
-            var = self._blended(var, unbiased, count, factor)
-        new = mean, var, None if tracked is None else tracked + 1
-        pairs = [(o, n) for o, n in zip(running, new, strict=False) if o is not None]
-        self.arrays.assign([own for own, _ in pairs], [value for _, value in pairs])
+            unbiased = statistics.m2 / self.at_least_one(count - 1)
+            new = [self._blended(mean, statistics.mean, count, factor)]
+            new.append(self._blended(var, unbiased, count, factor))
+        return new if tracked is None else [*new, tracked + 1]
 
     def _factor(self, momentum: float | None, tracked: Array | None) -> Any:
         if momentum is None and tracked is not None:
-            return 1.0 / (self._wide(tracked) + 1)
+            return 1.0 / (self.wide(tracked) + 1)
         return averaging_factor(momentum, tracked)
 
     def _blended(self, old: Array, batch: Array, count: Any, factor: Any) -> Array:
         """The new running statistic; the old one if the batch is empty."""
         if isinstance(count, int) and count == 0:
             return old
-        wide = self._wide(old)
+        wide = self.wide(old)
         new = blend(wide, self.arrays.constant(batch), factor)
         if not isinstance(count, int):
             new = self.xp.where(count > 0, new, wide)
         return self.arrays.cast(new, old.dtype)
 
-    def _wide(self, values: Array) -> Array:
+    def wide(self, values: Array) -> Array:
         return self.arrays.cast(values, self.arrays.widest(values))
 
-    def _rounded(self, x: Array, mean: Array) -> tuple[Array, Array]:
-        """The mean, rounded to the working dtype, and what it lacks then; both `(C,)`."""
-        rounded = self.arrays.constant(self.arrays.cast(mean, self.arrays.working(x)))
-        return rounded, mean - self._wide(rounded)
+    def _rounded(self, norm: Norm, dtype: Any) -> tuple[Array, Array]:
+        """The mean, rounded to `dtype`, and what it lacks then; both `(C,)`."""
+        mean = norm.statistics.mean
+        rounded = self.arrays.constant(self.arrays.cast(mean, dtype))
+        return rounded, mean - self.wide(rounded)
 
-    def _columns(self, x: Array, *values: Array) -> list[Array]:
-        """Numbers per channel in the working dtype, as `column`."""
-        dtype = self.arrays.working(x)
-        rounded = [self.arrays.cast(each, dtype) for each in values]
-        return [column(each, x) for each in self.stored(*rounded)]
+    def _scale(self, norm: Norm) -> Array:
+        """`weight * invstd`, `(C,)`."""
+        invstd, weight = norm.statistics.invstd, norm.affine.weight
+        return invstd if weight is None else invstd * self.wide(weight)
 
-    def stored(self, *values: Array) -> Sequence[Array]:
-        """Numbers per channel, `(C,)` of one dtype, with which each element of x is computed.
+    def _stacked(self, dtype: Any, *values: Array) -> Array:
+        """`(K, C)`. A compiler stores what is stacked; else it would compute it per element."""
+        return self.xp.stack([self.arrays.cast(each, dtype) for each in values])
 
-        A compiler may else compute them anew for each element.
-        """
-        return values
-
-    def _at_least_one(self, count: Any) -> Any:
-        return max(count, 1) if isinstance(count, int) else self.xp.where(count < 1, 1, count)
+    def at_least_one(self, count: Any) -> Any:
+        return self.xp.where(count < 1, 1, count) if hasattr(count, "shape") else max(count, 1)
 
     def _result(self, values: Array, x: Array, out: Array | None) -> Array:
         result = self.arrays.cast(values, x.dtype)
@@ -282,13 +306,6 @@ class PlainOperations(Operations):
             return result
         out[...] = result
         return out
-
-
-def per_channel(statistics: Statistics) -> tuple[Array, Array, Array]:
-    """Mean, m2 and invstd. torch.compile 2.10 traces no properties of tuples."""
-    table, channels = statistics.table, len(statistics.table) // 3
-    end = 1 + 2 * channels
-    return table[1 : 1 + channels], table[1 + channels : end], table[end:]
 
 
 def _count(statistics: Statistics) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,18 +43,17 @@ class TracedArrays(DifferentiableArrays):
 
     working: Any = TensorArrays.working
 
+    def sum(self, values: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return values.sum(axes, dtype=self.working(values))
+
 
 class TracedOperations(PlainOperations):
     """The steps that torch.compile traces."""
 
-    def stored(self, *values: Tensor) -> Sequence[Tensor]:
-        # On a CPU, Inductor stores what it concatenates. Other numbers per channel, with their
-        # conversions and divisions in float64, it computes anew for each element.
-        if not values[0].is_cpu:
-            return values
-        if len(values) == 1:
-            return (torch.cat([values[0], values[0].new_zeros(1)])[:-1],)
-        return torch.cat(values).reshape(len(values), -1).unbind()
+    def shift(self, x: Tensor) -> Tensor:
+        # Inductor stores what it concatenates; else it computes the shift for each element.
+        shift = super().shift(x)
+        return torch.cat([shift, shift.new_zeros(1)])[:-1] if x.is_cpu else shift
 
 
 OPERATIONS = PlainOperations(ARRAYS)  # called by the nodes of `autograd`
