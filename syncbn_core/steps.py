@@ -39,10 +39,6 @@ class Affine(NamedTuple):
     weight: Array | None = None
     bias: Array | None = None
 
-    def for_backward(self, rule: NormRule) -> Affine:
-        """What backward needs: the weight, and the bias for the derivative of an activation."""
-        return self if self.bias is None or rule.activation else Affine(self.weight)
-
 
 class Norm(NamedTuple):
     """What a step needs beside x and dy to compute y and dx: one layer in one call.

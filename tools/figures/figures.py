@@ -28,7 +28,7 @@ NETS = {threads: f"nets-2026-11-28-{threads}.json" for threads in (1, 2)}
 FUSED = {threads: f"activations-2026-11-28-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 H200 = "gpu-2026-11-27-NVIDIA-H200-24254b2.json"
-COMPILED = "compiled-2026-11-23.json"
+COMPILED = "compiled-2026-11-29.json"
 REPLICAS = "replicas-2026-11-25.json"
 DDP = "ddp-2026-11-29.json"
 STUDY = "study-2026-11-27.jsonl"
@@ -93,6 +93,8 @@ def readme() -> Iterator[str]:
     nets = span([*of_nets(1).values(), *of_nets(2).values()])
     yield f"whole networks are {nets} times as fast as with their own"
     yield f"steps of three networks take {span(cost(2).values())} times as long as without"
+    compiled = [net["over_unsynchronized"]["one graph"] for net in read(COMPILED)["nets"]]
+    yield f"two take {span(compiled, joint=' and ')} times as long"
     over = [
         resnet50_over("torch sync", (32, 256), ("fp32", "fp16", "bf16"), layout).split(" to ")
         for layout in LAYOUTS
@@ -270,12 +272,10 @@ def scaling() -> Iterator[str]:
 def steps_of_graphs() -> Iterator[str]:
     for net in read(COMPILED)["nets"]:
         for way, seconds in net["step"].items():
-            over, first = net["over_eager"][way], net["first"][way]
-            graphs = net["graphs"][way]
-            yield (
-                f"| {net['net']} | {way} | {seconds * 1e3:.0f} | {over:.2f} | {first:.0f} | "
-                f"{graphs} |"
-            )
+            over = [net[name][way] for name in ("over_eager", "over_unsynchronized")]
+            cells = [f"{seconds * 1e3:.0f}", *(f"{ratio:.2f}" for ratio in over)]
+            cells += [f"{net['first'][way]:.0f}", str(net["graphs"][way])]
+            yield f"| {net['net']} | {way} | {' | '.join(cells)} |"
 
 
 def cost(ranks: int, kind: str = "cost") -> dict[str, float]:
