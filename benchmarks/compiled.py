@@ -135,6 +135,7 @@ def measured(net: str, rounds: int, backend: str, folder: Path) -> dict[str, Any
     first = {}
     for way in WAYS:
         cache = folder / way.replace(" ", "-")  # compilers split names at blanks
+        cache.mkdir()
         both = on_ranks(cache, first_step, net, way, backend)
         first[way] = max(both, key=lambda own: own["first"])
         shutil.copytree(cache, folder / "all", dirs_exist_ok=True)
