@@ -1,6 +1,6 @@
 """What `pays` says: of the study's five tasks, and of networks on crops of two photographs.
 
-    python benchmarks/pays.py                # ten seeds: five minutes
+    python benchmarks/pays.py                # ten seeds: ten minutes
     python benchmarks/pays.py --seeds 1
 
 The study (`examples/study.py`) has trained the five tasks with and without synchronization: so it
@@ -33,7 +33,7 @@ import study
 
 PARTS, SIDE = 4, 96
 BATCHES = {"tasks": 20, "networks": 5}
-SAMPLES = (1, 2, 8)  # of a part
+SAMPLES = (1, 2, 8, 16)  # of a part
 
 
 def networks() -> dict[str, Callable[[], nn.Module]]:
@@ -69,7 +69,7 @@ def row_of(name: str, seed: int, report: PartsReport) -> dict[str, Any]:
     noisy = max(report.layers, key=lambda layer: layer.variance)
     row = {"name": name, "seed": seed, "samples": report.samples, "layers": len(report.layers)}
     row |= {"conclusion": report.conclusion, "chance": report.chance, "like": worst.samples}
-    return row | {"mean": noisy.mean, "variance": noisy.variance}
+    return row | {"mean": noisy.mean, "variance": noisy.variance, "off": report.off}
 
 
 def main() -> None:
@@ -95,7 +95,15 @@ def main() -> None:
                 nets.append(row_of(f"{name}, {kind} per part", 0, report))
     console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(title=f"What pays() says of batches in {PARTS} parts")
-    for title in ("", "samples", "conclusion (seeds)", "like parts of", "mean off", "var off"):
+    for title in (
+        "",
+        "samples",
+        "conclusion (seeds)",
+        "like parts of",
+        "mean off",
+        "var off",
+        "off",
+    ):
         table.add_column(title)
     rows = tasks + nets
     for name, samples in dict.fromkeys((row["name"], row["samples"]) for row in rows):
@@ -103,7 +111,8 @@ def main() -> None:
         said = [row["conclusion"] for row in own]
         counted = ", ".join(f"{kind} ({said.count(kind)})" for kind in dict.fromkeys(said))
         figures = [
-            statistics.median(row[key] for row in own) for key in ("like", "mean", "variance")
+            statistics.median(row[key] for row in own)
+            for key in ("like", "mean", "variance", "off")
         ]
         table.add_row(name, f"{samples:g}", counted, *(f"{figure:.2f}" for figure in figures))
     console.print(table)

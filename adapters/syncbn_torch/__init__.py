@@ -41,7 +41,8 @@ from syncbn_torch.uneven import in_step, mean_over_ranks
 
 if TYPE_CHECKING:
     from syncbn_verify import SyncReport, verify_sync
-    from syncbn_verify.pays import PartsReport, pays
+    from syncbn_verify.parts import PartsReport
+    from syncbn_verify.pays import pays
 
 __all__ = [
     "BatchNorm2dReimpl",
@@ -83,7 +84,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import what checks models when it is first used: few programs need it."""
-    modules = {"SyncReport": "", "verify_sync": "", "PartsReport": ".pays", "pays": ".pays"}
+    modules = {"SyncReport": "", "verify_sync": "", "PartsReport": ".parts", "pays": ".pays"}
     if name in modules:
         return getattr(import_module(f"syncbn_verify{modules[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

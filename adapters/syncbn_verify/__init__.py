@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from itertools import chain
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncbn_core.errors import ArgumentError
@@ -30,18 +28,21 @@ from syncbn_verify.comparison import (
     tolerance,
 )
 from syncbn_verify.copies import (
-    SYNCHRONIZED,
     Arguments,
     arguments_of,
     converted,
     copy_of,
+    described,
+    described_tensor,
+    dtype_name,
     duplicate,
     norm_layers,
     random_state_kept,
+    tensors_of,
     unwrapped,
 )
 from syncbn_verify.layers import judge_layer, judge_scripted
-from syncbn_verify.ranks import Alone, Ranks, first_line
+from syncbn_verify.ranks import Alone, Ranks, first_line, group_for
 from syncbn_verify.report import Conclusion, LayerReport, SyncReport, Verdict
 from syncbn_verify.steps import (
     Loss,
@@ -54,6 +55,7 @@ from syncbn_verify.steps import (
 )
 
 LOGGER = logging.getLogger("syncbn")
+SAME = "pass the same model and arguments and the whole batch"
 
 __all__ = ["Conclusion", "LayerReport", "SyncReport", "Verdict", "verify_sync"]
 
@@ -94,55 +96,25 @@ def verify_sync(
     Raises `ArgumentError` for arguments that can't be checked, and what the model raises for the
     undivided batch. What it raises for the split batch is in the report.
     """
-    group = _group(replicas, process_group)
+    group = group_for(replicas, process_group, "replicas", 2)
     if batch_sizes is None and isinstance(model, DataParallelWithCallback):
         batch_sizes = model.batch_sizes
     inner, note = group.together(lambda: unwrapped(model), "a model that can be checked")
     options = [f"argument dtype={dtype}", f"argument loss={'none' if loss is None else 'given'}"]
-    group.agree(options + _description(inner, batch))
+    group.agree(options + described(inner) + _described_batch(batch), SAME)
     with random_state_kept(), torch.inference_mode(False), torch.enable_grad():
         loss, notes = loss or (lambda output: output), [note] if note else []
         report = _report(inner, batch, group, loss, dtype, batch_sizes, notes)
     return group.from_first(report)  # type: ignore[no-any-return]
 
 
-def _group(replicas: int | None, process_group: Any) -> Alone:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if replicas is not None and process_group is not None:
-        raise ArgumentError("expected replicas or process_group, got both; leave one out")
-    if replicas is not None or (process_group is None and not several):
-        if replicas is not None and (not isinstance(replicas, int) or replicas < 2):
-            raise ArgumentError(f"expected 2 or more replicas, got {replicas!r}")
-        return Alone(replicas or 2)
-    ranks = Ranks(process_group)
-    if ranks.size < 2:
-        raise ArgumentError("expected a process_group of 2 or more ranks, got one of 1 rank")
-    return ranks
-
-
-def _description(model: nn.Module, batch: Any) -> list[str]:
-    """What all ranks must have in common, since it decides which messages they send.
-
-    Values of tensors are left out; devices count by their type.
-    """
-    lines = []
-    for module, name in modules_of(model).items():
-        text = f"{name or 'the model'}: {'training' if module.training else 'eval'} mode"
-        if isinstance(module, SYNCHRONIZED):
-            text += f", {module!r}, {module.effective_eps_mode}"
-        lines.append(text)
-        tensors = chain(module.named_parameters("", False), module.named_buffers("", False))
-        lines += [f"{name}.{key}: {_describe(t)}".removeprefix(".") for key, t in tensors]
+def _described_batch(batch: Any) -> list[str]:
+    """What all ranks must have in common: values of tensors are left out."""
     found = Tree(batch)
-    return lines + [
-        f"{path}: {_describe(value) if isinstance(value, Tensor) else type(value).__name__}"
+    return [
+        f"{path}: {described_tensor(value) if isinstance(value, Tensor) else type(value).__name__}"
         for path, value in zip(found.paths("batch"), found.values, strict=True)
     ]
-
-
-def _describe(tensor: Tensor) -> str:
-    needs = ", requires_grad" if tensor.requires_grad else ""
-    return f"{tuple(tensor.shape)} {_short(tensor.dtype)} on {tensor.device.type}{needs}"
 
 
 def _report(
@@ -162,7 +134,7 @@ def _report(
         lambda: divided(arguments, group.size, _device(base), batch_sizes),
         "a batch that can be split",
     )
-    group.agree([f"division of the batch {division.sizes}"])
+    group.agree([f"division of the batch {division.sizes}"], SAME)
     if len(division.parts) < (group.size if isinstance(group, Ranks) else 2):
         raise ArgumentError(
             f"expected a batch of at least {group.size} samples, got {sum(division.sizes)}; "
@@ -178,8 +150,8 @@ def _report(
         if dtype is None:
             raise
         notes.append(
-            f"the model can't compute in {_short(dtype)} ({first_line(error)}), so it was checked "
-            "in its own dtype, in which small differences are not seen."
+            f"the model can't compute in {dtype_name(dtype)} ({first_line(error)}), so it was "
+            "checked in its own dtype, in which small differences are not seen."
         )
         return _report(model, batch, group, loss, None, batch_sizes, notes)
     own = dtype or next((t.dtype for t in base.parameters()), torch.get_default_dtype())
@@ -209,7 +181,7 @@ def _report(
         missing.append(unable)
     figures: list[float | None] = [None, None, None]
     if math.isinf(allowed.model):
-        missing.append(f"the whole model: in {_short(own)} only its layers are judged")
+        missing.append(f"the whole model: in {dtype_name(own)} only its layers are judged")
     elif random:
         missing.append(
             "the whole model: it draws random numbers, which differ between the two steps. Each "
@@ -238,7 +210,7 @@ def _report(
     return SyncReport(
         parts=f"{len(division.parts)} {group.kind}",
         sizes=tuple(division.sizes),
-        dtype=_short(own),
+        dtype=dtype_name(own),
         layers=tuple(judged),
         output=output,
         gradient=gradient,
@@ -267,8 +239,7 @@ def _prepared(
 
 def _shared(model: nn.Module, arguments: Arguments, group: Alone) -> Arguments:
     """Parameters, buffers, and the tensors, numbers and strings of the batch of the first rank."""
-    for module in modules_of(model):
-        group.share(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+    group.share(tensors_of(model))
     found = Tree(arguments)
     group.share(tensors_in(arguments))
     shared = [
@@ -388,7 +359,3 @@ def _again(arguments: Arguments) -> Arguments:
 def _device(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

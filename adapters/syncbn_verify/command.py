@@ -11,8 +11,10 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = doctor.checks(options.pretend_gpus)
         return of_core.run(doctor.facts, found, options.json, doctor.timing)
     try:
-        if options.command == "pays":
-            return _pays(options.factory, options.parts, options.batches, options.json)
-        return _verify(options.factory, options.replicas, options.dtype)
+        return _pays(options) if options.command == "pays" else _verify(options)
     except SystemExit as stopped:
         raise ArgumentError(
             f"expected {options.factory} to return, but it called sys.exit({stopped.code!r})"
@@ -79,16 +79,25 @@ def _parser() -> argparse.ArgumentParser:
         "pays",
         help="look whether synchronization matters for a model and its data",
         description="Look, without training, whether the parts of your batches differ so much that "
-        "their own statistics are no substitute for those of the whole batch.",
+        "their own statistics are no substitute for those of the whole batch. Under torchrun the "
+        "batches of each process are a part.",
+        epilog="Exit status: 0 if the parts are alike, 1 if not, 2 if that could not be judged.",
     )
     pays.add_argument(
         "factory",
         metavar="package.module:factory",
-        help="a function without arguments that returns (model, loader); a batch of the loader is "
-        "that of all ranks or replicas together, in their order",
+        help="a function without arguments that returns (model, loader); without torchrun, a batch "
+        "of the loader is that of all ranks or replicas together, in their order. Or (model, "
+        "batch), as for verify",
     )
-    pays.add_argument("--parts", type=int, default=4, metavar="N", help="ranks (default: 4)")
+    pays.add_argument("--parts", type=int, metavar="N", help="ranks or replicas (default: 4)")
     pays.add_argument("--batches", type=int, default=20, metavar="N", help="at most (default: 20)")
+    pays.add_argument(
+        "--forward",
+        metavar="package.module:function",
+        help="called as function(model, batch), for batches that are dictionaries, for example",
+    )
+    pays.add_argument("--picture", type=Path, metavar="FILE", help="draw it, such as pays.png")
     pays.add_argument("--json", action="store_true", help="print the figures as JSON")
     verify = commands.add_parser(
         "verify",
@@ -115,8 +124,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _verify(path: str, replicas: int | None, dtype: str) -> int:
-    factory = _factory(path)
+@contextmanager
+def _made(path: str, second: str) -> Iterator[tuple[Any, Any, Alone]]:
+    """What the factory at `path` returns, and torchrun's ranks, whose process group begins here."""
+    factory = _function(path)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     begun = world > 1 and not dist.is_initialized()
     if begun:
@@ -128,39 +139,50 @@ def _verify(path: str, replicas: int | None, dtype: str) -> int:
     group = Ranks(None) if world > 1 else Alone(1)
     made = group.together(factory, f"{path} to return")
     if not (isinstance(made, tuple) and len(made) == 2):
-        raise ArgumentError(f"expected {path} to return (model, batch), got {type(made).__name__}")
-    if not dist.is_initialized() or dist.get_rank() == 0:  # the steps, as they begin
+        got = type(made).__name__
+        raise ArgumentError(f"expected {path} to return (model, {second}), got {got}")
+    if group.rank == 0:  # the steps, as they begin
         logging.basicConfig(format="%(message)s")
         logging.getLogger("syncbn").setLevel(logging.INFO)
-    chosen = None if dtype == "own" else getattr(torch, dtype)
-    process_group = dist.group.WORLD if world > 1 else None  # refused beside --replicas
-    report = verify_sync(*made, replicas, process_group=process_group, dtype=chosen)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-        print(report.text(width), flush=True)
+    yield *made, group
     if begun:
         dist.destroy_process_group()
+
+
+def _verify(options: argparse.Namespace) -> int:
+    dtype = None if options.dtype == "own" else getattr(torch, options.dtype)
+    with _made(options.factory, "batch") as (model, batch, group):
+        ranks = dist.group.WORLD if isinstance(group, Ranks) else None  # refused beside --replicas
+        report = verify_sync(model, batch, options.replicas, process_group=ranks, dtype=dtype)
+        if group.rank == 0:
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+            print(report.text(width), flush=True)
     return _STATUS[report.conclusion]
 
 
-def _pays(path: str, parts: int, batches: int, as_json: bool) -> int:
-    made = _factory(path)()
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise ArgumentError(f"expected {path} to return (model, loader), got {type(made).__name__}")
+def _pays(options: argparse.Namespace) -> int:
+    if options.picture:
+        try:
+            from syncbn_verify.picture import draw
+        except ImportError as error:
+            raise ArgumentError(
+                "expected matplotlib for --picture; pip install matplotlib"
+            ) from error
+    forward = _function(options.forward) if options.forward else None
+    with _made(options.factory, "loader") as (model, loader, group):
+        ranks = dist.group.WORLD if isinstance(group, Ranks) else None  # refused beside --parts
+        given = {"process_group": ranks, "batches": options.batches, "forward": forward}
+        report = pays(model, loader, options.parts, **given)
+        if group.rank == 0:
+            found = asdict(report) | {"conclusion": report.conclusion, "pays": report.pays}
+            print(json.dumps(found, indent=1) if options.json else report, flush=True)
+        if group.rank == 0 and options.picture and report.layers:
+            kind, samples = report.conclusion, report.samples
+            draw([(x.name, samples, x.samples, kind) for x in report.layers], options.picture)
+    return {"alike": 0, "not judged": 2}.get(report.conclusion, 1)
 
-    def progress(done: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\rbatch {done} of {batches}", end="", file=sys.stderr, flush=True)
 
-    report = pays(*made, parts, batches=batches, progress=progress)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
-    found = asdict(report) | {"conclusion": report.conclusion, "pays": report.pays}
-    print(json.dumps(found, indent=1) if as_json else report, flush=True)
-    return 0
-
-
-def _factory(path: str) -> Callable[[], Any]:
+def _function(path: str) -> Callable[[], Any]:
     """The function at `package.module:function`; `ArgumentError` if there is none."""
     module, _, name = path.partition(":")
     found, remedy = None, "start in the folder that holds the package, or set PYTHONPATH"

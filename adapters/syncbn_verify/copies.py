@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -78,6 +79,40 @@ def arguments_of(batch: Any) -> Arguments:
 def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The batch norm layers by name, also of unknown classes and in plain lists; not scripted."""
     return {name: module for module, name in modules_of(model).items() if _is_norm(module)}
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, also of modules in plain lists."""
+    for module in modules_of(model):
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+
+
+def described(model: nn.Module) -> list[str]:
+    """What the models of all ranks must have in common, since it decides which messages they send.
+
+    Values of tensors are left out; devices count by their type.
+    """
+    lines = []
+    for module, name in modules_of(model).items():
+        text = f"{name or 'the model'}: {'training' if module.training else 'eval'} mode"
+        if isinstance(module, SYNCHRONIZED):
+            text += f", {module!r}, {module.effective_eps_mode}"
+        lines.append(text)
+        tensors = chain(module.named_parameters("", False), module.named_buffers("", False))
+        lines += [f"{name}.{key}: {described_tensor(t)}".removeprefix(".") for key, t in tensors]
+    return lines
+
+
+def described_tensor(tensor: Tensor) -> str:
+    """Shape, dtype, kind of device and whether it needs a gradient."""
+    needs = ", requires_grad" if tensor.requires_grad else ""
+    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device.type}{needs}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_norm(module: nn.Module) -> bool:

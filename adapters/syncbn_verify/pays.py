@@ -8,281 +8,308 @@ Random parts of the same samples show how much that is. With
 
 `T / T of random parts` is 1 for parts that were mixed at random. T of random parts falls as 1 / n,
 so parts of n samples with the ratio r are like random parts of n / r samples.
+
+All that is needed of a layer's input is the number of values, the mean and the variance of each
+sample. Ranks tell each other these, and each of them divides the samples for its share of T.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from syncbn_core.errors import ArgumentError
+from syncbn_core.errors import ArgumentError, ProtocolError
 from syncbn_torch.data_parallel.pytrees import tensors_in
 from syncbn_torch.data_parallel.split import to_device
-from syncbn_verify.copies import alone, copy_of, norm_layers, random_state_kept, unwrapped
-from syncbn_verify.report import aligned, listed
+from syncbn_torch.masks import checked_mask
+from syncbn_verify.copies import (
+    SYNCHRONIZED,
+    arguments_of,
+    copy_of,
+    described,
+    norm_layers,
+    random_state_kept,
+    tensors_of,
+    unwrapped,
+)
+from syncbn_verify.parts import SHUFFLES, LayerParts, PartsReport
+from syncbn_verify.ranks import Alone, Ranks, first_line, group_for
+from syncbn_verify.report import listed
+from syncbn_verify.steps import divided
 
-SHUFFLES = 999  # random parts of each batch; so the smallest `chance` is 0.001
-RARE = 0.002
+LOGGER = logging.getLogger("syncbn")
+CHUNK = 2**21  # numbers that say which samples are in which parts, at a time
 
-Kind = Literal["one sample", "unlike", "a little unlike", "alike"]
-
-
-@dataclass(frozen=True)
-class LayerParts:
-    """How far the statistics of parts are from those of the whole batch, at one layer.
-
-    Attributes:
-        name: in the model.
-        values: per channel in a part, on average.
-        mean: root mean square of `(mean_i - mean) / sqrt(var + eps)`.
-        mean_by_chance: the same for random parts of the same samples.
-        variance, variance_by_chance: of `(var_i - var) / (var + eps)`.
-        ratio: T of the parts over T of random parts; 1 is chance.
-        samples: of how many samples random parts differ as much: samples of a part / ratio.
-    """
-
-    name: str
-    values: float
-    mean: float
-    mean_by_chance: float
-    variance: float
-    variance_by_chance: float
-    ratio: float
-    samples: float
-
-
-@dataclass(frozen=True)
-class PartsReport:
-    """What `pays` found; `str(report)` is a table with a conclusion.
-
-    Attributes:
-        parts, batches: how many.
-        samples: in a part, on average.
-        layers: a `LayerParts` for each layer that uses statistics of the batch.
-        chance: the share of random parts that differ as much, over all layers.
-        skipped: layers that could not be looked at, and why.
-    """
-
-    parts: int
-    batches: int
-    samples: float
-    layers: tuple[LayerParts, ...]
-    chance: float
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def unlike(self) -> tuple[LayerParts, ...]:
-        """Layers where parts differ as random parts of less than two samples."""
-        return tuple(layer for layer in self.layers if layer.samples < 2)
-
-    @property
-    def conclusion(self) -> Kind:
-        """What kind of parts these are.
-
-        "one sample": a part holds less than two. "unlike": parts differ more than by chance, in
-        some layer as much as parts of less than two samples. "a little unlike": more than by
-        chance, but less than that. "alike": no more than by chance.
-        """
-        if self.samples < 2:
-            return "one sample"
-        if self.chance > RARE:
-            return "alike"
-        return "unlike" if self.unlike else "a little unlike"
-
-    @property
-    def pays(self) -> bool | None:
-        """Whether synchronization is expected to matter; None if only a training can tell."""
-        known = {"one sample": True, "unlike": True, "alike": False}
-        return known.get(self.conclusion)
-
-    def __str__(self) -> str:
-        columns = ("layer", "values", "mean off", "by chance", "var off", "by chance", "ratio")
-        rows = [(*columns, "like parts of"), *map(_row, self.layers)]
-        samples = f"{self.samples:g} sample{'s' * (self.samples != 1)}"
-        head = f"{self.batches} batches in {self.parts} parts of {samples}"
-        said = [f"Not looked at: {text}" for text in self.skipped]
-        return "\n".join([head, "", *aligned(rows, 1), "", self._said(), *said])
-
-    def _said(self) -> str:
-        if not self.layers:
-            return "NO LAYER that could be looked at uses statistics of the batch."
-        if self.conclusion == "one sample":
-            return (
-                "ONE SAMPLE PER PART: training normalizes each by itself, evaluation by running "
-                "statistics of many: these are two functions. Synchronize."
-            )
-        as_much = round(self.chance * (1 + SHUFFLES)) - 1
-        chance = f"{as_much} of {SHUFFLES} random divisions differ as much"
-        if self.conclusion == "alike":
-            worst = max(self.layers, key=lambda layer: layer.variance)
-            return (
-                f"ALIKE: the parts differ no more than by chance ({chance}). Expect no difference "
-                f"that you see. The noise is largest in layer {worst.name}: the mean is off by "
-                f"{worst.mean:.2f} standard deviations, the variance by {worst.variance:.0%}."
-            )
-        worst = min(self.layers, key=lambda layer: layer.samples)
-        more = f"the parts differ more than by chance ({chance}), most in layer {worst.name}"
-        like = f"{more}: like random parts of {worst.samples:.1f} samples"
-        if self.conclusion == "unlike":
-            names = listed([layer.name for layer in self.unlike])
-            return f"UNLIKE: {like}. Less than two in {names}. Synchronize."
-        return (
-            f"A LITTLE UNLIKE: {like}. Whether that matters only training with and without "
-            "synchronization can tell."
-        )
+Forward = Callable[..., Any]
 
 
 def pays(
     model: nn.Module,
-    loader: Iterable[Any],
-    parts: int = 4,
+    loader: Any,
+    parts: int | None = None,
     *,
+    process_group: Any = None,
     batches: int = 20,
     device: Any = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    forward: Forward | None = None,
 ) -> PartsReport:
-    """Look whether parts of the batches of `loader` differ more than by chance.
+    """Look whether parts of batches differ so much that synchronization matters.
 
-    Runs a copy of `model` in training mode, without gradients, on whole batches, and compares the
-    statistics that `parts` consecutive parts of each have in each batch norm layer, with those of
-    random parts. Nothing is changed, and nothing is sent. Print the report that it returns. See
-    docs/is-it-for-me.md.
+    Runs a copy of `model` without gradients. Its batch norm layers normalize by the statistics of
+    the whole batch, those of its parts are compared with those of random parts. Nothing is changed.
+    Print the report that it returns; docs/is-it-for-me.md explains it.
 
     Args:
         model: in training mode, with layers of any class; best after some steps of training.
-        loader: its batches are those of all ranks or replicas together, in their order.
-        parts: how many ranks or replicas there are.
-        batches: at most so many are taken.
+        loader: of batches. Without ranks a batch is that of all ranks or replicas together, in
+            their order. Or one batch as `verify_sync` takes it: a tensor, a tuple of arguments, or
+            a dictionary of keyword arguments.
+        parts: how many parts of a batch this process looks at, one for each rank or replica that
+            training will have; default is 4.
+        process_group: the ranks whose batches are the parts, instead of `parts`. All of them call
+            this, each with its own loader, or with the same one batch; the parameters of the first
+            rank are used. Without `parts` and `process_group` this is the default group, if
+            torch.distributed is initialized.
+        batches: at most so many are taken; with ranks, as many as all of them have.
         device: batches are moved there, or stay where they are.
-        forward: called as `forward(model, batch)`. By default the model gets the batch, or its
-            first element if it is a list or tuple.
-        progress: called with the number of batches that are done, after each.
+        forward: called as `forward(model, batch)`. By default the model gets the batch of a loader,
+            or its first element if it is a list or tuple.
 
-    Samples are along axis 0 of the first tensor in a batch. A layer whose input has another number
-    of rows per sample, such as regions of images, is skipped. Raises `ArgumentError` for a batch of
-    fewer samples than parts, or without batches.
+    Samples are along axis 0 of the first tensor in a batch. The report says which layers could not
+    be looked at, such as one whose input has rows that are no samples. Raises `ArgumentError` for a
+    batch of samples that `parts` does not divide, without batches, and if all ranks have got the
+    same samples; and what the model raises.
     """
-    if not isinstance(parts, int) or parts < 2:
-        raise ArgumentError(f"expected 2 or more parts, got {parts!r}")
-    inner, _ = unwrapped(model)
-    call = forward or (lambda model, batch: model(batch[0] if _is_row(batch) else batch))
-    done, samples, found = 0, 0, {}
-    with random_state_kept(), torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-        copied = alone(copy_of(inner, None))
-        for name, layer in norm_layers(copied).items():
-            if layer.training and getattr(layer, "_frozen", None) is None:
-                own = found[name] = _Found(layer)
-                stack.callback(layer.register_forward_pre_hook(own.note).remove)
-        for batch in itertools.islice(loader, batches):
-            batch = batch if device is None else to_device(batch, device)
-            size = _samples_of(batch, parts)
-            shares = _shares(size, parts, done)
-            for own in found.values():
-                own.shares = shares
-            call(copied, batch)
-            done, samples = done + 1, samples + size
-            progress(done)
-    if not done:
-        raise ArgumentError("expected batches, got none; is the loader used up?")
-    return _report(found, parts, done, samples / done / parts)
+    group = group_for(parts, process_group, "parts", 4)
+    inner, _ = group.together(lambda: unwrapped(model), "a model that can be looked at")
+    group.agree([*described(inner), f"argument batches={batches}"], "pass the same model")
+    with random_state_kept(), torch.inference_mode(False), torch.no_grad():
+        copied = group.together(lambda: copy_of(inner, None), "a model that can be copied")
+        group.share(tensors_of(copied))
+        study = _Study(copied, group)
+        call = forward or _forward
+        if isinstance(loader, Tensor | tuple | Mapping):
+            call = forward or _forward_of_one
+            loader = [group.together(lambda: _own(loader, group), "a batch that can be split")]
+        taken = group.together(lambda: iter(loader), "an iterable of batches")
+        while study.batches < batches:
+            batch, size = group.together(lambda: _next(taken, device, study), "batches")
+            if not study.begin(size):
+                break
+            LOGGER.info("syncbn pays: batch %s of at most %s", study.batches, batches)
+            try:
+                call(copied, batch)
+                group.compare("the forward is over")
+            except Exception as error:
+                with suppress(ProtocolError):  # so that no rank waits
+                    group.compare(f"the forward failed, {first_line(error)}")
+                raise
+        return study.report()
 
 
-def _is_row(batch: Any) -> bool:
-    return isinstance(batch, list | tuple)
+def _own(batch: Any, group: Alone) -> Any:
+    """The part of this rank of a batch that all ranks have got; alone, the batch."""
+    if not isinstance(group, Ranks):
+        return batch
+    device = next(iter(tensors_in(batch)), torch.empty(0)).device
+    parts, sizes = divided(((batch,), {}), group.size, device, None)
+    if len(parts) < group.size:
+        raise ArgumentError(f"expected a batch of {group.size} or more samples, got {sum(sizes)}")
+    return parts[group.rank][0][0]
 
 
-def _samples_of(batch: Any, parts: int) -> int:
-    first = next((t for t in tensors_in(batch) if t.dim()), None)
-    if first is None or len(first) < parts:
-        got = "none" if first is None else f"{len(first)} samples"
+def _next(taken: Iterator[Any], device: Any, study: _Study) -> tuple[Any, int]:
+    """The next batch, and how many samples it has in this process; 0 at the end."""
+    for batch in taken:
+        batch = batch if device is None else to_device(batch, device)
+        size = next((len(t) for t in tensors_in(batch) if t.dim()), 0)
+        if not size or size % study.here:
+            raise ArgumentError(
+                f"expected batches with a tensor of {study.here} samples or a multiple, got one of "
+                f"{size}; take other parts, or a loader that drops a last batch of another size"
+            )
+        return batch, size
+    return None, 0
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    """The model of a batch of a loader."""
+    try:
+        return model(batch[0] if isinstance(batch, list | tuple) else batch)
+    except Exception as error:
+        if isinstance(batch, Tensor) or isinstance(error, ProtocolError):
+            raise
         raise ArgumentError(
-            f"expected batches with a tensor of {parts} or more samples, got {got}; take fewer "
-            "parts, or larger batches"
-        )
-    return len(first)
+            f"expected a model that takes a batch, of a list or tuple its first element, here a "
+            f"{type(batch).__name__}, but it raised {first_line(error)}; pass forward=, which is "
+            "called as forward(model, batch), or --forward package.module:function"
+        ) from error
 
 
-def _shares(size: int, parts: int, seed: int) -> Tensor:
-    """`(1 + SHUFFLES, parts, size)`: the weight of each sample in each part; first as they are."""
-    generator = torch.Generator().manual_seed(seed)
-    orders = [torch.arange(size)]
-    orders += [torch.randperm(size, generator=generator) for _ in range(SHUFFLES)]
-    shares = torch.zeros(len(orders), parts, size, dtype=torch.float64)
-    for share, order in zip(shares, orders, strict=True):
-        for part, own in zip(share, order.tensor_split(parts), strict=True):
-            part[own] = 1 / len(own)
-    return shares
+def _forward_of_one(model: nn.Module, batch: Any) -> Any:
+    """The model of a batch as `verify_sync` takes it."""
+    args, kwargs = arguments_of(batch)
+    return model(*args, **kwargs)
 
 
-class _Found:
-    """What was found at a layer: T of the parts and of each shuffle, in two summands."""
+@dataclass
+class _Layer:
+    """What was found of a layer: sums over its calls, and why other calls were left out.
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.eps = float(getattr(layer, "eps", 0.0))
-        self.shares = torch.empty(0)
-        self.off: Tensor = torch.zeros(2, 1 + SHUFFLES, dtype=torch.float64)
-        self.calls, self.values, self.reason = 0, 0.0, "not called"
+    off: T of each division that this process looks at, in two summands.
+    """
 
-    def note(self, layer: nn.Module, inputs: Sequence[Any]) -> None:
-        if not inputs:
-            self.reason = "called by keyword"
-            return
-        x = inputs[0]
-        samples = self.shares.shape[-1]
-        if x.dim() < 2 or len(x) % samples or not x.numel():
-            self.reason = f"got {len(x)} rows for {samples} samples"
-            return
-        rows = x.detach().reshape(samples, len(x) // samples, x.shape[1], -1)
-        wide = rows.double() if rows.dtype == torch.float64 else rows.float()
-        var, mean = (t.double().cpu() for t in torch.var_mean(wide, (1, 3), correction=0))
-        d = mean - mean.mean(0)
+    off: Any = 0.0
+    values: float = 0.0
+    calls: int = 0
+    left: list[str] = field(default_factory=list)
+
+
+class _Study:
+    """The layers of `model`, a copy, which use the statistics of whole batches from now on."""
+
+    def __init__(self, model: nn.Module, group: Alone) -> None:
+        self.group, self.layers, self.differ = group, dict[str, _Layer](), False
+        self.here = 1 if isinstance(group, Ranks) else group.size  # parts in this process
+        self.batches, self.samples, self.notes = 0, 0, tuple[str, ...]()
+        for name, layer in norm_layers(model).items():
+            frozen = getattr(layer, "_frozen", None) is not None
+            if layer.running_mean is None or (layer.training and not frozen):
+                self.layers[name] = _Layer()
+                layer.training = False  # by the statistics of `_note`; so nothing is sent
+                called = partial(self._called, name, layer, layer.forward)
+                setattr(layer, "forward", called)  # noqa: B010  (hooks miss calls of `forward`)
+
+    def begin(self, size: int) -> bool:
+        """Layers are now called for a batch of `size` samples; False if some process has none."""
+        self.sizes = sizes = self.group.gather(size)
+        if not all(sizes):
+            ended = listed([f"rank {rank}" for rank, own in enumerate(sizes) if not own])
+            note = f"Only {self.batches} of the batches: {ended} had no more, others had."
+            self.notes = (note,) if any(sizes) else ()
+            return False
+        parts = torch.arange(self.group.size, dtype=torch.int16)
+        of_parts = torch.tensor(sizes).repeat_interleave(self.here) // self.here
+        parts = parts.repeat_interleave(of_parts)
+        generator = torch.Generator().manual_seed(self.batches)
+        self.divisions = parts.repeat(1 + SHUFFLES, 1)  # the part of each sample; first as it is
+        for division in self.divisions[1:]:
+            division[torch.randperm(len(parts), generator=generator)] = parts
+        self.divisions = self.divisions[self.group.rank :: len(sizes)]
+        self.batches, self.samples = self.batches + 1, self.samples + len(parts)
+        return True
+
+    def _called(self, name: str, layer: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        self.group.compare(f"layer {name}")
+        x, mask, *_ = *args, *kwargs.values(), None, None
+        moments, held = None, layer.running_mean
+        if isinstance(x, Tensor) and x.dim() > 1 and (held is None or held.numel() == x.shape[1]):
+            mask = mask if isinstance(layer, SYNCHRONIZED) else None
+            moments = _moments(x.detach(), mask, self.sizes[self.group.rank])
+        each = self.group.gather(moments)
+        if any(own is None for own in each):
+            self.layers[name].left.append("got no tensor with channels along axis 1")
+        else:
+            self._note(self.layers[name], layer, x, each)
+        return forward(*args, **kwargs)
+
+    def _note(self, own: _Layer, layer: Any, x: Tensor, each: list[Tensor]) -> None:
+        """Give `layer` the statistics of the whole batch, and compare those of parts with them."""
+        moments = torch.cat(each)
+        self.differ |= any(not torch.equal(each[0], other) for other in each)
+        count, mean, var = moments.tensor_split([1, 1 + x.shape[1]], 1)
+        share = count / count.sum().clamp(min=1)
+        center = (share * mean).sum(0)
+        d = mean - center
         square = var + d**2
-        whole = square.mean(0)
-        own = self.shares @ d  # (shuffles, parts, channels)
-        of_parts = self.shares @ square - own**2
-        scale = whole + self.eps
-        self.off[0] += (own**2 / scale).mean((1, 2))
-        self.off[1] += ((of_parts - whole) / scale).square().mean((1, 2))
-        self.calls += 1
-        self.values += rows[0, :, 0].numel() * samples / self.shares.shape[1]
+        whole = (share * square).sum(0)
+        for name, value in (("running_mean", center), ("running_var", whole)):
+            held = getattr(layer, name)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            value = value.to(x.device, wide) if held is None else value.to(held).view_as(held)
+            setattr(layer, name, value)
+        if [len(rows) for rows in each] != self.sizes:
+            own.left.append(f"got {len(x)} rows for {self.sizes[self.group.rank]} samples")
+        elif not moments.isfinite().all():
+            own.left.append(f"got NaN or inf in batch {self.batches}")
+        else:
+            scale = whole + float(getattr(layer, "eps", 0.0))
+            e = (square - whole) / scale
+            table = count * torch.cat([torch.ones_like(count), d / scale.sqrt(), e], 1)
+            own.off = own.off + _off(table, self.divisions, self.group.size)
+            own.values += count.sum().item() / self.group.size
+            own.calls += 1
+
+    def report(self) -> PartsReport:
+        if not self.batches:
+            raise ArgumentError("expected batches, got none; is the loader used up?")
+        layers, summed = [], torch.zeros(1 + SHUFFLES, dtype=torch.float64)
+        skipped: dict[str, list[str]] = {}
+        samples = self.samples / self.batches / self.group.size
+        for name, own in self.layers.items():
+            if own.left or not own.calls:
+                some = f"; {len(own.left)} of {len(own.left) + own.calls} calls are left out"
+                why = (own.left or ["not called"])[0] + some * bool(own.calls)
+                skipped.setdefault(why, []).append(name)
+            if own.calls:
+                off = torch.empty(2, 1 + SHUFFLES, dtype=torch.float64)
+                each = self.group.gather(own.off / own.calls)
+                for rank, theirs in enumerate(each):
+                    off[:, rank :: len(each)] = theirs
+                by_chance = off[:, 1:].mean(1)
+                relative = off.sum(0) / by_chance.sum() if by_chance.any() else 1 + 0 * off[0]
+                summed += relative
+                ratio = relative[0].item()
+                like = samples / max(ratio, 1 / self.group.size)
+                figures = torch.stack([off[:, 0], by_chance], 1).sqrt().flatten().tolist()
+                figures = [own.values / own.calls, *figures, ratio, like]
+                layers.append(LayerParts(name, *figures))
+        if self.here == 1 and layers and not self.differ:
+            raise ArgumentError(
+                "expected other samples on each rank, got the same on all; give each rank a loader "
+                "of its own part, as by a DistributedSampler, or parts= for one of whole batches"
+            )
+        chance = (1 + int((summed[1:] >= summed[0] * (1 - 1e-9)).sum())) / (1 + SHUFFLES)
+        why_not = tuple(f"{listed(names)}: {why}" for why, names in skipped.items())
+        found = (tuple(layers), chance, why_not, self.notes)
+        report = PartsReport(self.group.size, self.batches, samples, *found)
+        return self.group.from_first(report)  # type: ignore[no-any-return]
 
 
-def _report(found: dict[str, _Found], parts: int, batches: int, samples: float) -> PartsReport:
-    layers, summed = [], torch.zeros(1 + SHUFFLES, dtype=torch.float64)
-    for name, own in found.items():
-        if own.calls and samples > 0:
-            off = own.off / own.calls
-            total, chance = off.sum(0), off[:, 1:].mean(1)
-            ratio = _over(total[0], chance.sum())
-            summed += total / chance.sum() if chance.sum() else 1.0
-            mean, variance = off[:, 0].sqrt().tolist()
-            by_chance = chance.sqrt().tolist()
-            figures = (mean, by_chance[0], variance, by_chance[1], ratio)
-            layers.append(LayerParts(name, own.values / own.calls, *figures, samples / ratio))
-    as_much = int((summed[1:] >= summed[0] * (1 - 1e-9)).sum())
-    skipped = [f"{name}: {own.reason}" for name, own in found.items() if not own.calls]
-    chance_of = (1 + as_much) / (1 + SHUFFLES)
-    return PartsReport(parts, batches, samples, tuple(layers), chance_of, tuple(skipped))
+def _moments(x: Tensor, mask: Tensor | None, samples: int) -> Tensor:
+    """`(samples, 1 + 2C)`: values per channel, their means, and their variances.
+
+    One row if the rows of x are no samples, none for an empty x.
+    """
+    if not x.numel():
+        return torch.zeros(0, 1 + 2 * x.shape[1], dtype=torch.float64)
+    rows = samples if len(x) % samples == 0 else 1
+    shape = (rows, len(x) // rows, -1, x[0, 0].numel())
+    kept = x.new_ones(len(x), dtype=torch.bool) if mask is None else mask
+    kept = checked_mask(kept, x).expand(x[:, :1].shape).reshape(shape)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(shape).where(kept, 0)
+    count = kept.sum((1, 3))
+    mean = wide.sum((1, 3)) / count.clamp(min=1)
+    var = ((wide - mean[:, None, :, None]) ** 2).where(kept, 0).sum((1, 3)) / count.clamp(min=1)
+    return torch.cat([t.to("cpu", torch.float64) for t in (count, mean, var)], 1)
 
 
-def _over(value: Tensor, other: Tensor) -> float:
-    return (value / other).item() if other else 1.0
+def _off(table: Tensor, divisions: Tensor, parts: int) -> Tensor:
+    """`(2, divisions)`: T, in two summands, of `table`: count, and count times d and e of samples.
 
-
-def _row(layer: LayerParts) -> tuple[str, ...]:
-    off = (layer.mean, layer.mean_by_chance, layer.variance, layer.variance_by_chance)
-    figures = [f"{value:.3f}" for value in off]
-    return (
-        layer.name,
-        f"{layer.values:.0f}",
-        *figures,
-        f"{layer.ratio:.2f}",
-        f"{layer.samples:.1f}",
-    )
+    d and e are those of the module's text, in units of the whole batch.
+    """
+    found = []
+    for chunk in divisions.split(max(1, CHUNK // (parts * len(table)))):
+        sums = (chunk[:, None] == torch.arange(parts)[:, None]).double() @ table
+        d, square = (sums[..., 1:] / sums[..., :1]).chunk(2, -1)
+        squares = torch.stack([d, square - d**2]) ** 2
+        found.append(squares.nanmean((2, 3)))  # NaN: a part whose samples are all masked
+    return torch.cat(found, 1)

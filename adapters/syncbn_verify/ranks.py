@@ -24,6 +24,7 @@ class Alone:
     """A check within this process, in `size` replicas: there is nobody to talk to."""
 
     kind = "replicas"
+    rank = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -32,15 +33,22 @@ class Alone:
         """What `work` returns."""
         return work()
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, which can be pickled, in rank order."""
+        return [value]
+
     def from_first(self, value: Any) -> Any:
         """The value of rank 0."""
-        return value
+        return self.gather(value)[0]
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Give the tensors of rank 0 to all ranks, in place."""
 
-    def agree(self, lines: list[str]) -> None:
+    def agree(self, lines: list[str], remedy: str) -> None:
         """Raise `ArgumentError` on every rank unless all ranks have the same lines of text."""
+
+    def compare(self, text: str) -> None:
+        """Raise `ProtocolError` on every rank unless all ranks do the same."""
 
     def wrong_groups(self, layers: Mapping[str, nn.Module]) -> dict[str, str]:
         """Why layers do not synchronize over this group, by name."""
@@ -59,11 +67,11 @@ class Ranks(Alone):
 
     def __init__(self, process_group: Any) -> None:
         group = group_of(process_group)
-        self.rank: int = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ArgumentError(
-                "expected a process_group that this process belongs to; call verify_sync in the "
-                "ranks of the group only"
+                "expected a process_group that this process belongs to; call this in the ranks of "
+                "the group only"
             )
         super().__init__(dist.get_world_size(group))
         self._group = weakref.ref(group)  # one that outlives its end can abort the process
@@ -71,7 +79,6 @@ class Ranks(Alone):
         self.stopped: str = ""
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, which can be pickled, in rank order."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group())
         return values
@@ -96,21 +103,20 @@ class Ranks(Alone):
         return result
 
     def from_first(self, value: Any) -> Any:
-        return self.gather(value if self.rank == 0 else None)[0]
+        return super().from_first(value if self.rank == 0 else None)
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor.data, self.members[0], group=self._group())
 
-    def agree(self, lines: list[str]) -> None:
+    def agree(self, lines: list[str], remedy: str) -> None:
         first, *others = self.gather(lines)
         for rank, theirs in enumerate(others, start=1):
             for a, b in zip_longest(first, theirs, fillvalue="nothing more"):
                 if a != b:
                     raise ArgumentError(
-                        "expected the same model, batch and arguments on all ranks, got "
-                        f"{a} on rank 0 and {b} on rank {rank}; pass the same model and the whole "
-                        "batch"
+                        f"expected the same on all ranks, got {a} on rank 0 and {b} on rank "
+                        f"{rank}; {remedy}"
                     )
 
     def add_up(self, tensors: Mapping[str, Tensor]) -> None:
@@ -119,7 +125,6 @@ class Ranks(Alone):
             dist.all_reduce(tensor, group=self._group())
 
     def compare(self, text: str) -> None:
-        """Raise `ProtocolError` on every rank unless all ranks do the same."""
         if not self.stopped:
             said = self.gather(text)
             if len(set(said)) > 1:
@@ -178,6 +183,21 @@ class Ranks(Alone):
                 inner = communicator_for(layer.process_group)
                 if inner is not None:
                     layer.process_group = _Watched(inner, self, name)
+
+
+def group_for(count: int | None, process_group: Any, counted: str, default: int) -> Alone:
+    """The ranks of a group, or this process with `count` parts; which of them the user wants."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if count is not None and process_group is not None:
+        raise ArgumentError(f"expected {counted} or process_group, got both; leave one out")
+    if count is not None or (process_group is None and not several):
+        if count is not None and (not isinstance(count, int) or count < 2):
+            raise ArgumentError(f"expected 2 or more {counted}, got {count!r}")
+        return Alone(count or default)
+    ranks = Ranks(process_group)
+    if ranks.size < 2:
+        raise ArgumentError("expected a process_group of 2 or more ranks, got one of 1 rank")
+    return ranks
 
 
 class _Watched:

@@ -29,7 +29,8 @@ class LayerReport:
     A difference is None if it is not known.
 
     Attributes:
-        name, kind: the name in the model, and the name of the class.
+        name: in the model.
+        kind: the name of the class.
         calls: how often each part of the batch called the layer.
         verdict: see docs/verify.md.
         output: of what the layer returned to the parts, to what it returns for all of its input
@@ -63,8 +64,10 @@ class SyncReport:
         sizes: the number of samples of each part.
         dtype: of the model that was checked.
         layers: one `LayerReport` for each batch norm layer, in the order of the model.
-        output, gradient, buffer: the largest differences of the whole model's outputs, gradients
-            of parameters and buffers to those of the undivided step; None if not known.
+        output: the largest difference of the whole model's outputs to those of the undivided
+            step; None if not known.
+        gradient: the same for the gradients of parameters.
+        buffer: the same for buffers.
         tolerance: the largest difference of these that counts as rounding.
         not_compared: which results could not be compared, and why.
         first: the first layer whose input differs from that in the undivided step, or "".

@@ -194,7 +194,7 @@ def test_under_torchrun_the_processes_take_the_parts_and_one_prints(tmp_path: Pa
     assert done.stdout.count("2 ranks with 2 + 2 samples, float64") == 1
 
 
-@pytest.mark.parametrize(("name", "status"), [("verify.md", 1), ("is-it-for-me.md", 0)])
+@pytest.mark.parametrize(("name", "status"), [("verify.md", 1), ("is-it-for-me.md", 1)])
 def test_the_table_in_the_documents_is_what_is_printed(
     name: str, status: int, tmp_path: Path
 ) -> None:
