@@ -403,6 +403,7 @@ def docs(session: nox.Session) -> None:
     site = str(ROOT / "site")
     options = ["-q", "-W", "--keep-going", "-c", "tools/docs"]
     session.run("sphinx-build", *options, "docs", site, *session.posargs)
+    session.run("python", "tools/docs/check_reference.py", site)
     session.log("open %s/index.html", site)
 
 

@@ -57,9 +57,14 @@ class BatchNorm:
         name: what errors of the communicator call this layer.
 
     Attributes:
-        weight, bias, weight_grad, bias_grad: `(C,)`, or None without `affine`. Gradients are
-            this member's own share; add them up over the group (`communicator.all_reduce`).
-        running_mean, running_var: `(C,)`; num_batches_tracked: `()` int64.
+        weight: `(C,)`, or None without `affine`.
+        bias: the same.
+        weight_grad: `(C,)` or None; this member's own share, to be added up over the group
+            (`communicator.all_reduce`).
+        bias_grad: the same.
+        running_mean: `(C,)`.
+        running_var: `(C,)`.
+        num_batches_tracked: `()` int64.
         training: True after `train()`, False after `eval()`.
     """
 

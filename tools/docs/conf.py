@@ -19,6 +19,7 @@ html_css_files = ["wide.css"]
 html_title = f"syncbn {release}"
 
 autodoc_typehints = "none"
+autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["jax", "flax", "paddle"]
@@ -26,12 +27,16 @@ autodoc_inherit_docstrings = False
 default_role = "literal"  # docstrings have code in single backticks
 
 
-def equations_as_code(
+def equations_and_links(
     app: object, what: str, name: str, item: object, options: object, lines: list[str]
 ) -> None:
-    """Docstrings show equations as indented lines, which are a quotation in reStructuredText."""
+    """Docstrings show equations as indented lines, which are a quotation in reStructuredText.
+
+    And they name pages by their files.
+    """
     shown: list[str] = []
     for line in lines:
+        line = re.sub(r"docs/([\w-]+)\.md", r":doc:`/\1`", line)
         before = next((s for s in reversed(shown) if s), "")
         if line.startswith("    ") and shown and not shown[-1] and not before.startswith(" "):
             shown += ["::", ""]
@@ -49,4 +54,4 @@ def readme_for_start(app: object, docname: str, source: list[str]) -> None:
 
 def setup(app: Any) -> None:
     app.connect("source-read", readme_for_start)
-    app.connect("autodoc-process-docstring", equations_as_code, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", equations_and_links, priority=400)  # before napoleon
