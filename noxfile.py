@@ -69,6 +69,21 @@ DRY_RUN = "tools/test_gpu_session.py"  # of the session on a GPU
 # For tests that compute in one thread and wait for nobody.
 SIDE_BY_SIDE = ("--numprocesses", "2")
 
+CHECK_README = """
+import re
+from pathlib import Path
+from hatch_build import with_address
+
+text = with_address(Path("README.md").read_text(encoding="utf-8"), "https://example.org/blob/main/")
+links = re.findall(r"(!?)\\[[^]]*\\]\\(([^)]+)\\)", text)
+assert all(target.startswith(("https://", "#")) for _, target in links), links
+pictures = [target for mark, target in links if mark]
+assert pictures and all("/raw/main/" in target for target in pictures), pictures
+for _, target in links:
+    path = target.partition("#")[0].removeprefix("https://example.org/")
+    assert "example.org" not in target or Path(path.split("/", 2)[2]).exists(), target
+"""
+
 CHECK_WHEEL = """
 import sys
 from importlib import import_module, metadata
@@ -413,6 +428,8 @@ def wheel(session: nox.Session) -> None:
     install(session, *groups("build"))
     dist = fresh_directory(session, "dist")
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist))
+    session.run("twine", "check", "--strict", *map(str, dist.iterdir()))
+    session.run("python", "-c", CHECK_README)
     (built,) = dist.glob("*.whl")
 
     in_fresh_environment(session, f"{built}[torch]", CHECK_WHEEL, *programs_of_readme())

@@ -16,7 +16,7 @@ from syncbn_core.functional import (
 from syncbn_core.layers import BatchNorm
 from syncbn_core.moments import Moments
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "BatchNorm",

@@ -17,6 +17,8 @@ from functools import partial
 from importlib import import_module, metadata
 from itertools import pairwise
 from pathlib import Path
+from shutil import which
+from subprocess import run as run_program
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,7 +91,7 @@ class Finding(NamedTuple):
 def facts() -> Facts:
     """What is installed and set, without torch."""
     return {
-        "versions": {"syncbn": syncbn_core.__version__, **versions(PACKAGES + CUPY)},
+        "versions": {"syncbn": found(_version), **versions(PACKAGES + CUPY)},
         "machine": {
             "python": f"{platform.python_version()}, {sys.executable}",
             "system": platform.platform(),
@@ -117,6 +119,20 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     """Of those that are installed."""
     names = {package.metadata["Name"] for package in metadata.distributions()}
     return {package: metadata.version(package) for package in packages if package in names}
+
+
+def _version() -> str:
+    """Also the commit: of a checkout, or of an installation from a repository."""
+    version, folder = syncbn_core.__version__, Path(syncbn_core.__file__).parents[1]
+    if (folder / ".git").exists() and which("git"):
+        git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+        told = run_program(git, capture_output=True, text=True, timeout=10)
+        return f"{version}, commit {told.stdout.strip()}" if told.returncode == 0 else version
+    for installed in metadata.distributions(name="syncbn"):
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
+        if "vcs_info" in origin:
+            return f"{version}, commit {origin['vcs_info']['commit_id']}"
+    return version
 
 
 def _processor() -> str:

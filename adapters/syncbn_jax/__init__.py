@@ -17,7 +17,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
+try:
+    import jax
+except ModuleNotFoundError as error:
+    if error.name != "jax":  # it is there, and lacks something itself
+        raise
+    raise ModuleNotFoundError(
+        "expected JAX, which syncbn_jax needs, got none; pip install 'syncbn[jax]'",
+        name="jax",
+    ) from None
+
 import jax.numpy as jnp
 from jax import lax
 

@@ -12,8 +12,17 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
+try:
+    import paddle
+except ModuleNotFoundError as error:
+    if error.name != "paddle":  # it is there, and lacks something itself
+        raise
+    raise ModuleNotFoundError(
+        "expected PaddlePaddle, which syncbn_paddle needs, got none; pip install 'syncbn[paddle]'",
+        name="paddle",
+    ) from None
+
 import numpy as np
-import paddle
 import paddle.distributed as dist
 from paddle.autograd import PyLayer
 from paddle.jit.sot import psdb

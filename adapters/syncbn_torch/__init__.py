@@ -9,8 +9,8 @@ except ModuleNotFoundError as _error:
     if _error.name != "torch":  # torch is there, and lacks something itself
         raise
     raise ModuleNotFoundError(
-        "expected PyTorch, which syncbn_torch needs, got none; pip install torch, or as "
-        "https://pytorch.org says; without PyTorch use syncbn_core",
+        "expected PyTorch, which syncbn_torch needs, got none; pip install 'syncbn[torch]', or "
+        "torch as https://pytorch.org says; without PyTorch use syncbn_core",
         name="torch",
     ) from None
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+import syncbn_core
 from syncbn_core import doctor
 from syncbn_core.__main__ import main
 from syncbn_core.backends.cuda import kernels
@@ -21,6 +25,33 @@ from syncbn_core.errors import BackendError
 SCHEMA = json.loads(
     (Path(__file__).parents[2] / "docs" / "doctor.schema.json").read_text(encoding="utf-8")
 )
+
+
+def test_the_version_names_the_commit_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def told() -> str:
+        return doctor.facts()["versions"]["syncbn"]
+
+    folder = tmp_path / "syncbn-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.4\nName: syncbn\nVersion: 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    monkeypatch.setattr("syncbn_core.__file__", str(tmp_path / "syncbn_core" / "__init__.py"))
+    for text, words in (
+        ("", ""),
+        ('{"url": "file:///somewhere"}', ""),
+        ('{"url": "", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}}', ", commit 0123abc"),
+    ):
+        (folder / "direct_url.json").write_text(text)
+        assert told() == syncbn_core.__version__ + words
+    if shutil.which("git") is None:
+        return
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run([*git, *command], check=True, timeout=60)
+    assert re.fullmatch(re.escape(syncbn_core.__version__) + ", commit [0-9a-f]{7,}", told())
 
 
 def test_a_right_machine_is_told_so_in_json_and_in_words(

@@ -47,22 +47,39 @@ print([name for name in {HEAVY} if name in sys.modules])
         assert f"'{name}'" not in printed
 
 
-WITHOUT_TORCH = """
+WITHOUT = """
 import sys
 {setup}
 try:
-    import syncbn_torch
+    import {module}
 except ImportError as error:
     print(type(error).__name__, error.name, error)
 """
 
 
-def test_adapter_without_torch_says_what_to_install(fresh_python: Callable[..., str]) -> None:
+@pytest.mark.parametrize(
+    ("framework", "name"), [("torch", "PyTorch"), ("jax", "JAX"), ("paddle", "PaddlePaddle")]
+)
+def test_adapter_without_its_framework_says_what_to_install(
+    framework: str, name: str, fresh_python: Callable[..., str]
+) -> None:
     if importlib.util.find_spec("syncbn_torch") is None:
         pytest.skip("the core alone")
-    printed = fresh_python(WITHOUT_TORCH.format(setup='sys.modules["torch"] = None'))
-    assert printed.startswith("ModuleNotFoundError torch expected PyTorch")
-    assert "pip install torch" in printed
+    setup = f'sys.modules["{framework}"] = None'
+    printed = fresh_python(WITHOUT.format(setup=setup, module=f"syncbn_{framework}"))
+    assert printed.startswith(f"ModuleNotFoundError {framework} expected {name}")
+    assert f"pip install 'syncbn[{framework}]'" in printed
+
+
+def test_the_name_of_the_project_says_which_package_to_import(
+    fresh_python: Callable[..., str],
+) -> None:
+    if importlib.util.find_spec("syncbn_torch") is None:
+        pytest.skip("the core alone")
+    printed = fresh_python(WITHOUT.format(setup="", module="syncbn"))
+    assert printed.startswith("ImportError syncbn expected one of the packages of syncbn")
+    for package in ("syncbn_torch", "syncbn_jax", "syncbn_paddle", "syncbn_core"):
+        assert package in printed
 
 
 def test_module_that_torch_lacks_is_not_taken_for_torch(
@@ -71,7 +88,8 @@ def test_module_that_torch_lacks_is_not_taken_for_torch(
     if importlib.util.find_spec("syncbn_torch") is None:
         pytest.skip("the core alone")
     (tmp_path / "torch.py").write_text("import no_such_module")
-    printed = fresh_python(WITHOUT_TORCH.format(setup=f"sys.path.insert(0, {str(tmp_path)!r})"))
+    setup = f"sys.path.insert(0, {str(tmp_path)!r})"
+    printed = fresh_python(WITHOUT.format(setup=setup, module="syncbn_torch"))
     assert printed.strip() == "ModuleNotFoundError no_such_module No module named 'no_such_module'"
 
 
