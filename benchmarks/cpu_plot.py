@@ -15,15 +15,15 @@ from cpu_report import name_of
 
 def plot(results: dict[str, Any], path: Path) -> None:
     """Speed of the layer over `nn.BatchNorm`'s, by shape: the largest above."""
-    figure, axes = plt.subplots(1, 2, figsize=(8.5, 5.5), layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(5.6, 8), layout="constrained", sharex=True)
     for axis, layout in zip(axes, ("NCHW", "channels_last"), strict=True):
         bars(axis, results.get("layers", []), layout)
-    figure.supxlabel("times as fast as nn.BatchNorm, forward and backward, float32", fontsize=11)
+    figure.supxlabel("times as fast as nn.BatchNorm, forward and backward, float32", fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside upper right", ncols=2, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=240)
     plt.close(figure)
 
 

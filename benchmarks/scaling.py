@@ -294,19 +294,20 @@ def plot(path: Path, hop: float, bandwidth: float) -> None:
     import matplotlib.pyplot as plt
 
     sizes = [2**n for n in range(3, 15)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(5.6, 3.2), layout="constrained")
     for key, label in (("forward", "a row of each rank"), ("sums", "two sums")):
         left.plot(sizes, [payload(size)[key] / 1e6 for size in sizes], marker="o", label=label)
     times = [predict(size, 1, hop, bandwidth) for size in sizes]
     for key, label in (("ring", ", ring"), ("doubling", ", doubling")):
         rows = [1e3 * (each[key] + each["gathered bytes"]) for each in times]
-        right.plot(sizes, rows, marker="o", label=f"a row of each rank{label}")
+        right.plot(sizes, rows, marker="o", label=f"rows{label}")
     right.plot(sizes, [1e3 * each["sums"] for each in times], marker="o", label="two sums")
     for axis, title in ((left, "MB that a rank receives"), (right, "ms, by the model")):
-        axis.set(xscale="log", yscale="log", title=title, xlabel="ranks")
+        axis.set(xscale="log", yscale="log", xlabel="ranks")
+        axis.set_title(title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=160)
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=240)
 
 
 def main() -> int:

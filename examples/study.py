@@ -173,20 +173,20 @@ def show_table(runs: list[dict], console: Console) -> None:
 def draw(runs: list[dict], path: Path) -> None:
     """A dot for each seed."""
     mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5.6, 3.2), layout="constrained")
     for way, color, offset in zip(WAYS, ("#D55E00", "#0072B2"), (-0.15, 0.15), strict=True):
         for row, task in enumerate(TASKS):
             found = errors(runs, task, way)
             axes.plot(found, [row + offset] * len(found), "o", color=color, alpha=0.6,
                       label=None if row else way, markeredgewidth=0)  # fmt: skip
-    axes.set_yticks(range(len(TASKS)), [task.name for task in TASKS])
+    axes.set_yticks(range(len(TASKS)), [task.name.replace(", a ", ",\na ") for task in TASKS])
     axes.set(xscale="log", xlabel="wrong digits or pixels in validation (%)")
     axes.set_xticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=240)
 
 
 def main() -> int:

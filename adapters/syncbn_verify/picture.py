@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.figure import Figure
 
@@ -25,7 +26,7 @@ def draw(dots: Sequence[tuple[str, float, float, Kind]], path: Path) -> None:
     conclusion.
     """
     names = list(dict.fromkeys(name for name, *_ in dots))[::-1]
-    figure = Figure((8.5, 1.3 + 0.26 * len(names)), layout="constrained")
+    figure = Figure((5.6, 1.3 + 0.32 * len(names)), layout="constrained")
     axis = figure.subplots()
     for name, samples, like, kind in dots:
         axis.plot(samples, names.index(name), "|", color="black", markersize=16, zorder=1)
@@ -36,8 +37,8 @@ def draw(dots: Sequence[tuple[str, float, float, Kind]], path: Path) -> None:
     axis.axvline(2, color="black", linewidth=0.8, linestyle=":")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_yticks(range(len(names)), names)
+    axis.set_yticks(range(len(names)), [fill(name, 24) for name in names])
     axis.set_ylim(-0.6, len(names) - 0.4)
-    axis.set_xlabel("the parts differ as random parts of so many samples (| = samples of a part)")
+    axis.set_xlabel("like random parts of so many samples (| = samples of a part)")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=240)

@@ -28,8 +28,9 @@ NETS = {threads: f"nets-2026-11-28-{threads}.json" for threads in (1, 2)}
 FUSED = {threads: f"activations-2026-11-28-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 H200 = "gpu-2026-11-27-NVIDIA-H200-24254b2.json"
+COLD = "cold-2026-11-29.json"
 COMPILED = "compiled-2026-11-29.json"
-REPLICAS = "replicas-2026-11-25.json"
+REPLICAS = "replicas-2026-11-29.json"
 DDP = "ddp-2026-11-29.json"
 STUDY = "study-2026-11-27.jsonl"
 PAYS = "pays-2026-11-28.json"
@@ -75,23 +76,11 @@ def worst(layout: str, least: int = 0) -> tuple[float, tuple[int, ...]]:
     return min((v, s) for t in (1, 2) for s, v in of_layers(layout, t, least).items())
 
 
-def of_replicas(depth: int) -> tuple[list[float], list[float]]:
-    """Four replicas of `depth` layers: times over the unsplit ones; plain operations over them."""
-    found = [
-        row["found"]
-        for row in read(CPU)["replicas"]
-        if (row["replicas"], row["depth"]) == (4, depth)
-    ]
-    plain = [f["plain replicas"]["both"]["median"] / f["replicas"]["both"]["median"] for f in found]
-    return [1 / f["replicas"]["both"]["faster"] for f in found], plain
-
-
 def readme() -> Iterator[str]:
-    mean = on_threads("NCHW").split("x")[0]
-    faster = f"{mean} times as fast as `nn.BatchNorm2d`"
-    yield f"our kernels make a layer by itself {faster} on one thread"
     nets = span([*of_nets(1).values(), *of_nets(2).values()])
-    yield f"whole networks are {nets} times as fast as with their own"
+    yield f"steps of seven networks of timm are {nets} times as fast with our layers as with"
+    means = [f"{geometric_mean(fused(threads, 'NCHW', False)):.1f}" for threads in (1, 2)]
+    yield f"layers with an activation {means[0]} times on one thread and {means[1]} times on two"
     yield f"steps of three networks take {span(cost(2).values())} times as long as without"
     compiled = [net["over_unsynchronized"]["one graph"] for net in read(COMPILED)["nets"]]
     yield f"two take {span(compiled, joint=' and ')} times as long"
@@ -122,12 +111,8 @@ def speed_cpu() -> Iterator[str]:
     yield f"{peak['ours']} activations at most, as torch (plain operations: {peak['plain']})"
     kept = {name: f"{row['activations']:.2f}" for name, row in memory.items()}
     yield f"{kept['ours']} activations (plain operations: {kept['plain']})"
-    starts = read(CPU)["starts"]
-    yield f"| `import syncbn_torch` after torch | {starts['import syncbn_torch after torch']:.2f} s"
-    first, cold = starts["first use"], starts["first use, nothing compiled"]
-    yield f"{first:.1f} s; when no kernel has been compiled yet, {cold:.1f} s"
-    one, eight = (geometric_mean(of_replicas(depth)[0]) for depth in (1, 8))
-    yield f"take {one:.1f} times as long; in a row of eight layers {eight:.1f} times"
+    seconds = [case["syncbn"]["seconds"] for case in read(COLD)["cases"].values()]
+    yield f"{span(seconds, 1)} s of CPU time"
 
 
 def replicas_cpu() -> Iterator[str]:
@@ -154,17 +139,18 @@ def nets_cpu() -> Iterator[str]:
     yield "| geometric mean | {:.2f}x | {:.2f}x | |".format(*means)
     for in_place, name in ((False, ""), (True, "`InPlaceABN`, ")):
         for kind, layout in (("NCHW", "NCHW"), ("NHWC", "channels_last")):
-            ratios = [
-                [
-                    row["faster"]
-                    for row in read(FUSED[threads])["layers"]
-                    if (row["layout"], row["in place"]) == (kind, in_place)
-                    and prod(row["shape"]) > 1e6
-                ]
-                for threads in (1, 2)
-            ]
+            ratios = [fused(threads, kind, in_place) for threads in (1, 2)]
             means = [f"{geometric_mean(faster):.2g}x" for faster in ratios]
             yield f"| {name}{layout} | {' | '.join(means)} | {min(map(min, ratios)):.2f}x |"
+
+
+def fused(threads: int, layout: str, in_place: bool) -> list[float]:
+    """Layers with an activation: times as fast as torch's two, of shapes that take our kernels."""
+    return [
+        row["faster"]
+        for row in read(FUSED[threads])["layers"]
+        if (row["layout"], row["in place"]) == (layout, in_place) and prod(row["shape"]) > 1e6
+    ]
 
 
 # -------------------------------------------------------------------------------- H100

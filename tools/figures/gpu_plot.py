@@ -164,9 +164,9 @@ def process_table(results: Row) -> str:
 def plot(results: Row, path: Path) -> None:
     peers = peers_of(results)
     figure, axes = plt.subplots(
-        2, 3, figsize=(9.5, 6), layout="constrained", sharex=True, sharey=True
+        3, 2, figsize=(5.6, 7), layout="constrained", sharex=True, sharey=True
     )
-    for axis, (dtype, layout) in zip(axes.flat, GROUPS, strict=True):
+    for axis, (dtype, layout) in zip(axes.T.flat, GROUPS, strict=True):
         for marker, (peer, label) in zip("os^Dv", peers.items(), strict=False):
             cases = [c for c in cases_of(results, [dtype], layout) if ratio(c, peer) is not None]
             sizes = [c["nbytes"] / 1e6 for c in cases]
@@ -177,20 +177,20 @@ def plot(results: Row, path: Path) -> None:
         axis.set_yscale("log")
         ticks = [0.5, 1, 2, 4, 8]
         axis.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
-        axis.set_title(f"{DTYPES[dtype]}, {layout}", fontsize=11)
-    for axis in axes[1]:
+        axis.set_title(f"{DTYPES[dtype]}, {layout}", fontsize=10)
+    for axis in axes[-1]:
         axis.set_xlabel("activation, MB")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("our kernels: times as fast")
-    axes[1, 0].legend(fontsize=9, loc="upper left")
+    axes[1, 0].set_ylabel("our kernels: times as fast as")
+    axes[0, 1].legend(fontsize=8, loc="upper left")
     machine = results["machine"]
     figure.suptitle(
         (f"{DRY}\n" if results["dry_run"] else "")
-        + f"Forward and backward of a layer, device time, {machine['device']} "
-        f"(torch {machine['torch']}, {machine['date'][:10]})"
+        + f"Forward and backward of a layer, device time\n{machine['device']}, "
+        f"torch {machine['torch']}, {machine['date'][:10]}",
+        fontsize=10,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=240)
     plt.close(figure)
 
 
