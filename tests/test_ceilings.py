@@ -71,7 +71,7 @@ def files(*folders: Path) -> set[Path]:
         ("core without CUDA", 4588),
         ("CUDA", 2745),
         ("syncbn_torch", 3937),
-        ("syncbn_verify", 1720),
+        ("syncbn_verify", 1730),
         ("syncbn_jax", 234),
         ("syncbn_paddle", 119),
     ],

@@ -97,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="package.module:function",
         help="called as function(model, batch), for batches that are dictionaries, for example",
     )
+    pays.add_argument(
+        "--samples",
+        metavar="package.module:function",
+        help="called as function(batch), for the number of samples of lists, for example",
+    )
     pays.add_argument("--picture", type=Path, metavar="FILE", help="draw it, such as pays.png")
     pays.add_argument("--json", action="store_true", help="print the figures as JSON")
     verify = commands.add_parser(
@@ -168,11 +173,13 @@ def _pays(options: argparse.Namespace) -> int:
             raise ArgumentError(
                 "expected matplotlib for --picture; pip install matplotlib"
             ) from error
-    forward = _function(options.forward) if options.forward else None
+    more: dict[str, Any] = {"batches": options.batches}
+    for name in ("forward", "samples"):
+        if path := getattr(options, name):
+            more[name] = _function(path)
     with _made(options.factory, "loader") as (model, loader, group):
         ranks = dist.group.WORLD if isinstance(group, Ranks) else None  # refused beside --parts
-        given = {"process_group": ranks, "batches": options.batches, "forward": forward}
-        report = pays(model, loader, options.parts, **given)
+        report = pays(model, loader, options.parts, process_group=ranks, **more)
         if group.rank == 0:
             found = asdict(report) | {"conclusion": report.conclusion, "pays": report.pays}
             print(json.dumps(found, indent=1) if options.json else report, flush=True)

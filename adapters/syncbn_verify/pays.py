@@ -59,6 +59,7 @@ def pays(
     batches: int = 20,
     device: Any = None,
     forward: Forward | None = None,
+    samples: Callable[[Any], int] | None = None,
 ) -> PartsReport:
     """Look whether parts of batches differ so much that synchronization matters.
 
@@ -81,8 +82,10 @@ def pays(
         device: batches are moved there, or stay where they are.
         forward: called as `forward(model, batch)`. By default the model gets the batch of a loader,
             or its first element if it is a list or tuple.
+        samples: called as `samples(batch)`, for the number of samples in it. By default they are
+            along axis 0 of the first tensor. `lambda batch: len(batch[0])` suits lists of images.
 
-    Samples are along axis 0 of the first tensor in a batch. The report says which layers could not
+    Samples are along axis 0 of what layers get. The report says which layers could not
     be looked at, such as one whose input has rows that are no samples. Raises `ArgumentError` for a
     batch of samples that `parts` does not divide, without batches, and if all ranks have got the
     same samples; and what the model raises.
@@ -100,7 +103,7 @@ def pays(
             loader = [group.together(lambda: _own(loader, group), "a batch that can be split")]
         taken = group.together(lambda: iter(loader), "an iterable of batches")
         while study.batches < batches:
-            batch, size = group.together(lambda: _next(taken, device, study), "batches")
+            batch, size = group.together(lambda: _next(taken, device, samples, study), "batches")
             if not study.begin(size):
                 break
             LOGGER.info("syncbn pays: batch %s of at most %s", study.batches, batches)
@@ -125,15 +128,17 @@ def _own(batch: Any, group: Alone) -> Any:
     return parts[group.rank][0][0]
 
 
-def _next(taken: Iterator[Any], device: Any, study: _Study) -> tuple[Any, int]:
+def _next(taken: Iterator[Any], device: Any, samples: Any, study: _Study) -> tuple[Any, int]:
     """The next batch, and how many samples it has in this process; 0 at the end."""
     for batch in taken:
         batch = batch if device is None else to_device(batch, device)
-        size = next((len(t) for t in tensors_in(batch) if t.dim()), 0)
+        first = next((len(t) for t in tensors_in(batch) if t.dim()), 0)
+        size = samples(batch) if samples else first
         if not size or size % study.here:
             raise ArgumentError(
-                f"expected batches with a tensor of {study.here} samples or a multiple, got one of "
-                f"{size}; take other parts, or a loader that drops a last batch of another size"
+                f"expected batches of {study.here} samples or a multiple, got {size}; take other "
+                "parts, or a loader that drops a last batch of another size. Samples are along "
+                "axis 0 of the first tensor, unless samples= or --samples counts them"
             )
         return batch, size
     return None, 0
@@ -230,11 +235,11 @@ class _Study:
         d = mean - center
         square = var + d**2
         whole = (share * square).sum(0)
+        wide = x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
         for name, value in (("running_mean", center), ("running_var", whole)):
-            held = getattr(layer, name)
-            wide = torch.promote_types(x.dtype, torch.float32)
-            value = value.to(x.device, wide) if held is None else value.to(held).view_as(held)
-            setattr(layer, name, value)
+            held = (getattr(layer, name), getattr(layer, "weight", None), wide)
+            like = next(tensor for tensor in held if tensor is not None)
+            setattr(layer, name, value.to(like).view_as(like))
         if [len(rows) for rows in each] != self.sizes:
             own.left.append(f"got {len(x)} rows for {self.sizes[self.group.rank]} samples")
         elif not moments.isfinite().all():

@@ -130,9 +130,9 @@ def test_rows_that_are_no_samples_are_skipped() -> None:
     ("call", "words"),
     [
         (lambda: pays(model(), mixed(8), 1), "2 or more parts, got 1"),
-        (lambda: pays(model(), mixed(3), 4), "tensor of 4 samples or a multiple, got one of 3;"),
-        (lambda: pays(model(), mixed(10), 4), "of 4 samples or a multiple, got one of 10; take"),
-        (lambda: pays(model(), [[]], 4), "tensor of 4 samples or a multiple, got one of 0"),
+        (lambda: pays(model(), mixed(3), 4), "of 4 samples or a multiple, got 3;"),
+        (lambda: pays(model(), mixed(10), 4), "of 4 samples or a multiple, got 10; take"),
+        (lambda: pays(model(), [[]], 4), "of 4 samples or a multiple, got 0;"),
         (
             lambda: pays(model(), [{"x": x} for x in mixed(8)]),
             "pass forward=, .* or --forward pack",
@@ -161,6 +161,9 @@ def test_layers_get_the_statistics_of_the_whole_batch() -> None:
     for layer in (SyncBatchNorm(4, activation="silu"), SyncBatchNorm(4, eps_mode="clamp")):
         own.append(layer.double()).append(Last())
         layer.register_forward_pre_hook(lambda _, args: args[0].double())
+    untracked_half = nn.BatchNorm2d(4, track_running_stats=False).half()
+    untracked_half.register_forward_pre_hook(lambda _, args: args[0].half())
+    own.append(untracked_half)
     (x,) = batches = list(mixed(8, 1))
     kind = "pays"
     pays(own, batches, 2)
@@ -237,6 +240,25 @@ def test_one_batch_is_taken_as_verify_takes_it() -> None:
     assert str(report).startswith("1 batch in 2 parts of 4 samples\n")
 
 
+def test_samples_in_lists_are_counted_by_a_function() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, images: list[Tensor]) -> Tensor:
+            y: Tensor = self.norm(torch.stack(images))
+            return y
+
+    (x,) = mixed(8, 1)
+    expected = pays(nn.BatchNorm2d(3), [x], 2)
+    batches = [(list(x), ["what is in them"] * 8)]
+    report = pays(Detector(), batches, 2, samples=lambda batch: len(batch[0]))
+    assert report.layers[0].mean == expected.layers[0].mean
+    with pytest.raises(ArgumentError, match=r"got 3; .* unless samples= or --samples counts them"):
+        pays(Detector(), batches, 2)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
 def test_little_memory_is_taken_for_many_parts_of_many_samples() -> None:
     program = """
@@ -265,6 +287,10 @@ def nothing() -> tuple[nn.Module, list[Tensor]]:
     return nn.Conv2d(3, 4, 1), list(mixed(8))
 
 
+def images(batch: dict[str, Tensor]) -> int:
+    return len(batch["x"])
+
+
 def of_dictionary(own: nn.Module, batch: dict[str, Tensor]) -> Any:
     return own(batch["x"])
 
@@ -280,7 +306,8 @@ def test_the_command(
     assert main(["pays", "mymodels:made", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["conclusion"], found["parts"], len(found["layers"])) == ("alike", 4, 2)
-    assert main(["pays", "mymodels:camera", "--forward", "mymodels:of_dictionary"]) == 1
+    more = ["--forward", "mymodels:of_dictionary", "--samples", "mymodels:images"]
+    assert main(["pays", "mymodels:camera", *more]) == 1
     assert "\nUNLIKE: " in capsys.readouterr().out
     assert main(["pays", "mymodels:nothing"]) == 2
     with pytest.raises(ArgumentError, match=r"return \(model, loader\), got Sequential"):
