@@ -45,7 +45,7 @@ from syncbn_verify.report import listed
 from syncbn_verify.steps import divided
 
 LOGGER = logging.getLogger("syncbn")
-CHUNK = 2**21  # numbers that say which samples are in which parts, at a time
+CHUNK = 2**20  # numbers of divisions at a time: 8 MB
 
 Forward = Callable[..., Any]
 
@@ -312,7 +312,7 @@ def _off(table: Tensor, divisions: Tensor, parts: int) -> Tensor:
     d and e are those of the module's text, in units of the whole batch.
     """
     found = []
-    for chunk in divisions.split(max(1, CHUNK // (parts * len(table)))):
+    for chunk in divisions.split(max(1, CHUNK // (parts * max(table.shape)))):
         sums = (chunk[:, None] == torch.arange(parts)[:, None]).double() @ table
         d, square = (sums[..., 1:] / sums[..., :1]).chunk(2, -1)
         squares = torch.stack([d, square - d**2]) ** 2

@@ -33,7 +33,7 @@ COMPILED = "compiled-2026-11-29.json"
 REPLICAS = "replicas-2026-11-29.json"
 DDP = "ddp-2026-11-29.json"
 STUDY = "study-2026-11-27.jsonl"
-PAYS = "pays-2026-11-28.json"
+PAYS = "pays-2026-11-30.json"
 MASKS = "masks-2026-11-28.json"
 SCALING = "scaling-2026-11-28.json"
 LAYOUTS = ("NCHW", "channels_last")
@@ -302,9 +302,20 @@ def conclusions_of_pays() -> Iterator[str]:
     """What `pays` says of the study's tasks, of which two gain by synchronization."""
     rows = read(PAYS)["tasks"]
     gains = {row["name"]: row["name"].endswith(("camera per part", "1 per part")) for row in rows}
-    said = [row["conclusion"] in ("one sample", "unlike") for row in rows]
+    known = {"one sample": True, "unlike": True, "alike": False}
+    said = [known.get(row["conclusion"]) for row in rows]
     right = sum(pays is gains[row["name"]] for pays, row in zip(said, rows, strict=True))
     yield f"{right} of {len(rows)} conclusions are those of the trainings"
+    yield f"and {said.count(None)} leave it open"
+    off = {
+        row["samples"]: f"{row['off']:.2f}"
+        for row in read(PAYS)["networks"]
+        if row["name"] == "torchvision resnet50, both photographs per part"
+    }
+    yield (
+        f"one has {off[16]} with 16 random crops of two photographs per part, {off[8]} with 8, "
+        f"{off[2]} with 2"
+    )
 
 
 PAGES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
