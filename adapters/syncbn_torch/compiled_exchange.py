@@ -9,7 +9,8 @@ Inductor keeps all collectives of a graph in their order.
 What the group must know as a constant comes in its name, see `group_for`, the rest in tensors.
 Where the host gets the message anyway, it also computes what is per channel, in NumPy: in the graph
 that would be eighty operations in float64 for each layer, which take longer to compile than the
-passes over x. Tensors are then, of float64 but the numbers and the running statistics:
+passes over x. Tensors are then, of float64 but the numbers and the running statistics, where `...`
+is a place that nothing reads:
 
     forward    shift, sum and sum of squares of x - shift, weight, bias, with a mask what x is
                filled with (C,); values per channel, those that count, number of the layer

@@ -108,7 +108,8 @@ def _group_for(process_group: Any, on_cpu: bool, settings: tuple[Any, ...], _: i
     return group_for(process_group, on_cpu, place, *settings)  # type: ignore[no-any-return]
 
 
-ON_HOST = "host "  # the begin of a group's name: the exchange computes what is per channel
+# So begin the names of groups whose exchange computes what is per channel, on the host.
+ON_HOST = "host "
 _places: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by graph
 
 
@@ -131,9 +132,10 @@ def _digest() -> str:
 
 
 def _node(*given: Any) -> Tensor:
-    """One call in torch.compile's graph: to trace bytecode takes longer than to trace operations.
+    """y of a layer; updates the running statistics.
 
-    Returns y; updates the running statistics.
+    Dynamo takes it into the graph as one call, since tracing Python takes longer than tracing its
+    operations, which AOTAutograd does.
     """
     *call, running, rule, _ = given
     held = RunningStatistics(*running)
