@@ -80,3 +80,14 @@ class ProtocolError(CommError):
 
 class CheckpointError(SyncBNError, RuntimeError):
     """Activation checkpointing recomputed a replica in a way that can't be synchronized."""
+
+
+def without_framework(error: ModuleNotFoundError, framework: str, title: str) -> Exception:
+    """What an adapter raises for `error`: what to install, if it is `framework` that is missing."""
+    if error.name != framework:  # it is there, and lacks something itself
+        return error
+    return ModuleNotFoundError(
+        f"expected {title}, which syncbn_{framework} needs, got none; pip install "
+        f"'syncbn[{framework}]', or take syncbn_core, which needs no framework",
+        name=framework,
+    )

@@ -17,15 +17,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from syncbn_core.errors import without_framework
+
 try:
     import jax
 except ModuleNotFoundError as error:
-    if error.name != "jax":  # it is there, and lacks something itself
-        raise
-    raise ModuleNotFoundError(
-        "expected JAX, which syncbn_jax needs, got none; pip install 'syncbn[jax]'",
-        name="jax",
-    ) from None
+    raise without_framework(error, "jax", "JAX") from None
 
 import jax.numpy as jnp
 from jax import lax

@@ -12,15 +12,12 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
+from syncbn_core.errors import without_framework
+
 try:
     import paddle
 except ModuleNotFoundError as error:
-    if error.name != "paddle":  # it is there, and lacks something itself
-        raise
-    raise ModuleNotFoundError(
-        "expected PaddlePaddle, which syncbn_paddle needs, got none; pip install 'syncbn[paddle]'",
-        name="paddle",
-    ) from None
+    raise without_framework(error, "paddle", "PaddlePaddle") from None
 
 import numpy as np
 import paddle.distributed as dist

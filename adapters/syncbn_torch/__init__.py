@@ -3,16 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from syncbn_core.errors import without_framework
+
 try:
     import torch as _  # noqa: F401  (only to say what is missing)
 except ModuleNotFoundError as _error:
-    if _error.name != "torch":  # torch is there, and lacks something itself
-        raise
-    raise ModuleNotFoundError(
-        "expected PyTorch, which syncbn_torch needs, got none; pip install 'syncbn[torch]', or "
-        "torch as https://pytorch.org says; without PyTorch use syncbn_core",
-        name="torch",
-    ) from None
+    raise without_framework(_error, "torch", "PyTorch") from None
 
 from syncbn_core import __version__
 from syncbn_torch.batchnorm import (
