@@ -24,8 +24,8 @@ from gpu_report import faster_than, total_of_resnet50
 
 ROOT = Path(__file__).parents[2]
 CPU = "cpu-2026-11-23.json"
-NETS = {threads: f"nets-2026-11-28-{threads}.json" for threads in (1, 2)}
-FUSED = {threads: f"activations-2026-11-28-{threads}.json" for threads in (1, 2)}
+NETS = {threads: f"nets-2026-11-30-{threads}.json" for threads in (1, 2)}
+FUSED = {threads: f"activations-2026-11-30-{threads}.json" for threads in (1, 2)}
 H100 = "gpu-2026-11-22-NVIDIA-H100-80GB-HBM3-809ee92.json"
 H200 = "gpu-2026-11-27-NVIDIA-H200-24254b2.json"
 COLD = "cold-2026-11-29.json"
@@ -34,7 +34,7 @@ REPLICAS = "replicas-2026-11-29.json"
 DDP = "ddp-2026-11-29.json"
 STUDY = "study-2026-11-27.jsonl"
 PAYS = "pays-2026-11-30.json"
-MASKS = "masks-2026-11-28.json"
+MASKS = "masks-2026-11-30.json"
 SCALING = "scaling-2026-11-28.json"
 LAYOUTS = ("NCHW", "channels_last")
 MIB = 1 << 20
