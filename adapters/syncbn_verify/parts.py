@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import nan
 from statistics import median
 from typing import Literal
 
@@ -79,8 +80,8 @@ class PartsReport:
 
     @property
     def off(self) -> float:
-        """`LayerParts.off` of the median layer."""
-        return median(layer.off for layer in self.layers)
+        """`LayerParts.off` of the median layer; NaN without layers."""
+        return median([layer.off for layer in self.layers] or [nan])
 
     @property
     def conclusion(self) -> Kind:

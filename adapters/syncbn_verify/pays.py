@@ -187,7 +187,10 @@ class _Study:
         for name, layer in norm_layers(model).items():
             frozen = getattr(layer, "_frozen", None) is not None
             if layer.running_mean is None or (layer.training and not frozen):
-                self.layers[name] = _Layer()
+                own = self.layers[name] = _Layer()
+                if not hasattr(layer, "momentum"):  # as FrozenBatchNorm2d of torchvision
+                    own.left.append("has no momentum, so it is taken for frozen")
+                    continue
                 layer.training = False  # by the statistics of `_note`; so nothing is sent
                 called = partial(self._called, name, layer, layer.forward)
                 setattr(layer, "forward", called)  # noqa: B010  (hooks miss calls of `forward`)

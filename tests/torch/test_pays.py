@@ -190,6 +190,27 @@ def test_layers_that_get_nan_are_left_out(value: float) -> None:
     assert report.skipped == ("1 and 4: got NaN or inf in batch 1",)
 
 
+def test_a_layer_of_fixed_statistics_is_left_as_it_is() -> None:
+    class FrozenBatchNorm2d(nn.Module):  # as torchvision's, detectron2's and timm's
+        def __init__(self) -> None:
+            super().__init__()
+            self.eps = 1e-5
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                self.register_buffer(name, torch.rand(3) + 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.weight * (self.running_var + self.eps).rsqrt()
+            shift = self.bias - self.running_mean * scale
+            return x * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
+
+    frozen = FrozenBatchNorm2d()
+    (x,) = mixed(8, 1)
+    report = pays(nn.Sequential(frozen, nn.BatchNorm2d(3)), [x], 2)
+    assert report.skipped == ("0: has no momentum, so it is taken for frozen",)
+    expected = pays(nn.BatchNorm2d(3), [frozen(x)], 2)
+    assert report.layers[0].mean == expected.layers[0].mean
+
+
 def test_parts_of_equal_samples_are_alike() -> None:
     report = pays(nn.BatchNorm1d(3), [torch.randn(2, 3).repeat(4, 1)], parts=4)
     assert (report.layers[0].ratio, report.layers[0].samples) == (0.0, 8.0)
