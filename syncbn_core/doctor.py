@@ -122,7 +122,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _version() -> str:
-    """Also the commit: of a checkout, or of an installation from a repository."""
+    """The version, and the commit of a checkout or of what was installed from a repository."""
     version, folder = syncbn_core.__version__, Path(syncbn_core.__file__).parents[1]
     if (folder / ".git").exists() and which("git"):
         git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]

@@ -71,7 +71,7 @@ def files(*folders: Path) -> set[Path]:
         ("core without CUDA", 4596),
         ("CUDA", 2745),
         ("syncbn_torch", 3931),
-        ("syncbn_verify", 1733),
+        ("syncbn_verify", 1731),
         ("syncbn_jax", 229),
         ("syncbn_paddle", 114),
     ],

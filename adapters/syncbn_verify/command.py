@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     pays.add_argument(
         "--samples",
         metavar="package.module:function",
-        help="called as function(batch), for the number of samples of lists, for example",
+        help="called as function(batch), counts its samples, such as the images in a list",
     )
     pays.add_argument("--picture", type=Path, metavar="FILE", help="draw it, such as pays.png")
     pays.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -166,13 +166,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _pays(options: argparse.Namespace) -> int:
-    if options.picture:
-        try:
-            from syncbn_verify.picture import draw
-        except ImportError as error:
-            raise ArgumentError(
-                "expected matplotlib for --picture; pip install matplotlib"
-            ) from error
+    if options.picture and importlib.util.find_spec("matplotlib") is None:
+        raise ArgumentError("expected matplotlib for --picture, got none; pip install matplotlib")
     more: dict[str, Any] = {"batches": options.batches}
     for name in ("forward", "samples"):
         if path := getattr(options, name):
@@ -184,6 +179,8 @@ def _pays(options: argparse.Namespace) -> int:
             found = asdict(report) | {"conclusion": report.conclusion, "pays": report.pays}
             print(json.dumps(found, indent=1) if options.json else report, flush=True)
         if group.rank == 0 and options.picture and report.layers:
+            from syncbn_verify.picture import draw
+
             kind, samples = report.conclusion, report.samples
             draw([(x.name, samples, x.samples, kind) for x in report.layers], options.picture)
     return {"alike": 0, "not judged": 2}.get(report.conclusion, 1)

@@ -11,7 +11,7 @@ from syncbn_verify.report import aligned, listed
 
 SHUFFLES = 999  # random parts of each batch; so the smallest `chance` is 0.001
 RARE = 0.002
-# Of a ResNet-50 with 8 images per part, which trains worse than with 16: docs/is-it-for-me.md.
+# A ResNet-50 has it with 8 images per part, and trains worse than with 16: docs/is-it-for-me.md.
 LARGE = 0.15
 
 Kind = Literal["one sample", "unlike", "a little unlike", "noisy", "alike", "not judged"]
@@ -89,8 +89,8 @@ class PartsReport:
 
         "one sample": a part holds less than two. "unlike": parts differ more than by chance, in
         some layer as much as parts of less than two samples. "a little unlike": more than by
-        chance, but less than that. "noisy": no more than by chance, which puts normalized values
-        off by 0.15 standard deviations or more in the median layer. "alike": by less than that.
+        chance, but less than that. "noisy": no more than by chance, but chance puts normalized
+        values off by 0.15 standard deviations or more in the median layer. "alike": by less.
         "not judged": no layer could be looked at.
         """
         if not self.layers:
@@ -125,10 +125,11 @@ class PartsReport:
             )
         as_much = round(self.chance * (1 + SHUFFLES)) - 1
         chance = f"than by chance ({as_much} of {SHUFFLES} random divisions differ as much)"
-        only = "Whether that matters only training with and without synchronization can tell."
+        only = "Only training with and without synchronization can tell whether that matters."
         off = f"normalized values are off by {self.off:.2f} standard deviations in the median layer"
         if self.conclusion == "alike":
-            return f"ALIKE: the parts differ no more {chance}: {off}. Expect no difference you see."
+            expect = "Expect no difference that you see."
+            return f"ALIKE: the parts differ no more {chance}: {off}. {expect}"
         if self.conclusion == "noisy":
             like = f"as in batch norm with batches of {self.samples:g}"
             large = f"but chance is large: {off}, {like}"

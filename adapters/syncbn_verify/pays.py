@@ -41,11 +41,11 @@ from syncbn_verify.copies import (
 )
 from syncbn_verify.parts import SHUFFLES, LayerParts, PartsReport
 from syncbn_verify.ranks import Alone, Ranks, first_line, group_for
-from syncbn_verify.report import listed
+from syncbn_verify.report import by_reason, listed
 from syncbn_verify.steps import divided
 
 LOGGER = logging.getLogger("syncbn")
-CHUNK = 2**20  # numbers of divisions at a time: 8 MB
+CHUNK = 2**20  # numbers that are computed at a time: 8 MB
 
 Forward = Callable[..., Any]
 
@@ -64,8 +64,8 @@ def pays(
     """Look whether parts of batches differ so much that synchronization matters.
 
     Runs a copy of `model` without gradients. Its batch norm layers normalize by the statistics of
-    the whole batch, those of its parts are compared with those of random parts. Nothing is changed.
-    Print the report that it returns; docs/is-it-for-me.md explains it.
+    the whole batch. The statistics of the parts are compared with those of random parts. Nothing is
+    changed. Print the report that it returns; docs/is-it-for-me.md explains it.
 
     Args:
         model: in training mode, with layers of any class; best after some steps of training.
@@ -85,10 +85,10 @@ def pays(
         samples: called as `samples(batch)`, for the number of samples in it. By default they are
             along axis 0 of the first tensor. `lambda batch: len(batch[0])` suits lists of images.
 
-    Samples are along axis 0 of what layers get. The report says which layers could not
-    be looked at, such as one whose input has rows that are no samples. Raises `ArgumentError` for a
-    batch of samples that `parts` does not divide, without batches, and if all ranks have got the
-    same samples; and what the model raises.
+    Samples are along axis 0 of what layers get. The report says which layers could not be looked
+    at, such as one whose input has rows that are no samples. Raises `ArgumentError` if `parts` does
+    not divide the samples of a batch, if there is no batch, and if all ranks have the same samples;
+    and what the model raises.
     """
     group = group_for(parts, process_group, "parts", 4)
     inner, _ = group.together(lambda: unwrapped(model), "a model that can be looked at")
@@ -118,7 +118,7 @@ def pays(
 
 
 def _own(batch: Any, group: Alone) -> Any:
-    """The part of this rank of a batch that all ranks have got; alone, the batch."""
+    """This rank's part of a batch that all ranks have; without ranks, the batch."""
     if not isinstance(group, Ranks):
         return batch
     device = next(iter(tensors_in(batch)), torch.empty(0)).device
@@ -136,9 +136,9 @@ def _next(taken: Iterator[Any], device: Any, samples: Any, study: _Study) -> tup
         size = samples(batch) if samples else first
         if not size or size % study.here:
             raise ArgumentError(
-                f"expected batches of {study.here} samples or a multiple, got {size}; take other "
-                "parts, or a loader that drops a last batch of another size. Samples are along "
-                "axis 0 of the first tensor, unless samples= or --samples counts them"
+                f"expected batches of samples in a multiple of {study.here}, got {size}; take "
+                "other parts, or a loader that drops a last batch of another size. Samples are "
+                "along axis 0 of the first tensor, unless samples= or --samples counts them"
             )
         return batch, size
     return None, 0
@@ -152,8 +152,8 @@ def _forward(model: nn.Module, batch: Any) -> Any:
         if isinstance(batch, Tensor) or isinstance(error, ProtocolError):
             raise
         raise ArgumentError(
-            f"expected a model that takes a batch, of a list or tuple its first element, here a "
-            f"{type(batch).__name__}, but it raised {first_line(error)}; pass forward=, which is "
+            "expected a model that takes the batch (of a list or tuple its first element), got a "
+            f"{type(batch).__name__}, for which it raised {first_line(error)}; pass forward=, "
             "called as forward(model, batch), or --forward package.module:function"
         ) from error
 
@@ -189,18 +189,18 @@ class _Study:
             if layer.running_mean is None or (layer.training and not frozen):
                 own = self.layers[name] = _Layer()
                 if not hasattr(layer, "momentum"):  # as FrozenBatchNorm2d of torchvision
-                    own.left.append("has no momentum, so it is taken for frozen")
+                    own.left.append("its class has no momentum, so it is taken for frozen")
                     continue
                 layer.training = False  # by the statistics of `_note`; so nothing is sent
                 called = partial(self._called, name, layer, layer.forward)
                 setattr(layer, "forward", called)  # noqa: B010  (hooks miss calls of `forward`)
 
     def begin(self, size: int) -> bool:
-        """Layers are now called for a batch of `size` samples; False if some process has none."""
+        """Begin a batch of `size` samples; returns False if this or another rank has no more."""
         self.sizes = sizes = self.group.gather(size)
         if not all(sizes):
             ended = listed([f"rank {rank}" for rank, own in enumerate(sizes) if not own])
-            note = f"Only {self.batches} of the batches: {ended} had no more, others had."
+            note = f"Only {self.batches} batches were looked at: then {ended} had no more."
             self.notes = (note,) if any(sizes) else ()
             return False
         parts = torch.arange(self.group.size, dtype=torch.int16)
@@ -258,35 +258,34 @@ class _Study:
     def report(self) -> PartsReport:
         if not self.batches:
             raise ArgumentError("expected batches, got none; is the loader used up?")
-        layers, summed = [], torch.zeros(1 + SHUFFLES, dtype=torch.float64)
-        skipped: dict[str, list[str]] = {}
+        layers, skipped, summed = [], [], torch.zeros(1 + SHUFFLES, dtype=torch.float64)
         samples = self.samples / self.batches / self.group.size
         for name, own in self.layers.items():
             if own.left or not own.calls:
                 some = f"; {len(own.left)} of {len(own.left) + own.calls} calls are left out"
-                why = (own.left or ["not called"])[0] + some * bool(own.calls)
-                skipped.setdefault(why, []).append(name)
+                skipped.append((name, (own.left or ["not called"])[0] + some * bool(own.calls)))
             if own.calls:
                 off = torch.empty(2, 1 + SHUFFLES, dtype=torch.float64)
                 each = self.group.gather(own.off / own.calls)
                 for rank, theirs in enumerate(each):
                     off[:, rank :: len(each)] = theirs
                 by_chance = off[:, 1:].mean(1)
-                relative = off.sum(0) / by_chance.sum() if by_chance.any() else 1 + 0 * off[0]
+                relative = (
+                    off.sum(0) / by_chance.sum() if by_chance.any() else torch.ones_like(off[0])
+                )
                 summed += relative
                 ratio = relative[0].item()
                 like = samples / max(ratio, 1 / self.group.size)
                 figures = torch.stack([off[:, 0], by_chance], 1).sqrt().flatten().tolist()
                 figures = [own.values / own.calls, *figures, ratio, like]
                 layers.append(LayerParts(name, *figures))
-        if self.here == 1 and layers and not self.differ:
+        if isinstance(self.group, Ranks) and layers and not self.differ:
             raise ArgumentError(
-                "expected other samples on each rank, got the same on all; give each rank a loader "
-                "of its own part, as by a DistributedSampler, or parts= for one of whole batches"
+                "expected other samples on each rank, got the same on all; give each its own "
+                "loader, as by a DistributedSampler, or pass parts= if a batch is that of all ranks"
             )
         chance = (1 + int((summed[1:] >= summed[0] * (1 - 1e-9)).sum())) / (1 + SHUFFLES)
-        why_not = tuple(f"{listed(names)}: {why}" for why, names in skipped.items())
-        found = (tuple(layers), chance, why_not, self.notes)
+        found = (tuple(layers), chance, tuple(by_reason(skipped)), self.notes)
         report = PartsReport(self.group.size, self.batches, samples, *found)
         return self.group.from_first(report)  # type: ignore[no-any-return]
 

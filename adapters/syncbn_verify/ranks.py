@@ -186,7 +186,7 @@ class Ranks(Alone):
 
 
 def group_for(count: int | None, process_group: Any, counted: str, default: int) -> Alone:
-    """The ranks of a group, or this process with `count` parts; which of them the user wants."""
+    """The ranks of a group, or this process alone with `count` parts, as the user asks."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if count is not None and process_group is not None:
         raise ArgumentError(f"expected {counted} or process_group, got both; leave one out")

@@ -209,11 +209,15 @@ def _figure(figure: float | None) -> str:
 
 
 def _reasons(layers: Iterable[LayerReport]) -> list[str]:
-    """A line for each reason, with the layers to which it applies."""
+    return [f"- {line}" for line in by_reason((x.name, x.reason) for x in layers)]
+
+
+def by_reason(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each reason, with the layers to which it applies; `pairs`: a name, a reason."""
     names: dict[str, list[str]] = {}
-    for layer in layers:
-        names.setdefault(layer.reason, []).append(layer.name)
-    return [f"- {listed(own)}: {reason}" for reason, own in names.items()]
+    for name, reason in pairs:
+        names.setdefault(reason, []).append(name)
+    return [f"{listed(own)}: {reason}" for reason, own in names.items()]
 
 
 def listed(names: list[str]) -> str:

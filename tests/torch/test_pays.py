@@ -130,9 +130,9 @@ def test_rows_that_are_no_samples_are_skipped() -> None:
     ("call", "words"),
     [
         (lambda: pays(model(), mixed(8), 1), "2 or more parts, got 1"),
-        (lambda: pays(model(), mixed(3), 4), "of 4 samples or a multiple, got 3;"),
-        (lambda: pays(model(), mixed(10), 4), "of 4 samples or a multiple, got 10; take"),
-        (lambda: pays(model(), [[]], 4), "of 4 samples or a multiple, got 0;"),
+        (lambda: pays(model(), mixed(3), 4), "in a multiple of 4, got 3;"),
+        (lambda: pays(model(), mixed(10), 4), "in a multiple of 4, got 10; take"),
+        (lambda: pays(model(), [[]], 4), "in a multiple of 4, got 0;"),
         (
             lambda: pays(model(), [{"x": x} for x in mixed(8)]),
             "pass forward=, .* or --forward pack",
@@ -206,7 +206,7 @@ def test_a_layer_of_fixed_statistics_is_left_as_it_is() -> None:
     frozen = FrozenBatchNorm2d()
     (x,) = mixed(8, 1)
     report = pays(nn.Sequential(frozen, nn.BatchNorm2d(3)), [x], 2)
-    assert report.skipped == ("0: has no momentum, so it is taken for frozen",)
+    assert report.skipped == ("0: its class has no momentum, so it is taken for frozen",)
     expected = pays(nn.BatchNorm2d(3), [frozen(x)], 2)
     assert report.layers[0].mean == expected.layers[0].mean
 
@@ -350,6 +350,8 @@ def test_the_command_draws_a_row_for_each_layer(
 def test_a_picture_without_matplotlib_is_an_error_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "syncbn_verify.picture", None)
-    with pytest.raises(ArgumentError, match="matplotlib for --picture; pip install matplotlib"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ArgumentError, match="matplotlib for --picture, got none; pip install matplotlib"
+    ):
         main(["pays", "nowhere:made", "--picture", str(tmp_path / "pays.png")])

@@ -128,7 +128,7 @@ def test_iterable_data_that_end_unevenly_are_looked_at_as_long_as_all_have_some(
     torch.manual_seed(0)
     report = pays(nn.BatchNorm2d(3), DataLoader(Stream(), 4))
     assert report.batches == 3
-    assert report.notes == ("Only 3 of the batches: rank 0 had no more, others had.",)
+    assert report.notes == ("Only 3 batches were looked at: then rank 0 had no more.",)
     assert str(report).endswith(report.notes[0])
     equal_on_ranks(report)
     assert pays(nn.BatchNorm2d(3), DataLoader(Stream(), 4), batches=2).notes == ()
